@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache: layers, metadata of a forward pass, and backends."""
+"""Compute attention over the paged KV cache: layers, metadata of a forward pass, and backends."""
 
 from vllm.attention.backends.encoder_attn import whole_prompts
 from vllm.attention.backends.metadata import AttentionMetadata

@@ -1,4 +1,4 @@
-"""A layer that keeps something of each token, and where that is."""
+"""Define layers that store data of each token, and the memory for it."""
 
 from abc import ABC, abstractmethod
 from typing import ClassVar
@@ -10,7 +10,7 @@ from vllm.kv_cache_spec import CacheKind, KVCacheSpec
 
 
 class CachedLayer(nn.Module, ABC):
-    """A layer that describes what it keeps, and gets the memory for it."""
+    """A layer that describes the data it stores, and gets the memory for it."""
 
     cache_names: ClassVar[tuple[str, ...]]
     """Attributes for the tensors of the cache, in the order of `KVCacheSpec.tensors`; None while
@@ -27,32 +27,32 @@ class CachedLayer(nn.Module, ABC):
 
     @abstractmethod
     def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
-        """Return the description of the layer's cache, in this dtype."""
+        """Return the description of the layer's cache, with this dtype."""
 
     @property
     def kv_caches(self) -> tuple[Tensor, ...]:
-        """The tensors of the cache; none while no cache is bound."""
+        """The tensors of the cache; empty while no cache is bound."""
         tensors = (getattr(self, name) for name in self.cache_names)
         return tuple(tensor for tensor in tensors if tensor is not None)
 
     @property
     def request_tensors(self) -> tuple[Tensor, ...]:
-        """All tensors with what the layer keeps of requests."""
+        """All tensors in which the layer stores data of requests."""
         return self.kv_caches
 
     def bind_kv_cache(self, *tensors: Tensor) -> None:
-        """Use these tensors from now on; see `CacheTensor` for their shapes."""
+        """Use these tensors as the cache from now on; see `CacheTensor` for their shapes."""
         for name, tensor in zip(self.cache_names, tensors, strict=True):
             setattr(self, name, tensor)
 
     def release_kv_cache(self) -> None:
-        """Let go of the tensors."""
+        """Drop the references to the cache tensors."""
         for name in self.cache_names:
             setattr(self, name, None)
 
 
 def layers_with_cache(model: nn.Module) -> list[CachedLayer]:
-    """Return the layers with a KV cache, in the order of the model; an encoder has none."""
+    """Return the layers with a KV cache, in the order of the model; empty for an encoder."""
     return [
         module
         for module in model.modules()

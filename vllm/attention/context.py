@@ -1,13 +1,12 @@
-"""The data of one launch for the layers of a model, in addition to token ids and positions.
+"""Pass the data of a forward pass to the layers of a model, in addition to token ids and positions.
 
 Models get flattened tokens, and their files do not depend on requests, devices or phases. One
-frozen object contains everything that a layer needs of the running launch. A runner sets it once
-per launch; the layers read it.
+frozen object contains everything that a layer needs to know about the running batch. A runner sets
+it once per forward pass; the layers read it.
 
-Every model has a `ContextHolder` of its own, to which its layers hold a reference. So two engines
-in one process never see each other's launches, whatever threads they run in. It is a plain object
-with a plain attribute, because `torch.compile` traces reading and setting one, and traces no
-context variable and no thread-local.
+Every model has its own `ContextHolder`, which its layers reference. So two engines in one process
+never see each other's batches, whatever threads they run in. It is a plain object with a plain
+attribute, because `torch.compile` can trace these, but not a context variable or thread-local.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,31 +24,33 @@ from vllm.ops.prepared import SingleExperts
 
 
 class GivenEmbeddings(Protocol):
-    """Embeddings that a launch provides instead of looked-up ones."""
+    """Embeddings that a batch provides, instead of embeddings from the table."""
 
     def put_into(self, rows: Tensor) -> Tensor:
-        """Return the embeddings [T, embedding_dim] that were looked up, some of them replaced by
-        these."""
+        """Return the looked-up embeddings [T, embedding_dim], with some replaced by the given
+        ones.
+        """
         ...
 
 
 class GivenStates(Protocol):
-    """Values that a launch brings, which are added to hidden states of some of its tokens after the
-    first layers."""
+    """Values of a batch that are added to the hidden states of some tokens after the first
+    layers.
+    """
 
     @property
     def num_layers(self) -> int:
-        """The first layers, which have values."""
+        """Number of first layers that have values."""
         ...
 
     def add_to(self, hidden_states: Tensor, layer: int) -> Tensor:
-        """Return the hidden states [T, hidden] after one of these layers, with its values added."""
+        """Return the hidden states [T, hidden] after this layer, with its values added."""
         ...
 
 
 @dataclass(frozen=True)
 class ReplacedTokens:
-    """Tokens of a launch whose embeddings are given, and not looked up."""
+    """Tokens of a batch whose embeddings are given instead of looked up."""
 
     indices: Tensor
     """[m] int64: which of the T tokens."""
@@ -57,14 +58,15 @@ class ReplacedTokens:
     """[m, embedding_dim] in any floating type."""
 
     def put_into(self, rows: Tensor) -> Tensor:
-        """Return the embeddings [T, embedding_dim] that were looked up, some of them replaced by
-        these."""
+        """Return the looked-up embeddings [T, embedding_dim], with some replaced by the given
+        ones.
+        """
         return rows.index_copy(0, self.indices, self.embeddings.to(rows.dtype))
 
 
 @dataclass(frozen=True)
 class AddedStates:
-    """Tokens of a launch with values to add to their hidden states; see `GivenStates`."""
+    """Tokens of a batch with values that are added to their hidden states (`GivenStates`)."""
 
     indices: Tensor
     """[m] int64: which of the T tokens."""
@@ -82,8 +84,11 @@ class AddedStates:
 
 @dataclass(frozen=True)
 class TableEmbeddings:
-    """Embeddings that a launch provides in a table, and values that it adds to hidden states:
-    shapes depend only on the size of the table. See `GivenEmbeddings` and `GivenStates`."""
+    """Given embeddings in a table, and values to add to hidden states, with shapes that depend only
+    on the table size.
+
+    It implements `GivenEmbeddings` and `GivenStates`.
+    """
 
     index: Tensor
     """[T] int32: entry of the table for each token; negative: its embedding is looked up."""
@@ -103,31 +108,32 @@ class TableEmbeddings:
         return torch.where(self.index[:, None] >= 0, added, hidden_states)
 
     def _read(self, part: int) -> Tensor:
-        """Return a part of the entry [T, embedding_dim] of each token, of any entry if it has
-        none."""
+        """Return a part of each token's table entry, [T, embedding_dim]. A token without an entry
+        gets the first one.
+        """
         return self.table[part].index_select(0, self.index.clamp_min(0))
 
 
 class LaunchAdapters(Protocol):
-    """The LoRA adapters of the tokens of a launch."""
+    """The LoRA adapters of the tokens in a batch."""
 
     def adapt(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
         """Return the output of a layer with the adapters of its tokens.
 
         Args:
-            layer: which one.
+            layer: the layer.
             x: [T, in_features]
-            y: [T, out_features], what it computes without adapters. May be changed in place.
+            y: [T, out_features], its output without adapters. May be changed in place.
         """
         ...
 
     def adapt_heads(self, layer: LoRAHeads, x: Tensor, y: Tensor) -> Tensor:
-        """Return the outputs of the matrices of H heads with the adapters of its tokens.
+        """Return the outputs of the matrices of H heads, with the adapters of its tokens.
 
         Args:
-            layer: which ones.
+            layer: the layer with the heads.
             x: [T, H, in_features]
-            y: [T, H, out_features or more], of which the first are what they compute without
+            y: [T, H, out_features or more], of which the first elements are the output without
                 adapters. May be changed in place.
         """
         ...
@@ -136,9 +142,9 @@ class LaunchAdapters(Protocol):
         """Return the output of the input embedding with the adapters of its tokens.
 
         Args:
-            table: whose inputs are the tokens of the vocabulary.
+            table: embedding table.
             ids: [T] int64
-            y: [T, out_features], looked up without adapters. May be changed in place.
+            y: [T, out_features], embeddings without adapters. May be changed in place.
         """
         ...
 
@@ -151,25 +157,25 @@ class LaunchAdapters(Protocol):
         weights: Tensor,
         y: Tensor,
     ) -> Tensor:
-        """Return the output of a layer of experts with the adapters of its tokens.
+        """Return the output of an expert layer, with the adapters of its tokens.
 
         Args:
-            layer: which one.
-            single: of its experts on this rank.
+            layer: the layer.
+            single: access to the single experts on this rank.
             x: [T, hidden]
-            ids: [T, k] int64, the experts of each token, of all ranks.
-            weights: [T, k] float32, how much they count.
-            y: [T, hidden], what it computes without adapters. May be changed in place.
+            ids: [T, k] int64, the experts of each token, numbered over all ranks.
+            weights: [T, k] float32, weight of each of these experts.
+            y: [T, hidden], output without adapters. May be changed in place.
         """
         ...
 
     def select(self, tokens: Tensor) -> "LaunchAdapters":
-        """Select the adapters of some of the tokens, by their indices [n]."""
+        """Return the adapters of the tokens with these indices [n]."""
         ...
 
 
 class LaunchParts(TypedDict, total=False):
-    """Data of requests for the tokens of a launch: fields of `LaunchContext`."""
+    """Data of requests for the tokens of a batch: fields of `LaunchContext`."""
 
     positions: Tensor
     replaced: GivenEmbeddings
@@ -179,10 +185,10 @@ class LaunchParts(TypedDict, total=False):
 
 
 class StateMetadata(Protocol):
-    """The states that the tokens of a launch belong to, on one kind of device."""
+    """The recurrent states to which the tokens of a batch belong, on one kind of device."""
 
     def run(self, layer: Any, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Run the sequences of the launch, and store their new states.
+        """Run the sequences of the batch through a layer, and store their new states.
 
         Args:
             layer: a `StateLayer` whose caches are bound.
@@ -196,7 +202,7 @@ class StateMetadata(Protocol):
 
 @dataclass(frozen=True)
 class LaunchContext:
-    """One launch of T tokens, as the layers of the model know it."""
+    """One forward pass of T tokens, as the layers of the model see it."""
 
     attention: AttentionMetadata | None
     """Attention metadata of its tokens; None: all of them are one prompt, and there is no KV
@@ -221,7 +227,9 @@ class LaunchContext:
 
 
 class ContextHolder:
-    """The launch that a model is running, if any. One model runs one launch at a time."""
+    """Holds the context of the forward pass that a model is running, if any. A model runs one at a
+    time.
+    """
 
     def __init__(self) -> None:
         self.context: LaunchContext | None = None
@@ -237,14 +245,14 @@ class ContextHolder:
 
 
 class ReadsContext:
-    """A layer that reads the launch; a second base of its module."""
+    """A layer that reads the context of the forward pass; a second base class of its module."""
 
     launch: ContextHolder
     """A holder of its own until `share_context` gives it the holder of its model."""
 
 
 def share_context(model: nn.Module) -> ContextHolder:
-    """Give all layers of a model one holder in the first call, and return it.
+    """Return the context holder that all layers of a model share; the first call creates it.
 
     Args:
         model: a model or a single layer, complete.
@@ -263,7 +271,8 @@ def text_positions(positions: Tensor) -> Tensor:
     """Return the positions [T] of tokens that have one each, given as [T] or [1, T].
 
     Raises:
-        ValueError: the tokens have several positions each, which the calling layer does not take.
+        ValueError: the tokens have several positions each, which the calling layer does not
+            support.
     """
     if positions.dim() == 1:
         return positions

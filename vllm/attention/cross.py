@@ -1,7 +1,7 @@
-"""Cross-attention: what tokens see of the images, sounds or videos of their requests.
+"""Compute cross-attention: from tokens to the images, audio or videos of their requests.
 
-Each item has hidden states, of which every cross-attention layer keeps keys and values, in slots of
-a pool of its own. A slot holds one hidden state. All layers use the same slots for an item.
+Each item has hidden states. Every cross-attention layer stores their keys and values in slots of a
+separate pool. A slot holds one hidden state. All layers use the same slots for an item.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ program computes every token by itself, so that a run has the same bits there.""
 
 
 class ReadsItems(Protocol):
-    """A cross-attention layer of H heads, with G heads of keys and values, of size D.
+    """A cross-attention layer with H query heads and G key/value heads of size D.
 
     Attributes:
         item_keys: [slots, G, D]; None while the pool is not bound.
-        item_values: the same.
-        item_options: how scores are made.
+        item_values: [slots, G, D]; None while the pool is not bound.
+        item_options: options for computing scores.
     """
 
     item_keys: Tensor | None
@@ -39,25 +39,25 @@ class ReadsItems(Protocol):
 
 
 class SeenItems(Protocol):
-    """The items that the T tokens of a launch see."""
+    """The items that the T tokens of a batch see."""
 
     def attend_to_items(self, layer: ReadsItems, query: Tensor) -> Tensor:
-        """Return [T, H, D], zeros for tokens that see no item.
+        """Compute cross-attention [T, H, D]; zeros for tokens that see no item.
 
         Args:
-            layer: whose pool is bound.
+            layer: layer whose pool is bound.
             query: [T, H, D]
         """
         ...
 
     def clear_unseeing(self, x: Tensor) -> Tensor:
-        """Return x [T, ...] with zeros for tokens that see no item."""
+        """Return x [T, ...] with zeros for the tokens that see no item."""
         ...
 
 
 @dataclass(frozen=True)
 class SeenRun:
-    """Consecutive tokens of a launch that see the same slots."""
+    """Consecutive tokens of a batch that see the same slots."""
 
     begin: int
     """Index of the first token."""
@@ -68,13 +68,15 @@ class SeenRun:
 
     @property
     def is_long(self) -> bool:
-        """Whether its tokens are computed together."""
+        """Whether the tokens are computed together."""
         return self.end - self.begin > MOST_SINGLE
 
 
 @dataclass(frozen=True)
 class RaggedItems:
-    """The items that the tokens of a ragged launch see. A run has the same bits in any launch."""
+    """The items that the tokens of a ragged batch see. The result for a run is the same, bit by
+    bit, in any batch.
+    """
 
     num_tokens: int
     """T."""
@@ -99,7 +101,7 @@ class RaggedItems:
 
     @property
     def has_long_runs(self) -> bool:
-        """Whether the tokens of some run are computed together."""
+        """Whether some run has tokens that are computed together."""
         return any(run.is_long for run in self.runs)
 
     def by_token(self) -> ItemSlots:
@@ -119,8 +121,9 @@ class RaggedItems:
 
 
 def _tables(runs: Sequence[SeenRun], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens [n] of some runs, and for each token its slots [n, longest] and their
-    number [n]."""
+    """Return the tokens [n] of some runs, and for each token its padded slots [n, longest] and
+    their number [n].
+    """
     tokens = [token for run in runs for token in range(run.begin, run.end)]
     lens = np.array([len(run.slots) for run in runs for _ in range(run.begin, run.end)], np.int32)
     tables = np.zeros((len(tokens), int(lens.max())), np.int32)
@@ -137,9 +140,10 @@ def _tables(runs: Sequence[SeenRun], device: torch.device) -> tuple[Tensor, Tens
 
 
 def _attend_run(layer: ReadsItems, query: Tensor, slots: IntArray) -> Tensor:
-    """Return what tokens [Q, H, D] read that all see the same slots.
+    """Compute cross-attention for tokens [Q, H, D] that all see the same slots.
 
-    To the operator they are one token: all queries of a key/value head are heads that share it.
+    The operator sees them as one token: all queries that use a key/value head are heads that share
+    it.
     """
     assert layer.item_keys is not None and layer.item_values is not None
     num_queries, num_heads, head_size = query.shape

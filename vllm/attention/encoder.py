@@ -1,4 +1,6 @@
-"""The attention layer of encoders: every token sees all of its prompt, and nothing is kept."""
+"""Provide the attention layer of encoders: every token sees its whole prompt, and nothing is
+cached.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from vllm.ops.attention_options import PLAIN_ATTENTION
 
 
 class EncoderAttention(CachedLayer, ReadsContext):
-    """Scaled dot product attention in both directions, without a KV cache.
+    """Bidirectional scaled dot product attention, without a KV cache.
 
     H heads, D head size; all per rank.
 
@@ -59,13 +61,13 @@ class EncoderAttention(CachedLayer, ReadsContext):
 def bind_prompt_caches(
     model: nn.Module, num_tokens: int, num_prompts: int, dtype: torch.dtype
 ) -> None:
-    """Give the layers of an encoder memory for ragged launches; all use the same.
+    """Give the layers of an encoder shared memory for ragged batches.
 
     Args:
-        model: with layers of one shape.
-        num_tokens: the most tokens of a launch.
-        num_prompts: the most prompts of a launch.
-        dtype: of keys and values.
+        model: model whose layers all have the same shape.
+        num_tokens: maximum number of tokens in a batch.
+        num_prompts: maximum number of prompts in a batch.
+        dtype: dtype of keys and values.
     """
     layers = [module for module in model.modules() if isinstance(module, EncoderAttention)]
     if not layers:

@@ -1,4 +1,5 @@
-"""The attention layer over a latent cache: one vector per token, for keys and values of all heads.
+"""Provide the attention layer over a latent cache: one vector per token, for keys and values of all
+heads.
 
 Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1), in the form in which
 the projections of keys and values are absorbed into the projections of queries and outputs. All
@@ -16,7 +17,7 @@ from vllm.ops.attention_options import AttentionOptions
 class LatentAttention(Attention):
     """Causal attention of flattened tokens over the latent vectors of their requests.
 
-    H query heads, per rank; V latent size, R size of the rotated part. Every rank keeps the whole
+    H query heads, per rank; V latent size, R size of the rotated part. Every rank stores the whole
     cache.
 
     Args:

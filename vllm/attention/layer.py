@@ -1,4 +1,6 @@
-"""The attention layer of a model: heads and KV cache; how to compute is the backend's."""
+"""Provide the attention layer of a model, with its heads and KV cache. The backend computes the
+attention.
+"""
 
 from typing import ClassVar
 
@@ -15,7 +17,7 @@ from vllm.ops.attention_options import PLAIN_ATTENTION, AttentionOptions
 
 
 class Attention(CachedLayer, ReadsContext):
-    """Causal attention of flattened tokens over what their requests have in the KV cache.
+    """Causal attention of flattened tokens over the tokens of their requests in the KV cache.
 
     H query heads, G key/value heads (H a multiple of G), D head size; all per rank.
 
@@ -23,11 +25,11 @@ class Attention(CachedLayer, ReadsContext):
         num_heads: H.
         head_size: D.
         num_kv_heads: G.
-        options: scale, window and the like.
-        alibi_slopes: [H] float32, ALiBi slopes: what is subtracted from the score of each head
-            per token of distance; None without ALiBi.
-        sinks: [H] float32, the score of one more key of each head, whose value is zero; None
-            without. A parameter of the checkpoint, which the caller shares with this layer.
+        options: scale, window and similar settings.
+        alibi_slopes: [H] float32, ALiBi slopes: subtracted from the score of each head per token of
+            distance; None without ALiBi.
+        sinks: [H] float32, score of one additional key per head, whose value is zero; None without.
+            A parameter of the checkpoint that the caller also holds.
 
     Shape: query [T, H, D], key and value [T, G, D] -> [T, H, D]
     """
@@ -95,7 +97,7 @@ class Attention(CachedLayer, ReadsContext):
         return KVCacheSpec(kind, (tensor, tensor), window)
 
     def bind_kv_cache(self, *tensors: Tensor) -> None:
-        """Bind the KV cache, and make the scales of prompts; see `CachedLayer.bind_kv_cache`."""
+        """Bind the KV cache, and create the scales for prompts."""
         super().bind_kv_cache(*tensors)
         self.cache_scales = self.prompt_scales = None
         if tensors[0].dtype in FP8_DTYPES:
@@ -113,11 +115,12 @@ class Attention(CachedLayer, ReadsContext):
     def set_cache_scales(
         self, key: float | Tensor | None = None, value: float | Tensor | None = None
     ) -> None:
-        """Set the scales of an fp8 cache, in place: what has recorded where they are reads these.
+        """Set the scales of an FP8 cache in place, because recorded programs read them at their
+        addresses.
 
         Args:
-            key: of keys, above 0: [G] float32, or one number for all heads; None: they stay.
-            value: the same of values.
+            key: scales of keys, above 0: [G] float32, or one value for all heads; None: unchanged.
+            value: scales of values, in the same form.
         """
         if key is not None:
             self.key_scales.copy_(torch.as_tensor(key))
@@ -130,14 +133,15 @@ class Attention(CachedLayer, ReadsContext):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor | None = None, *, stores: bool = True
     ) -> Tensor:
-        """Attend.
+        """Compute attention.
 
         Args:
-            query: [T, H, D]. A later layer without keys and values may also give its queries.
+            query: [T, H, D]. May also come from a later layer that has no keys and values of its
+                own.
             key: [T, G, D]
-            value: the same; None where values are a part of the keys.
-            stores: False: the cache has these keys and values of the launch, for which this layer
-                was called before.
+            value: [T, G, D]; None if values are a part of the keys.
+            stores: False: the cache already has these keys and values, because this layer was
+                called before in the same forward pass.
         """
         context = self.launch.context
         if context is None or context.attention is None or self.key_cache is None:

@@ -1,7 +1,7 @@
-"""Items that the tokens of a padded launch see by cross-attention.
+"""Provide the items that the tokens of a padded batch see by cross-attention.
 
-Letters: B rows with Q tokens each, T = B * Q, S slots of a row, H query heads, G key/value heads, D
-head size. All sizes are padded.
+Letters: B requests (rows) with Q tokens each, T = B * Q, S slots of a request, H query heads, G
+key/value heads, D head size. All sizes are padded.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ the last one."""
 
 @dataclass(frozen=True)
 class PaddedItems:
-    """The slots of each row, and which tokens see them."""
+    """The slots of each request, and the tokens that see them."""
 
     slots: Tensor
     """[B * S] int32."""
@@ -33,12 +33,12 @@ class PaddedItems:
 
     @classmethod
     def derive(cls, tables: Tensor, indices: Tensor, kernel: SDPAKernel) -> "PaddedItems":
-        """Derive a launch on the device.
+        """Compute the data of a batch on the device.
 
         Args:
             tables: [B, NUM_FIELDS, S] int32.
-            indices: [B, Q] int32 of the tokens in their requests.
-            kernel: attention of prompts.
+            indices: [B, Q] int32 positions of the tokens in their requests.
+            kernel: computes the attention.
         """
         slots, first, end = (tables[:, field] for field in range(NUM_FIELDS))
         index = indices[:, :, None]

@@ -1,8 +1,8 @@
-"""The recurrent states of a launch without padding, and the tokens that each of them reads.
+"""Run recurrent layers on a batch without padding.
 
 A recurrent state cannot return to an earlier token. So a sequence with drafts runs on a copy of its
-state, and the layer keeps its inputs. In the next launch of the sequence the result is known. Then
-the layer first replays the inputs of the tokens that were right.
+state, and the layer keeps its inputs. In the next forward pass of the sequence the result is known,
+and the layer first replays the inputs of the accepted tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,13 @@ _NO_KEPT: Sequence[tuple[int, int]] = ()
 
 @dataclass(frozen=True)
 class StateCopies:
-    """Copies between the states of rows and kept states, which are further rows of the caches.
+    """Copies between the states of running requests and cached states, which are further entries in
+    the same tensors.
 
     Attributes:
-        restored: (row, kept state) of rows that begin with a kept state.
-        kept: index of a row in the launch -> (n, kept state) for states that are kept after n of
-            its tokens, n ascending; before the last -n of its replayed tokens if n is 0 or less.
+        restored: (batch index, cached state) of requests that begin with a cached state.
+        kept: position of a request in the batch -> (n, cached state) for states to cache after n of
+            its tokens, n ascending; if n is 0 or less, before the last -n of its replayed tokens.
     """
 
     restored: tuple[tuple[int, int], ...] = ()
@@ -36,7 +37,9 @@ class StateCopies:
     def of_rows(
         cls, rows: IntArray, restored: IntArray | None, kept: IntArray | None
     ) -> "StateCopies":
-        """Return the copies of a launch of these rows; the others as in `SchedulerOutput`."""
+        """Create the copies for a batch of these requests; `restored` and `kept` as in
+        `SchedulerOutput`.
+        """
         if restored is None and kept is None:
             return NO_COPIES
         pairs = () if restored is None else tuple((row, kept) for row, kept in restored.tolist())
@@ -53,8 +56,9 @@ NO_COPIES = StateCopies()
 
 @dataclass(frozen=True)
 class StateLaunch:
-    """The rows of a launch, as the scheduler says: decodes, then rows with drafts, then prefills.
-    All arrays are on the host."""
+    """The requests of a batch, as the scheduler sends them: decodes, then requests with drafts,
+    then prefills. All arrays are on the host.
+    """
 
     rows: IntArray
     """[B] rows of the batch."""
@@ -72,12 +76,12 @@ class StateLaunch:
 
     @property
     def num_drafted(self) -> int:
-        """Number of rows with drafts."""
+        """Number of requests with drafts."""
         return 0 if self.num_drafts is None else int(np.count_nonzero(self.num_drafts))
 
 
 def _state_rows(rows: IntArray, counts: IntArray, device: torch.device) -> StateRows:
-    """Return rows in this order, whose numbers of tokens do not ascend."""
+    """Return state indices in this order. The numbers of tokens must not ascend."""
     return StateRows(
         torch.from_numpy(rows.astype(np.int64)).to(device),
         torch.zeros(len(rows), dtype=torch.bool, device=device),
@@ -88,8 +92,9 @@ def _state_rows(rows: IntArray, counts: IntArray, device: torch.device) -> State
 
 @dataclass(frozen=True)
 class Replay:
-    """Runs B rows of a launch over tokens that ran with drafts before and were right, and then
-    copies some of their states to kept states."""
+    """Replays accepted tokens of drafts for B requests, and then copies some of their states to
+    cached states.
+    """
 
     rows: StateRows
     tokens: Tensor
@@ -101,8 +106,9 @@ class Replay:
 
     @classmethod
     def of_launch(cls, launch: StateLaunch, device: torch.device) -> "tuple[Replay, ...]":
-        """Return the replays of a launch: of all rows up to where some states are kept, and then
-        of the rest of these rows."""
+        """Create the replays of a batch: for all requests up to where some states are cached, and
+        then for the rest of the latter.
+        """
         if launch.num_replayed is None:
             return ()
         pieces: list[list[tuple[int, int, int, int | None]]] = []
@@ -144,7 +150,7 @@ class Replay:
         )
 
     def run(self, layer: StateLayer) -> None:
-        """Run the tokens through a layer, whose states change."""
+        """Run the replayed tokens through a layer, which changes its states."""
         inputs = tuple(x[self.rows.indices[:, None], self.tokens] for x in layer.provisional)
         with layer.of_tokens(self.launched):
             layer.advance_rows(inputs, self.rows, layer.kv_caches)
@@ -154,7 +160,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class DraftedRows:
-    """B rows with drafts, which run on copies of their states."""
+    """B requests with drafts, which run on copies of their states."""
 
     sequences: StateRows
     """Sequences of the copied states."""
@@ -167,7 +173,7 @@ class DraftedRows:
 
     @classmethod
     def of_launch(cls, launch: StateLaunch, device: torch.device) -> "DraftedRows | None":
-        """Return the rows of a launch that have drafts; None: there are none."""
+        """Return the requests of a batch that have drafts; None if there are none."""
         num_rows = launch.num_drafted
         if not num_rows:
             return None
@@ -188,14 +194,14 @@ class DraftedRows:
         )
 
     def run(self, layer: StateLayer, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Run the tokens of these rows, and keep their inputs.
+        """Run the tokens of these requests, and keep their inputs for a replay.
 
         Args:
-            layer: its states are only read.
-            inputs: [T, ...] each, of the whole launch.
+            layer: layer whose states are only read.
+            inputs: [T, ...] each, of the whole batch.
 
         Returns:
-            [T of these rows, ...]
+            [T of these requests, ...]
         """
         taken = tuple(x[self.tokens] for x in inputs)
         for memory, x in zip(layer.provisional, taken, strict=True):
@@ -208,7 +214,7 @@ class DraftedRows:
 
 @dataclass(frozen=True)
 class RaggedStates:
-    """The recurrent states of a launch without padding."""
+    """The recurrent states of a batch without padding."""
 
     launch: StateLaunch
     decodes: StateRows
@@ -220,7 +226,7 @@ class RaggedStates:
 
     @classmethod
     def build(cls, launch: StateLaunch, device: torch.device) -> "RaggedStates":
-        """Prepare the tensors of a launch on its device."""
+        """Prepare the tensors of a batch on its device."""
         num_decodes = launch.num_decodes
         decode_rows = torch.from_numpy(launch.rows[:num_decodes].astype("int64"))
         is_new = torch.from_numpy(launch.num_computed_tokens[:num_decodes] == 0)
@@ -232,10 +238,10 @@ class RaggedStates:
         )
 
     def run(self, layer: StateLayer, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Run the tokens of a launch through a layer, from the states of their rows.
+        """Run the tokens of a batch through a layer, from the states of their requests.
 
         Args:
-            layer: has the caches.
+            layer: layer with the caches.
             inputs: [T, ...] each.
 
         Returns:
@@ -263,7 +269,7 @@ class RaggedStates:
     def _run_prefill(
         self, layer: StateLayer, inputs: tuple[Tensor, ...], index: int
     ) -> list[Tensor]:
-        """Run the tokens of one prompt, in pieces where states are kept in the middle."""
+        """Run the tokens of one prompt, in several pieces if states are cached in the middle."""
         launch = self.launch
         start, end = launch.query_start_loc[index : index + 2].tolist()
         row, outputs = int(launch.rows[index]), []
@@ -289,6 +295,6 @@ class RaggedStates:
 
 
 def _copy_state(caches: States, source: int, target: int) -> None:
-    """Copy the states of a row to another one."""
+    """Copy a state from one index to another."""
     for cache in caches:
         cache[target].copy_(cache[source])

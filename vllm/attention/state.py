@@ -1,7 +1,7 @@
-"""A layer that keeps a state of each request: a summary of all its tokens, of fixed size.
+"""Define layers with a recurrent state per request: a summary of all its tokens, of fixed size.
 
-The launch decides where states are stored and which tokens belong to which state. The layer
-computes how a token changes a state.
+The batch decides where states are stored and which tokens belong to which state. The layer computes
+how a token changes a state.
 """
 
 from abc import abstractmethod
@@ -23,7 +23,7 @@ States = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class StateRows:
-    """B sequences whose states are in rows of tensors, those with more tokens first."""
+    """Indices of the states of B sequences, with the longer sequences first."""
 
     indices: Tensor
     """[B] int64 rows of the tensors, none twice but the row of padding."""
@@ -35,10 +35,11 @@ class StateRows:
     """Numbers of sequences with a first token, a second one, ...; unused if `lengths` is None."""
 
     def by_token(self, run: Callable[..., Tensor], *parts: Tensor) -> Tensor:
-        """Run one token of all sequences after the other.
+        """Run all sequences token by token.
 
         Args:
-            run: gets rows [n], is_new [n] and a token of each part [n, ...]; returns [n, ...].
+            run: gets state indices [n], is_new [n] and one token of each part [n, ...]; returns [n,
+                ...].
             parts: [B, L, ...] each.
 
         Returns:
@@ -56,12 +57,12 @@ class StateRows:
 
 
 class StateLayer(CachedLayer, ReadsContext):
-    """Runs sequences from the states that their earlier tokens have left. A base of a module.
+    """Runs sequences from the states after their earlier tokens. A base class of a module.
 
     Attributes:
-        provisional: [rows, tokens, ...] for each input of `run_sequences`: the inputs of the tokens
-            that ran with drafts in the last launch of each row. Its state has none of them. Empty:
-            there are no drafts.
+        provisional: [requests, tokens, ...] for each input of `run_sequences`: inputs of the tokens
+            that ran with drafts in the last forward pass of each request. Its state includes none
+            of them. Empty: there are no drafts.
     """
 
     input_names: ClassVar[tuple[str, ...]] = ("provisional",)
@@ -75,7 +76,7 @@ class StateLayer(CachedLayer, ReadsContext):
 
     @abstractmethod
     def state_shapes(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Shape and dtype of the state of one request, for each tensor of `cache_names`."""
+        """Return the shape and dtype of one request's state, for each tensor of `cache_names`."""
 
     @abstractmethod
     def advance(
@@ -85,9 +86,9 @@ class StateLayer(CachedLayer, ReadsContext):
 
         Args:
             inputs: [B, L, ...] each.
-            lengths: [B] integers, tokens of each sequence, those behind are padding, whose results
-                count for nothing; None: all L.
-            states: before the first token; all zero for a new sequence.
+            lengths: [B] integers, tokens of each sequence; later tokens are padding, whose results
+                are not used; None: all L.
+            states: states before the first token; all zero for a new sequence.
 
         Returns:
             [B, L, ...], and the states after the last token of each.
@@ -102,7 +103,7 @@ class StateLayer(CachedLayer, ReadsContext):
 
         Args:
             inputs: [B, L, ...] each; L is 1 if the rows have no lengths.
-            rows: of the sequences.
+            rows: indices of the states of the sequences.
             caches: [rows, ...] for each tensor of the layer's cache, or tensors like them.
 
         Returns:
@@ -114,7 +115,7 @@ class StateLayer(CachedLayer, ReadsContext):
         return out
 
     def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
-        """Return a spec of the states; their dtypes do not depend on the dtype of the KV cache."""
+        """Return a spec of the states. Their dtypes do not depend on the dtype of the KV cache."""
         tensors, inputs = (
             tuple(
                 CacheTensor(shape, str(dtype).removeprefix("torch."), dtype.itemsize)
@@ -130,13 +131,13 @@ class StateLayer(CachedLayer, ReadsContext):
         return self.kv_caches + self.provisional
 
     def release_kv_cache(self) -> None:
-        """Let go of the tensors."""
+        """Drop the references to the tensors."""
         super().release_kv_cache()
         self.provisional = ()
 
     @contextmanager
     def of_tokens(self, tokens: slice | Tensor) -> Iterator[None]:
-        """Limit the adapters to some tokens of the launch while layers run only these."""
+        """Limit the adapters to some tokens of the batch while layers run only these tokens."""
         whole = self.launch.context
         if whole is None or whole.adapters is None:
             yield
@@ -151,7 +152,7 @@ class StateLayer(CachedLayer, ReadsContext):
             self.launch.context = whole
 
     def run_sequences(self, *inputs: Tensor) -> Tensor:
-        """Run the tokens of the launch, each with the state of its request.
+        """Run the tokens of the batch, each with the state of its request.
 
         Args:
             inputs: [T, ...] each.
@@ -173,8 +174,9 @@ class StateLayer(CachedLayer, ReadsContext):
 
 @dataclass(frozen=True)
 class PaddedReplays:
-    """What B padded rows of a decode with drafts replay: tokens that ran with drafts in the launch
-    before and were right. Each row has memory for the inputs of P tokens."""
+    """Replayed tokens of B padded requests: tokens that ran with drafts in the last forward pass
+    and were accepted. Each request has memory for the inputs of P tokens.
+    """
 
     counts: Tensor
     """[B] tokens that are replayed."""
@@ -185,7 +187,9 @@ class PaddedReplays:
     kept; no effect without `before`."""
 
     def run(self, layer: StateLayer, rows: Tensor, states: States) -> States:
-        """Replay the tokens of rows [B], and return their states [B, ...]."""
+        """Replay the tokens of the requests with state indices `rows` [B], and return their states
+        [B, ...].
+        """
         inputs = tuple(memory.index_select(0, rows) for memory in layer.provisional)
         if self.before is None:
             return layer.advance(inputs, self.counts, states)[1]
@@ -202,8 +206,9 @@ class PaddedReplays:
 
 @dataclass(frozen=True)
 class PaddedStates:
-    """The states of a launch of B padded rows of Q padded tokens each. Padded rows are all in one
-    row of the caches, which no request has."""
+    """The states of a batch of B padded requests with Q padded tokens each. Padded requests all use
+    one unused state.
+    """
 
     rows: Tensor
     """[B] rows of the caches."""
@@ -216,7 +221,7 @@ class PaddedStates:
     tokens; None: of another launch."""
 
     def run(self, layer: StateLayer, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Run the B * Q tokens of a launch through a layer; see `StateMetadata`."""
+        """Run the B * Q tokens of a batch through a layer (`StateMetadata.run`)."""
         if self.lengths is None:
             tokens = tuple(x[:, None] for x in inputs)
             rows = StateRows(self.rows, self.is_new)
@@ -242,8 +247,9 @@ class PaddedStates:
 
 
 def load_states(caches: States, rows: Tensor, is_new: Tensor) -> States:
-    """Return the states of some rows [B]; zeros for a new request, whatever an earlier one has
-    left."""
+    """Return the states at some indices [B]; zeros for new requests, whatever an earlier request
+    left there.
+    """
     found = (cache.index_select(0, rows) for cache in caches)
     return tuple(
         state.masked_fill(is_new.view(-1, *[1] * (state.dim() - 1)), 0.0) for state in found
@@ -251,6 +257,6 @@ def load_states(caches: States, rows: Tensor, is_new: Tensor) -> States:
 
 
 def store_states(caches: States, rows: Tensor, states: States) -> None:
-    """Put the states [B, ...] into their rows [B]."""
+    """Store the states [B, ...] at their indices [B]."""
     for cache, state in zip(caches, states, strict=True):
         cache.index_copy_(0, rows, state.to(cache.dtype))

@@ -1,4 +1,4 @@
-"""The configuration of the engine: frozen dataclasses, composed into `VllmConfig`.
+"""Define the configuration of the engine: frozen dataclasses, composed into `VllmConfig`.
 
 Each setting is defined in one place: type, default and docstring of a field also define its
 command-line flag (see `vllm.engine.arg_utils`). Nothing here imports torch or touches a device.

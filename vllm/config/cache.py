@@ -1,4 +1,4 @@
-"""The paged KV cache: block size, memory budget, prefix caching."""
+"""Define the settings of the paged KV cache: block size, memory budget, prefix caching."""
 
 import typing
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ CacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"]
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """Blocks and memory of the KV cache."""
+    """Settings for the blocks and memory of the KV cache."""
 
     block_size: int = field(metadata={"auto": True})
     """Tokens per KV block. Default: 128 on hpu, 16 on cpu."""

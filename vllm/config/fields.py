@@ -1,9 +1,9 @@
-"""The fields of the config classes: name, type, default and help of each, and checks of values.
+"""Read the fields of the config classes: name, type, default and help of each; and check values.
 
-Source of the command-line flags, of the keywords of `EngineArgs` and of the reference in docs/.
-A field takes part unless its metadata has `{"cli": False}`. `{"auto": True}` marks a field the
-platform decides when it is not given; `{"aliases": ("-x",)}` adds other flags. Independent of
-argparse and the engine.
+The command-line flags, the keywords of `EngineArgs` and the reference in docs/ are generated from
+them. A field is included unless its metadata has `{"cli": False}`. `{"auto": True}` marks a field
+that the platform decides if it is not given; `{"aliases": ("-x",)}` adds other flags. Independent
+of argparse and the engine.
 """
 
 import ast
@@ -35,7 +35,7 @@ _COUNTS = frozenset({"limit_mm_per_prompt"})
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigField:
-    """One setting for users."""
+    """One setting that users can change."""
 
     name: str
     kind: FieldKind
@@ -60,7 +60,8 @@ class ConfigField:
         return flag_of(self.name)
 
     def convert(self, value: object) -> object:
-        """Convert a value given in Python or as text to the type of the field; None is the default.
+        """Convert a value given in Python or as a string to the type of the field; None gives the
+        default.
 
         Raises:
             ConfigError: the value has another type. Ranges are checked by the config class.
@@ -131,7 +132,7 @@ def _read_type(annotation: object) -> tuple[FieldKind, tuple[str, ...]]:
 
 
 def _attribute_docs(config_class: type) -> dict[str, str]:
-    """Return the docstring of each field, which Python does not keep, on one line."""
+    """Return the docstring of each field as one line. Python itself does not keep them."""
     (class_def,) = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body
     assert isinstance(class_def, ast.ClassDef)
     docs = {}
@@ -161,8 +162,9 @@ _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30
 
 
 def _to_size(value: object) -> int:
-    """Convert to an integer; text may also have k (1000), K (1024), m (1000^2), M (1024^2), g or
-    G."""
+    """Convert to an integer. A string may end with k (1000), K (1024), m (1000^2), M (1024^2), g or
+    G.
+    """
     match = (
         re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG])", value.strip()) if type(value) is str else None
     )
@@ -222,7 +224,9 @@ def _to_mapping(value: object) -> Mapping[str, object]:
 
 
 def _to_counts(value: object) -> Mapping[str, object]:
-    """Read a mapping, its JSON, numbers by name (`image=4,video=0`), or a number of images."""
+    """Convert to counts by name, from a mapping, its JSON, `image=4,video=0`, or a number of
+    images.
+    """
     if isinstance(value, str) and not value.lstrip().startswith("{"):
         pairs = [pair.rpartition("=") for pair in value.split(",")]
         if all(re.fullmatch(r"\s*\d+\s*", number) for *_, number in pairs):
@@ -267,7 +271,7 @@ def check_one_of(config: object, name: str, choices: tuple[Any, ...]) -> None:
 
 
 class _StepBudget(Protocol):
-    """The limits of tokens of a step and of a request."""
+    """The token limits of a step and of a request."""
 
     @property
     def max_num_batched_tokens(self) -> int: ...
@@ -278,7 +282,7 @@ class _StepBudget(Protocol):
 
 
 def check_longest_prompt(config: _StepBudget) -> None:
-    """Check that the longest prompt fits into a step, where it cannot be run in chunks."""
+    """Check that the longest prompt fits into a step, if prompts cannot run in chunks."""
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < config.max_model_len:
         raise ConfigError(
             f"max_num_batched_tokens ({config.max_num_batched_tokens}) is less than "

@@ -1,7 +1,7 @@
-"""Settings of Gaudi only: buckets, warm-up, graphs, and attention.
+"""Define settings of Gaudi: buckets, warm-up, graphs, and attention.
 
-Most values are those of environment variables, under the names that users of Gaudi know. A new
-setting is a field with a docstring, which becomes a flag as everywhere in this folder.
+Most values come from environment variables, under the names that users of Gaudi know. A new setting
+is a field with a docstring, which becomes a flag as in the other config classes.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ VARIABLE = "variable"
 
 
 def _variable(name: str) -> Any:
-    """Declare a field with the default and the value of a variable of `envs.Envs`."""
+    """Declare a field whose default and value come from a variable of `envs.Envs`."""
     return field(default=getattr(Envs, name), metadata={"cli": False, VARIABLE: name})
 
 
@@ -45,8 +45,9 @@ _GC_THRESHOLDS = tuple(
 
 @dataclass(frozen=True)
 class PromptSlicing:
-    """When the attention of a prompt runs over slices of its queries. Without sizes it never
-    does."""
+    """Decides when the attention of a prompt runs over slices of its queries. Without sizes it
+    never does.
+    """
 
     max_keys: int | None = None
     """Maximum number of keys for which all queries run at once."""
@@ -54,7 +55,7 @@ class PromptSlicing:
     """Number of queries in a slice."""
 
     def queries_at_once(self, num_queries: int, num_keys: int) -> int:
-        """Return for how many queries of a row there is a mask at a time."""
+        """Return the number of queries of a prompt for which a mask is created at a time."""
         if self.max_keys is None or num_keys <= self.max_keys:
             return num_queries
         return min(num_queries, self.num_queries)
@@ -65,7 +66,7 @@ UNSLICED = PromptSlicing()
 
 @dataclass(frozen=True, kw_only=True)
 class HPUConfig:
-    """Settings of the Gaudi path."""
+    """Settings of Gaudi."""
 
     max_seq_len_to_capture: int = 8192
     """Longest sequence for which the linear strategy makes prompt buckets at every step size.
@@ -200,15 +201,16 @@ class HPUConfig:
 
     @property
     def serves_while_warming(self) -> bool:
-        """Requests are taken before all buckets are warmed up."""
+        """Whether requests are accepted before all buckets are warmed up."""
         return self.ready_when == "first" and not self.skip_warmup
 
     @property
     def multimodal_buckets(self) -> tuple[int, ...]:
-        """Padded sizes of forward passes of an encoder, in images or patches; empty: by the model.
+        """Padded sizes of forward passes of an encoder, in images or patches; empty: the model
+        decides.
 
         Raises:
-            ConfigError: the variable is no list of positive integers.
+            ConfigError: the variable is not a list of positive integers.
         """
         text = (self.encoder_sizes or "").strip()
         # Required: without fixed sizes, each image size would be compiled.
@@ -223,7 +225,7 @@ class HPUConfig:
         return tuple(sorted({int(part) for part in parts}))
 
     def prompt_slicing(self, max_num_batched_tokens: int) -> PromptSlicing:
-        """Return when prompts attend in slices, with this budget of a step."""
+        """Return the settings for attention in slices, for this token budget per step."""
         is_on = self.slices_prompts
         if is_on is None:
             is_on = self.bucketing_strategy == "pad" and not self.merged_prefill

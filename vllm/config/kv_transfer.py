@@ -1,4 +1,4 @@
-"""Settings for keeping KV blocks outside of the KV cache, and for sharing them."""
+"""Define settings for storing KV blocks outside of the KV cache, and for sharing them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -137,7 +137,7 @@ class KVTransferConfig:
 
     @property
     def folder(self) -> str | None:
-        """Return the folder for blocks; None: they are kept only in host memory."""
+        """Folder for blocks; None: blocks are stored only in host memory."""
         extra = self.kv_connector_extra_config
         folder: str | None = extra.get("shared_storage_path", extra.get("folder"))
         return folder
@@ -151,7 +151,7 @@ class KVTransferConfig:
 
     @property
     def peers(self) -> list[tuple[str, int]]:
-        """(host, port) of the engines that are asked for blocks."""
+        """(host, port) of the engines from which blocks are requested."""
         if not self.loads:
             return []
         given = self.kv_connector_extra_config.get("peers")
@@ -211,7 +211,9 @@ def _parse_address(text: str) -> tuple[str, int]:
 
 
 def _is_host(text: str) -> bool:
-    """Whether the system may be asked for an address of this name."""
+    """Return whether the string can be a host name, so that the system may be asked for its
+    address.
+    """
     try:
         return bool(text.encode("idna"))
     except UnicodeError:
@@ -220,7 +222,7 @@ def _is_host(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectorConfig:
-    """KV blocks outside of the KV cache."""
+    """Settings for KV blocks outside of the KV cache."""
 
     kv_transfer_config: Mapping[str, Any] = field(default_factory=dict)
     """Keep KV blocks in host memory and files, and share them with other engines (JSON):
@@ -233,6 +235,6 @@ class ConnectorConfig:
 
     @property
     def kv_transfer(self) -> KVTransferConfig | None:
-        """`kv_transfer_config` with its defaults; None: it is not given."""
+        """`kv_transfer_config` with its defaults; None if it is not given."""
         given = self.kv_transfer_config
         return KVTransferConfig.from_mapping(given) if given else None

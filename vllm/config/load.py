@@ -1,4 +1,4 @@
-"""Loading of weights."""
+"""Define settings for loading weights."""
 
 import math
 from dataclasses import dataclass, field
@@ -48,5 +48,5 @@ class LoadConfig:
 
     @property
     def cpu_offload_bytes(self) -> int:
-        """Bytes of weights to keep off the card."""
+        """Bytes of weights to store in host memory instead of the card."""
         return int(self.cpu_offload_gb * 2**30)

@@ -1,4 +1,4 @@
-"""LoRA adapters: how many a step may use, and how large they are."""
+"""Define settings of LoRA adapters: how many a step may use, and how large they are."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +11,7 @@ _USUAL_SLOTS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
-    """LoRA adapters."""
+    """Settings of LoRA adapters."""
 
     enable_lora: bool = False
     """Accept requests with a LoRA adapter."""
@@ -49,12 +49,12 @@ class LoRAConfig:
 
     @property
     def num_slots(self) -> int:
-        """`max_loras` with its default."""
+        """Number of adapter slots: `max_loras`, or its default."""
         if self.max_loras is not None:
             return self.max_loras
         return min(_USUAL_SLOTS, self.max_cpu_loras or _USUAL_SLOTS)
 
     @property
     def num_in_host_memory(self) -> int:
-        """`max_cpu_loras` with its default."""
+        """Number of adapters in host memory: `max_cpu_loras`, or its default."""
         return self.max_cpu_loras or 4 * self.num_slots

@@ -1,4 +1,4 @@
-"""The model: the user's settings."""
+"""Define the settings of the model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The model and its tokenizer as the engine runs them."""
+    """Settings of the model and its tokenizer."""
 
     model: str = ""
     """Folder or Hugging Face name of the model. Default: the bundled demonstration model."""
@@ -168,23 +168,25 @@ class ModelConfig:
 
     @property
     def resolved_arch(self) -> ModelArch:
-        """`arch`, which is set once the engine's config is complete."""
+        """Architecture of the model; available after the config is resolved."""
         assert self.arch is not None
         return self.arch
 
     @property
     def resolved_path(self) -> str:
-        """`path`, which is set once the engine's config is complete."""
+        """Folder of the model; available after the config is resolved."""
         assert self.path is not None
         return self.path
 
     @property
     def is_measured(self) -> bool:
-        """Layers note the largest values of requests (`QUANT_CONFIG`, MEASURE)."""
+        """Whether layers record the largest values of requests (`QUANT_CONFIG` with mode
+        MEASURE).
+        """
         return self.inc is not None and self.inc.mode == "MEASURE"
 
     @property
     def dtype_name(self) -> str:
-        """Name of the torch dtype the model runs in."""
+        """Name of the torch dtype in which the model runs."""
         name = self.resolved_arch.dtype if self.dtype == "auto" else self.dtype
         return _DTYPE_NAMES.get(name, name)

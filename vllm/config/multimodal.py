@@ -1,4 +1,6 @@
-"""Images, sounds and videos in requests: how many, from where, and how they are read."""
+"""Define settings for images, audio and videos in requests: how many, from where, and how they are
+read.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -38,7 +40,7 @@ class ItemLimit:
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSettings:
-    """Settings for the choice of frames from a video."""
+    """Settings for choosing the frames of a video."""
 
     num_frames: int = 32
     """Maximum number of frames, spread evenly over the video. -1: no other limit than fps."""
@@ -48,7 +50,7 @@ class VideoSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MultiModalConfig:
-    """Images, sounds and videos in requests, for models that read them."""
+    """Settings for images, audio and videos in requests, for models that read them."""
 
     limit_mm_per_prompt: Mapping[str, Any] = field(default_factory=dict)
     """Maximum number of images, sounds and videos in one request, such as image=4,video=1, or as
@@ -105,12 +107,12 @@ class MultiModalConfig:
 
     @property
     def given(self) -> list[str]:
-        """Names of the settings that do not have their default."""
+        """Names of the settings that differ from their defaults."""
         usual = MultiModalConfig()
         return [f.name for f in fields(self) if getattr(self, f.name) != getattr(usual, f.name)]
 
     def limit(self, modality: str) -> ItemLimit:
-        """Return the limits of images, sounds or videos."""
+        """Return the limits for images, audio or videos."""
         given = self.limit_mm_per_prompt.get(modality, {})
         if not isinstance(given, Mapping):
             return ItemLimit(count=given)
@@ -121,7 +123,7 @@ class MultiModalConfig:
 
     @property
     def largest_image(self) -> tuple[int, int] | None:
-        """Width and height of the largest image that is expected; None: any."""
+        """Width and height of the largest expected image; None: not limited."""
         limit = self.limit("image")
         if limit.width is None or limit.height is None:
             return None
@@ -134,12 +136,14 @@ class MultiModalConfig:
 
     @property
     def max_frames(self) -> int:
-        """Maximum number of frames of a video that a model gets."""
+        """Maximum number of frames of a video that are passed to the model."""
         return self.limit("video").num_frames or _MOST_FRAMES
 
     @property
     def video(self) -> VideoSettings:
-        """Settings for the choice of frames from videos, in which -1 frames are a number."""
+        """Settings for choosing the frames of videos, with -1 frames (all) replaced by the
+        maximum.
+        """
         settings = VideoSettings(**self.media_io_kwargs.get("video", {}))
         wanted = _MOST_FRAMES if settings.num_frames == -1 else settings.num_frames
         return replace(settings, num_frames=min(wanted, self.max_frames))
@@ -153,7 +157,7 @@ class MultiModalConfig:
 
     @property
     def processor_cache_bytes(self) -> int:
-        """Memory for processed media."""
+        """Bytes of memory for processed media."""
         if self.disable_mm_preprocessor_cache:
             return 0
         return int(self.mm_processor_cache_gb * 2**30)

@@ -1,4 +1,4 @@
-"""Statistics, traces and events of the engine."""
+"""Define settings for statistics, traces and events of the engine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -13,7 +13,7 @@ _TRANSPORTS = ("tcp://", "ipc://", "inproc://")
 
 @dataclass(frozen=True, kw_only=True)
 class KVEventsConfig:
-    """Whether and how changes of the prefix cache are published."""
+    """Settings for publishing changes of the prefix cache."""
 
     enable_kv_cache_events: bool = False
     """Record which blocks the prefix cache stores and removes."""
@@ -87,7 +87,7 @@ class KVEventsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ObservabilityConfig:
-    """Statistics and traces."""
+    """Settings for statistics and traces."""
 
     disable_log_stats: bool = False
     """Do not log throughput, number of requests and use of the KV cache every 10 seconds."""

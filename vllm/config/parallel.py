@@ -1,4 +1,4 @@
-"""Settings for splitting the model over devices."""
+"""Define settings for dividing the model over devices."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ ExecutorBackend = Literal["uni", "mp", "ray", "external_launcher"]
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Sizes of the parallel groups and who runs the workers."""
+    """Sizes of the parallel groups, and how workers are started."""
 
     tensor_parallel_size: int = field(default=1, metadata={"aliases": ("-tp",)})
     """Number of devices over which each layer is split."""
@@ -132,13 +132,13 @@ class ParallelConfig:
 
     @property
     def num_local_replicas(self) -> int:
-        """Replicas on this machine."""
+        """Number of replicas on this machine."""
         local = self.data_parallel_size_local
         return self.data_parallel_size if local is None else local
 
     @property
     def local_replica(self) -> int:
-        """Return the index of this replica among the replicas on this machine, from 0."""
+        """Index of this replica among the replicas on this machine, from 0."""
         return self.data_parallel_rank - self.data_parallel_start_rank
 
     @property
@@ -152,18 +152,20 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        """Workers of one replica."""
+        """Number of workers of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def num_pipelined_steps(self) -> int:
-        """Steps that the stages of a pipeline run at the same time; 1 without a pipeline."""
+        """Number of steps that the stages of a pipeline run at the same time; 1 without a
+        pipeline.
+        """
         steps = self.pipeline_steps_in_flight
         return self.pipeline_parallel_size if steps is None else steps
 
     @property
     def stages_alternate(self) -> bool:
-        """Whether one stage of a pipeline at most runs at a time."""
+        """Whether at most one stage of a pipeline runs at a time."""
         return self.pipeline_parallel_size > 1 and self.num_pipelined_steps == 1
 
 
@@ -173,7 +175,7 @@ def check_tensor_split(
     """Check that the attention and the MLP of a model can be divided over `size` devices.
 
     Raises:
-        ConfigError: one of the numbers does not fit; names it, and sizes that fit.
+        ConfigError: a size cannot be divided; names it, and sizes that fit.
     """
 
     def unfit(size: int) -> list[str]:
@@ -197,11 +199,11 @@ def check_tensor_split(
 
 
 def sizes_that_fit(fits: Callable[[int], bool], most: int) -> str:
-    """Return a sentence with the values of tensor_parallel_size that a model can have.
+    """Return a sentence with the values of tensor_parallel_size that are possible for a model.
 
     Args:
-        fits: whether it can have a value.
-        most: largest value that is looked at.
+        fits: returns whether a value is possible.
+        most: largest value to check.
 
     >>> sizes_that_fit(lambda size: 12 % size == 0, 6)
     'Sizes that fit: 1, 2, 3, 4, 6'
@@ -212,7 +214,7 @@ def sizes_that_fit(fits: Callable[[int], bool], most: int) -> str:
 
 def even_partition(num_layers: int, num_stages: int) -> list[int]:
     """Return the number of layers of each stage. Remaining layers are assigned to the stages in the
-    middle, then to the first one: the last one also computes logits and samples.
+    middle, then to the first one, because the last one also computes logits and samples.
 
     >>> even_partition(8, 3), even_partition(32, 2), even_partition(3, 2)
     ([3, 3, 2], [16, 16], [2, 1])

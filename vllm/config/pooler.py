@@ -1,4 +1,6 @@
-"""Pooling: how a model makes one result from the hidden states of a prompt."""
+"""Define settings of pooling: how a model computes one result from the hidden states of a
+prompt.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -57,5 +59,6 @@ class PoolerConfig:
     @property
     def needs_whole_prompts(self) -> bool:
         """Whether all tokens of a prompt have to run in one step, without chunking and prefix
-        caching."""
+        caching.
+        """
         return not self.is_causal or self.pooling_type != "LAST"

@@ -1,4 +1,4 @@
-"""Limits and policy of one scheduling step."""
+"""Define limits and policy of one scheduling step."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -117,19 +117,20 @@ class SchedulerConfig:
 
     @property
     def encoder_budget(self) -> int:
-        """Embeddings of images that a step makes."""
+        """Number of image embeddings that a step may compute."""
         # Without chunked prefill, a prompt runs in one step, and so do all of its images.
         return self.max_num_batched_tokens if self.enable_chunked_prefill else self.max_model_len
 
     @property
     def encoder_cache_size(self) -> int:
-        """Embeddings of images that are kept."""
+        """Number of image embeddings that are stored."""
         return max(_ENCODER_CACHE_SIZE, 2 * self.max_num_batched_tokens, self.encoder_budget)
 
     @property
     def longest_chunk(self) -> int:
-        """Prompt tokens of one request that a step always has room for, if the request waits until
-        prompts before it are computed: all others may decode."""
+        """Number of prompt tokens of one request for which a step always has room, once earlier
+        prompts are computed: all other requests may decode.
+        """
         return min(self.prefill_chunk_limit, self.max_num_batched_tokens - self.max_num_seqs + 1)
 
     @property

@@ -1,4 +1,4 @@
-"""Speculative decoding: how drafts of the next tokens are made."""
+"""Define settings of speculative decoding: how drafts of the next tokens are made."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -132,7 +132,7 @@ class DraftOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """Speculative decoding."""
+    """Settings of speculative decoding."""
 
     speculative_config: Mapping[str, Any] = field(default_factory=dict)
     """Speculative decoding settings (JSON): method (ngram, suffix, draft_model, eagle, eagle3, mtp,
@@ -148,8 +148,9 @@ class SpeculativeConfig:
 
     @property
     def method(self) -> str | None:
-        """The method that was asked for; None if there is none. A model without a method is taken
-        for a draft model, until its config.json is read."""
+        """The requested method; None if there is none. A model without a method counts as a draft
+        model until its config.json is read.
+        """
         given = self.speculative_config
         if not given:
             return None
@@ -167,7 +168,7 @@ class SpeculativeConfig:
 
     @property
     def drafts(self) -> DraftOptions | None:
-        """The settings with their defaults; None if there are no drafts.
+        """The draft settings with their defaults; None if there are no drafts.
 
         Raises:
             ConfigError: a key is not known, or its value is wrong.

@@ -1,4 +1,4 @@
-"""Structured output: library, strictness, and limits for compiling grammars."""
+"""Define settings of structured output: library, strictness, and limits for compiling grammars."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args

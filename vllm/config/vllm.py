@@ -1,4 +1,4 @@
-"""All configs of one engine, and the device that runs the model."""
+"""Combine all configs of one engine, and define the device that runs the model."""
 
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -22,7 +22,7 @@ Device = Literal["auto", "cpu", "hpu"]
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceConfig:
-    """The device and its threads."""
+    """Settings of the device and its threads."""
 
     device: Device = "auto"
     """Device to run on. auto: hpu when a card is there, else cpu."""
@@ -84,9 +84,11 @@ class VllmConfig:
 
     @property
     def has_dense_cache(self) -> bool:
-        """Return whether blocks of running requests are kept at the low end of the cache: a decode
-        of a card reads slices, cached blocks would be in between, and no connector or draft model
-        keeps block ids."""
+        """Whether blocks of running requests are kept at the low end of the cache.
+
+        This is done if decodes on a card read slices, cached blocks would be in between, and no
+        connector or draft model stores block ids.
+        """
         return (
             self.device.device == "hpu"
             and self.hpu.contiguous_pa
@@ -97,12 +99,12 @@ class VllmConfig:
 
     @property
     def max_blocks_per_request(self) -> int:
-        """Length of a block table: blocks of a request of `max_model_len` tokens."""
+        """Length of a block table: number of blocks of a request with `max_model_len` tokens."""
         return -(-self.scheduler.max_model_len // self.cache.block_size)
 
     @property
     def of_draft_model(self) -> "VllmConfig | None":
-        """Return the config of the draft model; None if there is none."""
+        """Config of the draft model; None if there is none."""
         draft = self.speculative.draft_model
         if draft is None:
             return None

@@ -1,4 +1,4 @@
-"""Groups of workers and the collectives between them."""
+"""Provide groups of workers and the collectives between them."""
 
 from vllm.distributed.groups import (
     CheckedCollectives,

@@ -1,4 +1,6 @@
-"""The ranks that share a layer. A group of one needs no process group and does no work."""
+"""Exchange tensors between the ranks that share a layer. A group of one rank needs no process
+group.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ def divide(total: int, parts: int) -> int:
     """Divide `total` by `parts`; the result must be an integer.
 
     Raises:
-        ConfigError: it is not; names both numbers.
+        ConfigError: the result is not an integer; names both numbers.
     """
     if total % parts:
         raise ConfigError(
@@ -25,37 +27,42 @@ def divide(total: int, parts: int) -> int:
 
 
 class Collectives(Protocol):
-    """Exchanges tensors between the ranks of a group. All of them call the same method with tensors
-    of the same shape and dtype, in the same order.
+    """Exchanges tensors between the ranks of a group.
+
+    All ranks must call the same method with tensors of the same shape and dtype, in the same order.
 
     Raises:
         CollectiveError: another rank has failed, or has not answered in time.
     """
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over the ranks, the same bits on all of them. May be in place."""
+        """Sum a tensor over the ranks, with bit-identical results on all of them. May work in
+        place.
+        """
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gather [..., n] of each rank to [..., n * ranks], in rank order."""
+        """Concatenate the tensors [..., n] of all ranks to [..., n * ranks], in rank order."""
         ...
 
 
 def _gather_function() -> Callable[..., Any]:
-    """Return what gathers into one tensor; torch gave it another name in 2.13, and warns of the
-    old one."""
+    """Return the function that gathers into one tensor. torch 2.13 renamed it, and warns about the
+    old name.
+    """
     distributed: Any = torch.distributed
     return getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
 class TorchCollectives:
-    """Collectives of torch.distributed. Without Python around them, so that a card can record them.
+    """Collectives of torch.distributed, called without Python wrappers, so that a card can record
+    them.
 
     Args:
-        size: ranks of the group.
+        size: number of ranks in the group.
         process_group: None: the default group.
-        before: called before each collective, when its operands are computed or recorded; None:
-            nothing is.
+        before: called before each collective, when its operands are computed or recorded; None: no
+            call.
     """
 
     def __init__(
@@ -70,14 +77,14 @@ class TorchCollectives:
         self._gather = _gather_function()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over the ranks, in place; see `Collectives`."""
+        """Sum a tensor over the ranks, in place."""
         if self._before is not None:
             self._before()
         torch.distributed.all_reduce(x, group=self._process_group)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gather the tensors of all ranks; see `Collectives`."""
+        """Concatenate the tensors of all ranks in rank order."""
         x = x.contiguous()
         # Gather into one tensor: with a list of tensors, torch copies the data once more.
         gathered = x.new_empty(self._size * x.shape[0], *x.shape[1:])
@@ -88,11 +95,11 @@ class TorchCollectives:
 
 
 class CheckedCollectives(TorchCollectives):
-    """Collectives on the host, with an error that names the rank and the operation.
+    """Collectives on the host, whose errors name the rank and the operation.
 
     Args:
-        rank: of this process, for the message.
-        size: ranks of the group.
+        rank: rank of this process, for messages.
+        size: number of ranks in the group.
         process_group: None: the default group.
     """
 
@@ -106,14 +113,14 @@ class CheckedCollectives(TorchCollectives):
         self._rank = rank
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over the ranks, in place; see `Collectives`."""
+        """Sum a tensor over the ranks, in place."""
         try:
             return super().all_reduce(x if x.is_contiguous() else x.contiguous())
         except RuntimeError as error:
             raise CollectiveError("all_reduce", self._rank, str(error)) from error
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gather the tensors of all ranks; see `Collectives`."""
+        """Concatenate the tensors of all ranks in rank order."""
         try:
             return super().all_gather(x)
         except RuntimeError as error:
@@ -122,8 +129,11 @@ class CheckedCollectives(TorchCollectives):
 
 @dataclass(eq=False)
 class TPGroup:
-    """Tensor-parallel group as one rank sees it. Layers may be built and loaded before the ranks
-    have met; `collectives` is needed when they run."""
+    """A tensor-parallel group from the view of one rank.
+
+    Layers may be built and loaded before the ranks are connected; `collectives` is needed when they
+    run.
+    """
 
     rank: int = 0
     size: int = 1
@@ -133,11 +143,11 @@ class TPGroup:
     """The experts of a mixture are divided among the ranks; False: each expert is split."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over the ranks; may be in place when there are several."""
+        """Sum a tensor over the ranks. May work in place if there are several."""
         return x if self.size == 1 else self._connected.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gather [..., n] of each rank to [..., n * size], in rank order."""
+        """Concatenate the tensors [..., n] of all ranks to [..., n * size], in rank order."""
         return x if self.size == 1 else self._connected.all_gather(x)
 
     @property

@@ -1,4 +1,6 @@
-"""The messages that subscribers to KV cache events receive, under the name they import them by."""
+"""Export the messages that subscribers to KV cache events receive, under their import name in
+vLLM.
+"""
 
 from vllm.messages import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEventBatch
 

@@ -1,4 +1,4 @@
-"""Assigns ranks to groups, from the sizes of the groups only."""
+"""Assign ranks to groups, given only the sizes of the groups."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from vllm.config import ParallelConfig
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return the ranks as messages name them.
+    """Format ranks for messages.
 
     >>> ranks_text([2]), ranks_text([0, 3])
     ('rank 2', 'ranks 0, 3')
@@ -29,7 +29,8 @@ class PipelineNeighbors(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankLayout:
-    """Ranks of one engine. Ranks that share a layer are consecutive, as they exchange the most.
+    """Ranks of one engine, and their groups. Ranks that share a layer are consecutive, because they
+    exchange the most data.
 
     >>> layout = RankLayout(tensor_size=2, pipeline_size=2)
     >>> layout.tensor_groups
@@ -52,7 +53,7 @@ class RankLayout:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return self.tensor_size * self.pipeline_size
 
     def tensor_rank(self, rank: int) -> int:
@@ -60,7 +61,7 @@ class RankLayout:
         return rank % self.tensor_size
 
     def pipeline_rank(self, rank: int) -> int:
-        """Return the stage of a rank."""
+        """Return the pipeline stage of a rank."""
         return rank // self.tensor_size
 
     def stages_around(self, rank: int) -> PipelineNeighbors:
@@ -81,12 +82,12 @@ class RankLayout:
 
     @property
     def result_rank(self) -> int:
-        """The rank whose results count: the first of the last stage."""
+        """The rank whose results are used: the first of the last stage."""
         return self.world_size - self.tensor_size
 
     @property
     def ranks_without_tokens(self) -> range:
-        """Return the ranks that do not sample: all stages except the last."""
+        """The ranks that do not sample: all stages except the last."""
         return range(self.result_rank)
 
     @property

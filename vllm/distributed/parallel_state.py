@@ -1,4 +1,4 @@
-"""The end of the process groups, for programs that start several engines one after the other."""
+"""Destroy process groups, for programs that start several engines one after another."""
 
 import gc
 import sys
@@ -7,7 +7,7 @@ import torch
 
 
 def destroy_distributed_environment() -> None:
-    """Destroy the process groups of torch.distributed; nothing happens when there are none."""
+    """Destroy the process groups of torch.distributed. Does nothing if there are none."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -15,10 +15,10 @@ def destroy_distributed_environment() -> None:
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     """Destroy the process groups and free the memory that is no longer referenced.
 
-    An engine frees its memory when it is collected, so this is to be called after `del llm`.
+    An engine frees its memory when it is garbage-collected, so call this after `del llm`.
 
     Args:
-        shutdown_ray: also leave the Ray cluster, if this process has joined one.
+        shutdown_ray: whether to leave the Ray cluster, if this process has joined one.
     """
     destroy_distributed_environment()
     ray = sys.modules.get("ray")  # a process that has not imported Ray cannot be in a cluster

@@ -1,4 +1,6 @@
-"""Stages of a pipeline: consecutive layers, whose hidden states go from one rank to the next."""
+"""Divide a model into pipeline stages: consecutive layers, whose hidden states are sent from one
+rank to the next.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,35 +17,41 @@ from vllm.errors import CollectiveError
 
 
 class Link(Protocol):
-    """Carries hidden states from each stage to the next one.
+    """Sends hidden states from each stage to the next one.
 
     Raises:
         CollectiveError: the other rank has failed, or has not answered in time.
     """
 
     def send(self, hidden_states: Tensor) -> None:
-        """Send to the next stage. The tensor is not written any more by the caller."""
+        """Send hidden states to the next stage. The caller must not write to the tensor any
+        more.
+        """
         ...
 
     def receive(self, hidden_states: Tensor) -> None:
-        """Fill the tensor with what the stage before has sent. Both know the shape from the
-        step."""
+        """Receive hidden states from the previous stage into the tensor. Both stages know the shape
+        from the step.
+        """
         ...
 
     def send_drafts(self, drafts: Tensor) -> None:
-        """Send drafts [n] int32 from the first stage to the last one, or the other way round. The
-        caller must not write to the tensor any more."""
+        """Send drafts [n] int32 from the first stage to the last one, or in the other direction.
+        The caller must not write to the tensor any more.
+        """
         ...
 
     def receive_drafts(self, drafts: Tensor) -> None:
-        """Fill the tensor with what the other end has sent."""
+        """Receive drafts from the other end of the pipeline into the tensor."""
         ...
 
 
 @dataclass(eq=False)
 class Stage:
-    """A stage as one rank sees it. Its layers may be loaded before the ranks have met; `link` is
-    needed when they run."""
+    """A pipeline stage from the view of one rank.
+
+    Its layers may be loaded before the ranks are connected; `link` is needed when they run.
+    """
 
     first_layer: int
     end_layer: int
@@ -57,12 +65,12 @@ class Stage:
     def of(
         cls, index: int, count: int, num_layers: int, partition: Sequence[int] | None = None
     ) -> "Stage":
-        """Make a stage of a model.
+        """Create a stage of a model.
 
         Args:
-            index: of the stage.
-            count: stages in all.
-            num_layers: of the model.
+            index: index of the stage.
+            count: number of stages.
+            num_layers: number of layers of the model.
             partition: number of layers of each stage; None: as `even_partition`.
         """
         sizes = list(partition or even_partition(num_layers, count))
@@ -71,34 +79,34 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether it embeds the tokens."""
+        """Whether the stage embeds the tokens."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it computes logits and samples."""
+        """Whether the stage computes logits and samples."""
         return self.index == self.count - 1
 
     @property
     def connected(self) -> Link:
-        """The link; the ranks have met."""
+        """The link to other stages. The ranks must be connected."""
         assert self.link is not None, "the ranks have not met"
         return self.link
 
     def receive(
         self, num_tokens: int, size: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Receive the hidden states [num_tokens, size] of a launch from the stage before."""
+        """Receive the hidden states [num_tokens, size] of a batch from the previous stage."""
         hidden_states = torch.empty(num_tokens, size, dtype=dtype, device=device)
         self.connected.receive(hidden_states)
         return hidden_states
 
 
 class _StageLink(ABC):
-    """The base of links: one tensor of a kind in flight, and errors that name the rank.
+    """Base class of links: at most one tensor of a kind is in flight, and errors name the rank.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         before, after, other_end: see `PipelineNeighbors`.
     """
 
@@ -111,11 +119,11 @@ class _StageLink(ABC):
         """The last tensor of each kind."""
 
     def close(self) -> None:
-        """Give up what is under way; nothing is sent from here on."""
+        """Drop tensors in flight. Nothing may be sent afterwards."""
         self._sent.clear()
 
     def send(self, hidden_states: Tensor) -> None:
-        """Send hidden states. Wait until the previous tensor has been received."""
+        """Send hidden states. Waits until the previous tensor has been received."""
         self._send("hidden states", hidden_states, self._after)
 
     def receive(self, hidden_states: Tensor) -> None:
@@ -124,7 +132,7 @@ class _StageLink(ABC):
     # All stages send in the same order: first the drafts of a step, then its hidden states.
 
     def send_drafts(self, drafts: Tensor) -> None:
-        """Send drafts. Wait until the previous drafts have been received."""
+        """Send drafts. Waits until the previous drafts have been received."""
         self._send("drafts", drafts, self._other_end)
 
     def receive_drafts(self, drafts: Tensor) -> None:
@@ -148,19 +156,19 @@ class _StageLink(ABC):
 
     @abstractmethod
     def _begin_send(self, x: Tensor, rank: int) -> "tuple[torch.distributed.Work, Tensor]":
-        """Begin to send a tensor; what is returned has to be kept until it has left."""
+        """Begin to send a tensor. Keep the result until the tensor has been sent."""
 
     @abstractmethod
     def _receive(self, x: Tensor, rank: int) -> None:
-        """Fill a tensor with what a rank sends."""
+        """Receive a tensor from a rank into `x`."""
 
 
 class GlooLink(_StageLink):
     """Sends hidden states through gloo, while the rank computes its next step.
 
     Args:
-        group: of all ranks.
-        rank: of this process in it.
+        group: process group of all ranks.
+        rank: rank of this process in it.
         around: see `PipelineNeighbors`.
     """
 
@@ -192,10 +200,9 @@ class CardLink(_StageLink):
     """Sends hidden states from card to card through the default group of torch.distributed.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         around: see `PipelineNeighbors`.
-        before: called before each exchange, when what is sent is computed or recorded; None:
-            nothing is.
+        before: called before each exchange, when the data is computed or recorded; None: no call.
     """
 
     def __init__(
@@ -205,8 +212,9 @@ class CardLink(_StageLink):
         self._before_exchange = before
 
     def connect(self, device: torch.device) -> None:
-        """Exchange one number with each of these stages: the first exchange of two cards opens
-        their connection, which takes seconds."""
+        """Exchange one value with each neighbour, because the first exchange of two cards opens
+        their connection, which takes seconds.
+        """
         if self._before is not None:
             self.receive(torch.empty(1, device=device))
         if self._after is not None:
@@ -238,11 +246,11 @@ def _bytes_of(x: Tensor) -> Tensor:
 
 
 def place_in_engine(tp: TPGroup, stage: Stage | None) -> tuple[int, int]:
-    """Return (rank among all ranks of the engine, their number).
+    """Return (rank among all ranks of the engine, number of ranks).
 
     Args:
-        tp: the ranks that share the layers.
-        stage: that has them; None: there is one.
+        tp: ranks that share the layers.
+        stage: their pipeline stage; None: there is only one.
     """
     if stage is None:
         return tp.rank, tp.size

@@ -1,8 +1,8 @@
-"""Connects the ranks of one engine, which can exchange tensors afterwards.
+"""Connect the ranks of one engine, so that they can exchange tensors.
 
-The libraries of collectives exchange addresses through a store, which rank 0 serves at a port.
-Ranks that are processes of one machine share memory too, that has no name in any folder, so nothing
-is left of it when the processes have ended, however that happened.
+The collective libraries exchange addresses through a store, which rank 0 serves at a port. Ranks
+that are processes of one machine also share memory. It has no name in any folder, so nothing is
+left of it after the processes have exited, however that happened.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ class Rendezvous:
         """Create the rendezvous of a new engine on one machine, for rank 0.
 
         Raises:
-            ConfigError: the system has no memory without a name.
+            ConfigError: the system has no anonymous shared memory.
         """
         arena_fd = memory_file("arena")
         listener = open_listener("127.0.0.1")
@@ -71,7 +71,7 @@ class Rendezvous:
 
     @classmethod
     def of(cls, parallel: ParallelConfig, rank: int, arena_fd: int, port: int) -> "Rendezvous":
-        """Create a rendezvous for a rank that has inherited the memory, and was told the port."""
+        """Create the rendezvous of a rank that has inherited the memory, and was told the port."""
         return cls(
             rank=rank,
             layout=RankLayout.of(parallel),
@@ -95,12 +95,12 @@ class Rendezvous:
         """Create a rendezvous for ranks that were started separately or run on several machines.
 
         Args:
-            parallel: of the engine.
-            rank: of this process.
-            address: where the ranks meet.
-            is_host: this rank serves the store there.
-            listener: of the host, if it listens at the address already.
-            name: of the engine, if others use the same address.
+            parallel: config of the engine.
+            rank: rank of this process.
+            address: address at which the ranks connect.
+            is_host: whether this rank serves the store there.
+            listener: socket of the host, if it listens at the address already.
+            name: name of the engine, if others use the same address.
             has_whole_stage: all ranks of the stage of this rank are on this machine; the same on
                 all ranks.
         """
@@ -117,25 +117,27 @@ class Rendezvous:
 
     @property
     def arena_bytes(self) -> int:
-        """Size of the part of the arena that the ranks of one stage share."""
+        """Size of the part of the shared memory (arena) that the ranks of one stage share."""
         return ARENA_HEADER_BYTES + 2 * self.layout.tensor_size * ARENA_BUFFER_BYTES
 
     @property
     def stage_ranks(self) -> list[int]:
-        """The ranks that share layers with this one, itself included."""
+        """The ranks that share layers with this rank, itself included."""
         return self.layout.tensor_groups[self.layout.pipeline_rank(self.rank)]
 
     @property
     def arena_offset(self) -> int:
-        """Return the offset of the part of this rank's stage."""
+        """Offset in the shared memory of the part for this rank's stage."""
         return self.layout.pipeline_rank(self.rank) * self.arena_bytes
 
     def stage_memory(self) -> tuple[int, int] | None:
-        """Return the memory that the ranks of one stage share; called on all ranks. It is inherited
-        if one process has started them, else they open it through `/proc`.
+        """Return the memory that the ranks of one stage share. Call this on all ranks.
+
+        The memory is inherited if one process has started the ranks; otherwise they open it through
+        `/proc`.
 
         Returns:
-            Its file descriptor and where in it the part of the stage begins; None: they are on
+            Its file descriptor, and the offset of the stage's part in it; None: the ranks are on
             several machines, or cannot see each other's processes.
         """
         if self.arena_fd is not None:
@@ -161,8 +163,9 @@ class Rendezvous:
         return None
 
     def abort(self) -> None:
-        """End the exchanges of all ranks that go through the arena, if there is one, as one of them
-        has failed."""
+        """Abort the exchanges of all ranks through the shared memory, if there is one, because a
+        rank has failed.
+        """
         if self.arena_fd is None:
             return
         for stage in range(self.layout.pipeline_size):
@@ -172,7 +175,7 @@ class Rendezvous:
 
     @property
     def store(self) -> "torch.distributed.Store":
-        """Through which the libraries of collectives exchange addresses."""
+        """Store through which the collective libraries exchange addresses."""
         if self._store is None:
             self._store = self._open_store()
         return self._store
@@ -200,12 +203,11 @@ class Rendezvous:
         )
 
     def least(self, name: str, value: int) -> int:
-        """Return the least of the values of all ranks; wait for the ranks that have not called it
-        yet.
+        """Return the minimum of the values of all ranks. Waits for all ranks to call it.
 
         Args:
-            name: of the value, used once in an engine.
-            value: of this rank.
+            name: name of the value, used once in an engine.
+            value: value of this rank.
 
         Raises:
             CollectiveError: a rank has not called it in time.
@@ -220,16 +222,16 @@ class Rendezvous:
         *,
         ranks: Sequence[int] | None = None,
     ) -> list[bytes]:
-        """Return the values of several ranks; wait for the ranks that have not called it yet.
+        """Return the values of several ranks. Waits for these ranks to call it.
 
         Args:
-            name: of the value, used once in an engine.
-            value: of this rank.
-            what: the value is, for messages; None: its name.
-            ranks: that call it, this one included; None: all.
+            name: name of the value, used once in an engine.
+            value: value of this rank.
+            what: description of the value, for messages; None: its name.
+            ranks: ranks that call it, this one included; None: all.
 
         Raises:
-            CollectiveError: a rank has not called it in time. Names all of these.
+            CollectiveError: some ranks have not called it in time; names all of them.
         """
         store: Any = self.store  # its type stubs only allow strings
         ranks = range(self.layout.world_size) if ranks is None else ranks
@@ -242,7 +244,9 @@ class Rendezvous:
             raise CollectiveError(f"exchange of {what or name}", self.rank, reason) from None
 
     def _missing(self, name: str, ranks: Sequence[int]) -> str | None:
-        """Return which ranks have not come; None: all have by now, or the store has ended."""
+        """Describe which ranks have not called yet; None if all have by now, or the store has
+        ended.
+        """
         store: Any = self.store
         try:
             missing = [rank for rank in ranks if not store.check([f"{name}/{rank}"])]
@@ -257,7 +261,7 @@ class Rendezvous:
         name.
 
         Args:
-            name: of a point in the program.
+            name: name of a point in the program.
             patience_s: seconds to wait for them.
         """
         keys = [f"{name}/{rank}" for rank in self.stage_ranks]
@@ -268,17 +272,17 @@ class Rendezvous:
         return True
 
     def arrive(self, name: str, value: bytes = b"") -> None:
-        """Report that this rank is here, and wait for no other; see `exchange` and `is_stage_here`.
+        """Report that this rank has reached a point in the program, without waiting for others.
 
         Args:
-            name: of a point in the program, used once in an engine.
-            value: of this rank.
+            name: name of the point, used once in an engine.
+            value: value of this rank.
         """
         store: Any = self.store  # its type stubs only allow strings
         store.set(f"{name}/{self.rank}", value)
 
     def close(self) -> None:
-        """Leave, and close the memory. Calling it again does nothing."""
+        """Leave the groups, and close the memory. A second call does nothing."""
         self.leave()
         if self.listener is not None:
             self.listener.close()
@@ -288,7 +292,7 @@ class Rendezvous:
             self.arena_fd = None
 
     def leave(self) -> None:
-        """Close what `join` and `open_link` have opened."""
+        """Close the groups that `join` and `open_link` have opened."""
         if self._link is not None:
             self._link.close()
             self._link = None
@@ -298,15 +302,15 @@ class Rendezvous:
         self._store = None
 
     def join(self, backend: str) -> None:
-        """Open the default process group of torch.distributed over all ranks; return when all have
-        come.
+        """Open the default process group of torch.distributed over all ranks. Returns when all
+        ranks have joined.
 
         Args:
             backend: such as gloo.
 
         Raises:
-            ConfigError: this process is in such a group already.
-            CollectiveError: a rank has not come in time.
+            ConfigError: this process already belongs to such a group.
+            CollectiveError: a rank has not joined in time.
         """
         distributed = torch.distributed
         if distributed.is_initialized():
@@ -330,15 +334,15 @@ class Rendezvous:
     def open_link(
         self, card: "torch.device | None" = None, before: Callable[[], None] | None = None
     ) -> CardLink | GlooLink:
-        """Connect the stages of the pipeline; return when all ranks have come.
+        """Connect the stages of the pipeline. Returns when all ranks have joined.
 
         Args:
-            card: hidden states go from card to card, through the default group, which has been
-                joined; None: through gloo, in a group of their own.
-            before: called before each exchange of two cards; None: nothing is.
+            card: device of this rank; hidden states are sent from card to card, through the default
+                group, which must be open. None: through gloo, in a separate group.
+            before: called before each exchange of two cards; None: no call.
 
         Raises:
-            CollectiveError: a rank has not come in time.
+            CollectiveError: a rank has not joined in time.
         """
         around = self.layout.stages_around(self.rank)
         if card is not None:
@@ -357,11 +361,11 @@ class Rendezvous:
         return self._link
 
     def open_groups(self, members: list[list[int]]) -> "torch.distributed.ProcessGroup | None":
-        """Open process groups, on every rank in the same order, and return the one of this rank.
+        """Open process groups, on every rank in the same order, and return the group of this rank.
 
         Args:
-            members: ranks of each group. None is returned for a group of all ranks, which is the
-                default group.
+            members: ranks of each group. For a group of all ranks None is returned, which stands
+                for the default group.
         """
         if members == [list(range(self.layout.world_size))]:
             return None
@@ -374,8 +378,9 @@ class Rendezvous:
 
 
 def open_listener(host: str) -> socket.socket:
-    """Open a socket that listens at a free port of an address, for the host of a rendezvous. The
-    port is not free again before the rendezvous has ended.
+    """Open a socket that listens at a free port, for the host of a rendezvous.
+
+    The port is reserved until the rendezvous has ended.
 
     Args:
         host: address of this machine.

@@ -1,10 +1,10 @@
-"""The store through which ranks exchange addresses and small values: a `TCPStore` of torch, whose
-waits all have a limit.
+"""Provide the store through which ranks exchange addresses and small values: a torch `TCPStore`
+whose waits are all limited.
 
-The time-out of a `TCPStore` is for connections, and for keys that nobody has set yet. For the
-answer of its host it waits without a limit, also when it gives a key up: for good if the host is
-stopped or another program has its port, and until TCP gives up, after 15 minutes, if its machine
-cannot be reached any more.
+The time-out of a `TCPStore` applies only to connections, and to keys that were not set yet. It
+waits for the answer of its host without a limit, even when it gives up a key. That wait never ends
+if the host is stopped or another program has its port, and takes 15 minutes, until TCP gives up, if
+its machine cannot be reached any more.
 """
 
 import contextlib
@@ -39,11 +39,12 @@ def open_store(
     Args:
         address: host and port.
         is_host: this process serves the store.
-        listener: of the host: listens there already; None: the store opens the address itself.
+        listener: socket of the host that already listens there; None: the store opens the address
+            itself.
         timeout_s: longest wait for a connection, a key or an answer.
 
     Raises:
-        torch.distributed.DistError: it cannot be served, or nobody serves it.
+        torch.distributed.DistError: the store cannot be served, or no process serves it.
     """
     host, port = address
     before = _own_sockets()
@@ -78,12 +79,12 @@ def open_store(
 
 
 def has_no_answer(error: "torch.distributed.DistError") -> bool:
-    """Whether a store has failed as its host has not answered in time."""
+    """Return whether a store operation failed because its host did not answer in time."""
     return _EAGAIN in str(error)
 
 
 def _own_sockets() -> set[int]:
-    """Return the file descriptors of the sockets of this process."""
+    """Return the file descriptors of this process's sockets."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile

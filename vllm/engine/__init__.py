@@ -1,1 +1,3 @@
-"""From requests to their outputs: arguments, tokens, the step loop and its processes, text."""
+"""Process requests from their arguments and prompts, through the step loop and its processes, to
+their output text.
+"""

@@ -1,4 +1,6 @@
-"""Calls of the engines that load, drop or pin LoRA adapters ahead of requests."""
+"""Share the checks of both engines for calls that load, drop or pin LoRA adapters ahead of
+requests.
+"""
 
 from collections.abc import Sequence
 
@@ -11,7 +13,7 @@ POLL_S = 0.005
 
 
 def check_on(config: VllmConfig, param: str) -> None:
-    """Refuse a call about adapters where the engine accepts none.
+    """Refuse a call about adapters if LoRA is off.
 
     Raises:
         RequestError: LoRA is off.
@@ -29,7 +31,7 @@ def call_of(adapter: AdapterRef) -> tuple[str, str, str, int]:
 
 
 def is_loaded(adapter: AdapterRef, answers: Sequence[str | None]) -> bool:
-    """Whether all workers have an adapter, from what `load_adapter` returns.
+    """Return whether all workers have loaded an adapter, given the answers of `load_adapter`.
 
     Raises:
         RequestError: one of them cannot load it.
@@ -44,7 +46,7 @@ def check_pinned(lora_id: int, answers: Sequence[bool], config: VllmConfig) -> b
     """Return True if all workers have pinned an adapter.
 
     Raises:
-        RequestError: it is not loaded, or too many are pinned.
+        RequestError: the adapter is not loaded, or too many are pinned.
     """
     if not all(answers):
         most = config.lora.num_in_host_memory

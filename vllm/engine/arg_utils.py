@@ -1,8 +1,8 @@
-"""The arguments of an engine: the keywords of `LLM()` and the flags of the commands.
+"""Define the arguments of an engine: the keywords of `LLM()` and the flags of the commands.
 
-Every argument is a field of a config class (`vllm.config.fields`); adding a field there adds
-the keyword and the flag. This module parses arguments; `vllm.engine.resolve.config` resolves them
-for a given model. Importing this imports neither torch nor transformers.
+Every argument is a field of a config class (`vllm.config.fields`); adding a field there adds the
+keyword and the flag. This module parses arguments; `vllm.engine.resolve.config` resolves them for a
+given model. Importing it imports neither torch nor transformers.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _FIELDS: dict[str, ConfigField] = {
 
 @dataclass(frozen=True)
 class _Part:
-    """An argument of the fork that is one key of a mapping here."""
+    """An argument of the Gaudi fork that is one key of a mapping in this engine."""
 
     field: str
     key: str
@@ -74,13 +74,13 @@ def _with_config_fields(cls: _Class) -> _Class:
 class EngineArgs:
     """All arguments of an engine, not yet checked against the model and the device.
 
-    Keywords are the fields of the config classes, documented there and in
-    docs/engine_arguments.md. None means "not given" for every one of them. Arguments of the
-    Gaudi fork that are not fields are taken as `vllm.engine.resolve.compat_args` says.
+    Keywords are the fields of the config classes, documented there and in docs/engine_arguments.md.
+    None always means "not given". Arguments of the Gaudi fork that are not fields are handled by
+    `vllm.engine.resolve.compat_args`.
 
     Raises:
-        ConfigError: an argument is not known (names the nearest one), has the wrong type, or
-            asks for a feature that is not available.
+        ConfigError: an argument is not known (names the nearest one), has the wrong type, or asks
+            for a feature that is not available.
     """
 
     if TYPE_CHECKING:
@@ -132,17 +132,20 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
-        """Take the engine's arguments out of a parsed command line; others are ignored."""
+        """Create the arguments from a parsed command line. Flags that are not engine arguments are
+        ignored.
+        """
         known = _FIELDS.keys() | _PARTS.keys() | COMPAT_ARGUMENTS.keys()
         return cls(**{name: value for name, value in vars(args).items() if name in known})
 
     def create_engine_config(self, platform: "Platform | None" = None) -> VllmConfig:
-        """Read the model's config, ask the platform, and resolve every value.
+        """Create the complete config of the engine: read the model's config, ask the platform,
+        resolve every value.
 
-        Downloads the model when it is a name on the hub. Does not change this object.
+        Downloads the model if it is a name on the hub. Does not change this object.
 
         Args:
-            platform: of the device; None: of the argument `device`.
+            platform: platform of the device; None: the one that the argument `device` names.
 
         Raises:
             ConfigError: the engine cannot start with these arguments.
@@ -152,19 +155,22 @@ class EngineArgs:
         return resolve_config(self._settings(), platform)
 
     def create_early_config(self) -> VllmConfig | None:
-        """Return the config if it needs neither transformers nor a download, else None.
+        """Return the config if it can be resolved without transformers and downloads, else None.
 
         Raises:
-            ConfigError: the engine cannot start with these arguments, as far as can be found out
-                without them.
+            ConfigError: the engine cannot start with these arguments, as far as can be checked
+                early.
         """
         from vllm.engine.resolve.early import resolve_early
 
         return resolve_early(self._settings())
 
     def without_streams(self) -> "EngineArgs":
-        """Return the arguments of an engine whose outputs are read when they are complete: no one
-        waits for a single token, so the time of a step has a bound only if one is given."""
+        """Return the arguments for an engine whose outputs are read only when they are complete.
+
+        Because no client waits for a single token, the time of a step is limited only if the user
+        set a limit.
+        """
         if self.max_step_ms is not None:
             return self
         found = copy(self)
@@ -197,7 +203,7 @@ _METAVARS = {
 
 
 def add_flag(group: argparse._ArgumentGroup, config_field: ConfigField) -> None:
-    """Add the flag of a field to a group of a parser."""
+    """Add the flag of a config field to a group of a parser."""
     options: dict[str, Any] = {"default": config_field.default}
     if config_field.kind == "bool":
         options["action"] = argparse.BooleanOptionalAction
@@ -227,7 +233,9 @@ def describe_default(config_field: ConfigField) -> str:
 
 
 def add_compat_flag(parser: argparse.ArgumentParser, argument: CompatArgument) -> None:
-    """Add a flag without a line in `--help`, and absent from the namespace unless given."""
+    """Add a flag that `--help` does not list, and that is absent from the namespace unless
+    given.
+    """
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     off = argument.off
     if isinstance(off, bool):
@@ -244,9 +252,9 @@ def add_compat_flag(parser: argparse.ArgumentParser, argument: CompatArgument) -
 
 
 def _checked(convert: Callable[[str], object], name: str = "") -> Callable[[str], object]:
-    """Wrap `convert` for argparse, which shows the message of only one type of exception.
+    """Wrap `convert` so that argparse shows the messages of its errors.
 
-    It also names the flag, so that `name` is left out at the beginning of the message.
+    argparse also prints the flag, so `name` is removed from the beginning of the message.
     """
 
     def parse(text: str) -> object:

@@ -1,10 +1,10 @@
-"""The asynchronous engine: an engine core in its own process, many requests at once.
+"""Run the asynchronous engine: an engine core in its own process, many requests at once.
 
     generate()  ->  InputProcessor  ->  AddRequests  ->  | core process |
     consumer    <-  RequestStream   <-  OutputProcessor  <-  CoreOutput
 
-Everything here runs in one event loop; only long tokenisation, grammars and the reading of the
-model's files are read in threads.
+Everything runs in one event loop, except long tokenisation, grammars and the reading of model
+files, which run in threads.
 """
 
 import asyncio
@@ -80,12 +80,12 @@ def _of_cores(
     method: Callable[Concatenate[CoreCalls, _Args], _Result],
     combine: Callable[[list[_Result]], _Result],
 ) -> "Callable[Concatenate[AsyncLLM, _Args], Coroutine[Any, Any, _Result]]":
-    """Make a method that calls the cores of all replicas. It has the signature and the docstring of
-    the call.
+    """Return a method that calls the cores of all replicas. It has the signature and docstring of
+    `method`.
 
     Args:
-        method: of `CoreCalls`.
-        combine: makes one result of the results of the cores.
+        method: method of `CoreCalls`.
+        combine: combines the results of the cores to one result.
     """
 
     @wraps(method)
@@ -101,21 +101,21 @@ def _first(results: list[_Result]) -> _Result:
 
 
 class AsyncLLM:
-    """The asynchronous engine: requests of many users, computed by one engine core.
+    """The asynchronous engine: computes the requests of many users at the same time.
 
     Nothing is loaded before `start`, or the first request.
 
     Args:
-        engine_args: what to run.
+        engine_args: arguments of the engine.
         limits: limits for waiting requests and their time.
         num_restarts: how often a core that died is restarted, for each replica.
-        config: complete, instead of `engine_args`.
+        config: complete config, instead of `engine_args`.
         began: when the caller began to wait for the engine, in seconds of `time.monotonic()`; for
-            the log. None is when it starts.
+            the log. None: the time of the start.
 
     Attributes:
         metrics: the metrics; None before the model's config has been read.
-        input_processor, output_processor, generation_defaults: available once it has started.
+        input_processor, output_processor, generation_defaults: available after the start.
     """
 
     def __init__(
@@ -155,10 +155,10 @@ class AsyncLLM:
         usage_context: Any = None,
         stat_loggers: Any = None,
     ) -> "AsyncLLM":
-        """Make an engine for these arguments. It loads with the first request at the latest.
+        """Create an engine for these arguments. It is loaded with the first request at the latest.
 
         Raises:
-            ConfigError: the engine cannot start with them.
+            ConfigError: the engine cannot start with the arguments.
         """
         engine = cls(config=engine_args.create_engine_config())
         if start_engine_loop:
@@ -170,15 +170,15 @@ class AsyncLLM:
 
     @property
     def startup(self) -> StartupState:
-        """State of the start of the engine."""
+        """State of the engine's start."""
         return self._core.startup
 
     def prepare(self) -> None:
-        """Start the process of the core in the background, before `start`."""
+        """Start the core process in the background, before `start` is called."""
         self._core.prepare()
 
     async def start(self) -> None:
-        """Load model and tokenizer, and wait until requests are computed.
+        """Load the model and the tokenizer; returns when requests can be computed.
 
         Raises:
             ConfigError: the engine cannot start with its arguments.
@@ -187,13 +187,18 @@ class AsyncLLM:
         await asyncio.shield(self._begin_start())
 
     async def wait_ready(self) -> None:
-        """Wait until the engine is ready; start it if nobody has. Raises as `start`."""
+        """Wait until the engine is ready, and start it if that has not been done.
+
+        Raises:
+            ConfigError: the engine cannot start with its arguments.
+            EngineDeadError: its process has ended.
+        """
         if not self.startup.is_ready:
             self._begin_start()
             await self.startup.wait()
 
     def shutdown(self) -> None:
-        """End the core process now; running requests end with EngineDeadError."""
+        """End the core process now; running requests fail with EngineDeadError."""
         if self._is_shut_down:
             return
         self._is_shut_down = True
@@ -211,13 +216,13 @@ class AsyncLLM:
             self.input_processor.close()
 
     def start_background_loop(self) -> None:
-        """Begin to load, in the event loop that runs; a name of the V0 engine."""
+        """Begin to load the engine in the running event loop. The name comes from the V0 engine."""
         self._begin_start()
 
     shutdown_background_loop = shutdown
 
     def on_death(self, callback: Callable[[BaseException], None]) -> None:
-        """Register a callback for when the core has died and will not be restarted."""
+        """Register a callback for the case that the core dies and will not be restarted."""
         self._core.death_callbacks.append(callback)
 
     def _begin_start(self) -> "asyncio.Task[None]":
@@ -245,7 +250,7 @@ class AsyncLLM:
             self._tasks.append(asyncio.create_task(self._traffic_file.run()))
 
     async def _watch_buckets(self) -> None:
-        """Replace buckets that pad too much, or say that there are better ones."""
+        """Watch the traffic: replace buckets that pad too much, or log that better ones exist."""
         assert self.metrics is not None
         if not self.vllm_config.hpu.adapt_buckets:
             return await BucketAdvice(self.metrics, self.vllm_config).run()
@@ -262,7 +267,7 @@ class AsyncLLM:
         return self._config
 
     def _load_frontend(self, config: VllmConfig) -> None:
-        """Load the tokenizer and make the processors."""
+        """Load the tokenizer and create the processors."""
         from vllm.transformers_utils.generation_config import load_generation_defaults
         from vllm.transformers_utils.tokenizer import load_tokenizer
 
@@ -308,24 +313,27 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for one prompt.
 
-        Leaving the loop over the outputs, or cancelling it, aborts the request.
+        If the caller leaves the loop over the outputs, or cancels it, the request is aborted.
 
         Args:
-            prompt: of any prompt type.
-            sampling_params: `output_kind` says what each output holds.
-            request_id: is returned in the outputs; free again when the request has ended.
+            prompt: prompt of any type.
+            sampling_params: how to sample; `output_kind` selects the content of each output.
+            request_id: id that is returned in the outputs; may be used again when the request has
+                ended.
             lora_request: the adapter to use; None: the model without an adapter.
-            prompt_adapter_request: only None for now.
-            trace_headers: ignored; the server makes the spans.
-            priority: a smaller one goes first, where the scheduling policy is "priority".
-            data_parallel_rank: the replica that computes it; None: the one with the least to do.
+            prompt_adapter_request: must be None.
+            trace_headers: ignored; the server creates the spans.
+            priority: smaller values run first if the scheduling policy is "priority".
+            data_parallel_rank: replica that computes the request; None: the one with the least
+                load.
 
         Yields:
-            Outputs as they come; the last one is finished.
+            Outputs as they become available; the last one is finished.
 
         Raises:
-            RequestError: the request is wrong.
-            CapacityError: it can never fit, or too many requests wait (status 503).
+            RequestError: the request is not valid.
+            CapacityError: it can never fit into the KV cache, or too many requests wait (status
+                503).
             RequestTimeoutError: it took longer than the limits allow.
             EngineDeadError: the core has died.
         """
@@ -370,13 +378,13 @@ class AsyncLLM:
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
-        """Pool one prompt, with a pooling model.
+        """Compute the pooled result of one prompt, with a pooling model.
 
         Yields:
             The result, once.
 
         Raises:
-            As `generate`.
+            The errors of `generate`.
         """
         refuse(lora_request=lora_request)
         arrival_time = time.time()
@@ -397,24 +405,26 @@ class AsyncLLM:
                     self._requests.abort([request_id])
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests with finish reason "abort"; unknown ids are ignored."""
+        """Abort requests with finish reason "abort"; unknown ids are ignored."""
         if self.startup.is_ready:
             self._requests.abort([request_id] if isinstance(request_id, str) else request_id)
 
     async def tokenize(
         self, prompt: PromptType, *, is_long: bool = False, max_tokens: int | None = None
     ) -> TokenizedPrompt:
-        """Return the token ids of a prompt; see `Preparation.tokenize`."""
+        """Return the token ids of a prompt. For the arguments see `Preparation.tokenize`."""
         return await self._preparation.tokenize(prompt, is_long=is_long, max_tokens=max_tokens)
 
     async def read_sound(self, source: MediaSource, sampling_rate: int) -> Samples:
-        """Return the samples of a file of sound; see `SoundLane.read`."""
+        """Read an audio file and return its samples. For the arguments see `SoundLane.read`."""
         return await self._preparation.sound.read(source, sampling_rate)
 
     async def run_in_background(
         self, work: Callable[[InputProcessor], _Result], num_chars: int = 0
     ) -> _Result:
-        """Run slow work with a tokenizer in a thread; see `Preparation.run_in_background`."""
+        """Run slow work that needs a tokenizer in a background thread. See
+        `Preparation.run_in_background`.
+        """
         return await self._preparation.run_in_background(work, num_chars)
 
     async def _with_grammar(self, request: EngineRequest) -> EngineRequest:
@@ -446,12 +456,12 @@ class AsyncLLM:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether tokenizer and processors are loaded."""
+        """Whether the tokenizer and the processors are loaded."""
         return hasattr(self, "_requests")
 
     @property
     def vllm_config(self) -> VllmConfig:
-        """The config of the engine. Available once the start has read the model's config."""
+        """Config of the engine; available after the start has read the model's config."""
         assert self._config is not None, "the engine has not started"
         return self._config
 
@@ -464,33 +474,35 @@ class AsyncLLM:
 
     @property
     def stats(self) -> SchedulerStats:
-        """The latest statistics of all cores together."""
+        """Latest statistics, summed over all cores."""
         return sum_stats(self._core.stats)
 
     @property
     def core_pid(self) -> int | None:
-        """Process id of the first core, or None."""
+        """Process id of the first core; None if it has no process."""
         return self._core.pids[0]
 
     @property
     def num_restarts_done(self) -> int:
-        """Return how often cores were restarted."""
+        """Number of times that cores were restarted."""
         return self._core.num_restarts_done
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are computed."""
+        """Whether the engine is ready to compute requests."""
         return self.startup.is_ready
 
     @property
     def refusal(self) -> str | None:
-        """Return why the running engine refuses new requests now: it sleeps, or all of its replicas
-        are being drained. None: it accepts them."""
+        """Reason why the running engine refuses new requests now; None if it accepts them.
+
+        It refuses them while it sleeps, or while all of its replicas are drained.
+        """
         return self._core.refusal
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it was shut down or has failed."""
+        """Whether the engine was shut down or has failed."""
         return self._is_shut_down or self.errored
 
     @property
@@ -504,10 +516,10 @@ class AsyncLLM:
         return self._core.dead_error
 
     async def check_health(self) -> None:
-        """Raise an error if the engine cannot serve; do nothing if it can or is starting.
+        """Raise an error if the engine has failed. Does nothing if it works or is starting.
 
         Raises:
-            EngineDeadError, ConfigError: it cannot.
+            EngineDeadError, ConfigError: the engine has failed.
         """
         if self.startup.error is not None:
             raise self.startup.error
@@ -520,11 +532,11 @@ class AsyncLLM:
         return self.vllm_config
 
     async def get_model_config(self) -> ModelConfig:
-        """Return the model's part of the config."""
+        """Return the config of the model."""
         return (await self.get_vllm_config()).model
 
     async def get_scheduler_config(self) -> SchedulerConfig:
-        """Return the scheduler's part of the config."""
+        """Return the config of the scheduler."""
         return (await self.get_vllm_config()).scheduler
 
     async def get_parallel_config(self) -> ParallelConfig:
@@ -532,7 +544,7 @@ class AsyncLLM:
         return (await self.get_vllm_config()).parallel
 
     async def get_decoding_config(self) -> StructuredOutputConfig:
-        """Return the part of the config for structured output."""
+        """Return the config of structured output."""
         return (await self.get_vllm_config()).structured_output
 
     async def get_lora_config(self) -> LoRAConfig | None:
@@ -546,8 +558,9 @@ class AsyncLLM:
         return self.input_processor.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters that the model's generation_config.json recommends, in a
-        new object each time."""
+        """Return the sampling parameters that the model's generation_config.json recommends, as a
+        new object.
+        """
         defaults = {k: v for k, v in self.generation_defaults.items() if k != "eos_token_ids"}
         return SamplingParams.from_optional(**defaults)
 
@@ -563,19 +576,20 @@ class AsyncLLM:
         return self.tokenizer
 
     async def is_tracing_enabled(self) -> bool:
-        """Return False: the server makes the traces of requests."""
+        """Return False, because the server creates the traces of requests."""
         return False
 
     async def do_log_stats(self, *_: Any) -> None:
-        """Log the line of statistics now."""
+        """Log the statistics line now."""
         await self.wait_ready()
         self._stats_log.log()
 
     # ---- LoRA -----------------------------------------------------------------------------
 
     async def _find_adapter(self, lora_request: LoRARequest) -> AdapterRef:
-        """Call `InputProcessor.adapter` in a thread, because the files of a new adapter must be
-        hashed."""
+        """Find the adapter of a request in a thread, because the files of a new adapter must be
+        hashed.
+        """
         outputs = self.output_processor
         return await asyncio.to_thread(
             self.input_processor.adapter,
@@ -584,7 +598,7 @@ class AsyncLLM:
         )
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter before requests name it. Returns False if it is loaded already.
+        """Load an adapter before requests use it. Returns False if it is loaded already.
 
         Raises:
             RequestError: LoRA is off, or the adapter cannot be loaded.
@@ -601,8 +615,10 @@ class AsyncLLM:
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Drop an adapter from memory; it is loaded again when a request names it. Returns False if
-        it is not loaded.
+        """Drop an adapter from memory. It is loaded again when a request uses it.
+
+        Returns:
+            False if it is not loaded.
 
         Raises:
             RequestError: LoRA is off.
@@ -637,15 +653,19 @@ class AsyncLLM:
         *args: _Args.args,
         **kwargs: _Args.kwargs,
     ) -> list[_Result]:
-        """Call a method of the workers of all replicas that users may not call."""
+        """Call an internal method, which users may not call, of the workers of all replicas."""
         await self.wait_ready()
         call = method.__name__, list(args), kwargs
         answers = await self._core.calls.call(CoreCalls.call_workers, *call)
         return list(chain.from_iterable(answers))
 
     async def list_buckets(self) -> list[tuple[int, int, int, int, bool]]:
-        """Return phase, batch, query length and blocks of each bucket, and whether it is warmed up.
-        The buckets of the first replica represent all; a device without buckets has none."""
+        """List the buckets of the first replica, which has the same ones as the others.
+
+        Returns:
+            (phase, batch size, query length, blocks, whether it is warmed up) of each; empty if the
+            device has no buckets.
+        """
         found, *_ = await self._call_workers(Worker.list_buckets)
         return found
 
@@ -655,7 +675,7 @@ class AsyncLLM:
         return all(await self._core.calls.call(CoreCalls.reset_prefix_cache))
 
     async def reset_mm_cache(self) -> None:
-        """Drop the images that have been read, and the embeddings that no running request reads."""
+        """Drop the cached images, and the embeddings that no running request reads."""
         await self.wait_ready()
         self._preparation.media.cache.clear()
         await self._core.calls.call(CoreCalls.reset_mm_cache)
@@ -672,14 +692,16 @@ class AsyncLLM:
         Args:
             method: name of a method of the worker or of its `worker_extension_cls`. A function
                 cannot be sent to the engine's process.
-            timeout: seconds to wait; None waits without limit. The call itself is not ended.
-            args, kwargs: of the call: None, numbers, text, bytes, and lists and dicts of these.
+            timeout: seconds to wait; None: no limit. The call itself is not aborted.
+            args, kwargs: arguments of the call: None, numbers, strings, bytes, and lists and dicts
+                of these.
 
         Returns:
-            One result per worker, made of the same types.
+            One result per worker, of the same types.
 
         Raises:
-            RequestError: there is no such method, or an argument or the result cannot be sent.
+            RequestError: the worker has no such method, or an argument or the result cannot be
+                sent.
             WorkerCallError: the method has raised.
             RequestTimeoutError: (a TimeoutError) the call took longer than `timeout`.
             EngineDeadError: the core has died.
@@ -720,7 +742,7 @@ class AsyncLLM:
         return self._core.states()
 
     async def drain_replica(self, replica: int) -> None:
-        """Send no more requests to a replica, and wait until it has none.
+        """Stop sending requests to a replica, and wait until it has none.
 
         Raises:
             RequestError: there is no such replica.
@@ -739,11 +761,11 @@ class AsyncLLM:
         self._core.resume(replica)
 
     async def restart_replica(self, replica: int, timeout: float | None = None) -> None:
-        """Drain a replica and replace its process, while the others serve.
+        """Drain a replica and replace its process, while the other replicas keep serving.
 
         Args:
             replica: index of the replica, which may have died.
-            timeout: seconds for its requests to finish; the others then fail with an
+            timeout: seconds for its requests to finish; requests that are left then fail with an
                 error. None: no limit.
 
         Raises:
@@ -756,19 +778,19 @@ class AsyncLLM:
         await self._core.restart(replica, timeout)
 
     async def start_profile(self) -> None:
-        """Begin a trace of what the workers compute, in the folder VLLM_TORCH_PROFILER_DIR.
+        """Start a profiler trace of the workers, in the folder VLLM_TORCH_PROFILER_DIR.
 
         Raises:
-            RequestError: that is not set, or a trace is being recorded already.
+            RequestError: the variable is not set, or a trace is being recorded already.
         """
         await self._call_workers(Worker.start_profile)
 
     async def stop_profile(self) -> list[str]:
-        """Stop the trace and write it; return when the file is complete.
+        """Stop the profiler trace and write it; returns when the file is complete.
 
         Returns:
-            A sentence about each replica that has no trace, such as one that was started again
-            meanwhile. They are logged, too.
+            One sentence for each replica without a trace, for example because it was restarted
+            meanwhile. The sentences are also logged.
 
         Raises:
             RequestError: no trace is being recorded.
@@ -781,8 +803,9 @@ class AsyncLLM:
 
 
 def _replicas(engine_args: "EngineArgs | None", config: VllmConfig | None) -> ParallelConfig:
-    """Return how many cores to start, and where. A wrong number is reported when the config is
-    made."""
+    """Return how many cores to start, and where. A wrong number is reported later, when the config
+    is created.
+    """
     if config is not None:
         return config.parallel
     assert engine_args is not None

@@ -1,4 +1,4 @@
-"""Decides whether the next step is scheduled before the result of the current one is known."""
+"""Decide whether the next step is scheduled before the result of the current one is known."""
 
 import time
 
@@ -11,14 +11,14 @@ _DECAY = 0.9
 
 
 class AsyncSchedulingPolicy:
-    """Measures how long the device would wait for the host in each step.
+    """Decides whether to schedule ahead, from the time that the device would wait for the host.
 
-    The host works from the time a result arrives until it waits for the next one: it processes
-    the result, makes outputs, schedules and starts the next step. If it schedules ahead, the
-    device computes during this time; otherwise the device is idle.
+    The host works from the time a result arrives until it waits for the next one: it processes the
+    result, makes outputs, schedules and starts the next step. If it schedules ahead, the device
+    computes during this time; otherwise the device is idle.
 
     Args:
-        is_allowed: False never schedules ahead.
+        is_allowed: False: never schedule ahead.
         min_share: schedule ahead when the host takes at least this fraction of a step; 0: always.
     """
 
@@ -39,11 +39,11 @@ class AsyncSchedulingPolicy:
         return self._is_allowed and self._host_s >= self._min_share * self._step_s
 
     def wait(self) -> None:
-        """Note that the host begins to wait for a result."""
+        """Record that the host begins to wait for a result."""
         self._wait_began = time.perf_counter()
 
     def result(self) -> None:
-        """Note that a result has arrived."""
+        """Record that a result has arrived."""
         now = time.perf_counter()
         if self._last_result is not None:
             host_s, step_s = self._wait_began - self._last_result, now - self._last_result
@@ -53,5 +53,7 @@ class AsyncSchedulingPolicy:
         self._last_result = now
 
     def idle(self) -> None:
-        """Note that there was nothing to compute: the time until the next result does not count."""
+        """Record that there was nothing to compute, so that the time until the next result is not
+        measured.
+        """
         self._last_result = None

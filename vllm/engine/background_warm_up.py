@@ -1,8 +1,8 @@
-"""Runs the rest of a warm-up after the start: while there are no requests, and between two steps.
+"""Run the rest of a warm-up after the start: while there are no requests, and between two steps.
 
 Under load it takes at most a given fraction of the time. A part that would delay a step of the
-engine for too long waits until there are no requests. The workers choose the parts. Nothing here
-sleeps.
+engine for too long waits until there are no requests. The workers choose the parts. This module
+never sleeps.
 """
 
 import time
@@ -21,16 +21,16 @@ _COLD_AFTER_S = 600.0
 
 
 class BackgroundWarmUp:
-    """The rest of the warm-up of one engine.
+    """Runs the rest of the warm-up of one engine.
 
     Args:
-        steps: of the workers.
-        share: of the time under load, 0 to 1; 0: only while there are no requests.
-        max_delay_s: of a step of the engine.
-        clock: in seconds.
+        steps: warm-up steps of the workers.
+        share: fraction of the time under load, 0 to 1; 0: run only while there are no requests.
+        max_delay_s: longest allowed delay of a step of the engine, in seconds.
+        clock: returns seconds.
 
     Attributes:
-        is_done: nothing is left.
+        is_done: whether nothing is left to warm up.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class BackgroundWarmUp:
             self._name(max_delay_s)
 
     def resume(self) -> None:
-        """Continue: the workers have further parts."""
+        """Continue the warm-up, because the workers have further parts."""
         self.is_done = self._is_told = False
         self._named = self._held_since_s = None
 
     # ---- without requests -----------------------------------------------------------------
 
     def run_idle(self) -> None:
-        """Run one step while there are no requests."""
+        """Run one warm-up step while there are no requests."""
         self.note_idle()
         if self._named is None or self._named.must_wait:
             self._name(None)
@@ -80,14 +80,18 @@ class BackgroundWarmUp:
             self._run()
 
     def note_idle(self) -> None:
-        """Note that there are no requests: the time until the next one is not time under load."""
+        """Record that there are no requests, so that the time until the next one does not count as
+        load.
+        """
         self._loaded_since = None
 
     # ---- under load -----------------------------------------------------------------------
 
     def is_due(self) -> bool:
-        """Count the time under load, and return whether a step is to run as soon as none of the
-        engine is in flight. Cheap; called before each step of the engine."""
+        """Return whether a warm-up step should run as soon as no engine step is in flight.
+
+        Also counts the time under load. Cheap; called before each step of the engine.
+        """
         if self.is_done:
             return False
         if not self._share:
@@ -109,7 +113,7 @@ class BackgroundWarmUp:
         return is_enough
 
     def run_due(self) -> None:
-        """Run the step that is due, or find out whether there is one that is short enough."""
+        """Run the warm-up step that is due, or find out whether one is short enough."""
         if self._named is None or self._named.must_wait:
             self._name(self._max_delay_s)
         if self._named is None or self._named.must_wait or not self.is_due():
@@ -141,7 +145,9 @@ class BackgroundWarmUp:
     # ---- what operators see ---------------------------------------------------------------
 
     def cold_line(self) -> str | None:
-        """Return the line about buckets that stay cold, once; None: there is none."""
+        """Return a log line about buckets that are not warmed up, only once; None if there is no
+        such bucket or the line was returned before.
+        """
         step, since = self._latest, self._held_since_s
         if self.is_done or self._is_told or step is None or since is None:
             return None
@@ -162,7 +168,7 @@ class BackgroundWarmUp:
 
     @property
     def stats(self) -> WarmUpStats:
-        """Return the warm buckets, the time left, and the longest delay of a step."""
+        """Return the number of warm buckets, the time left, and the longest delay of a step."""
         step = self._latest
         if step is None or self.is_done:
             num = self._num_buckets

@@ -1,4 +1,4 @@
-"""The table of all calls of an engine core, apart from requests.
+"""Define all calls of an engine core, except requests.
 
 Each method of `CoreCalls` is an entry: its name, arguments, result and docstring. `EngineCore` has
 these methods. `LLMEngine` calls them in its own process, `AsyncLLM` by a message to each core.
@@ -12,7 +12,7 @@ from vllm.utils.methods import methods_of
 
 
 class CoreCalls(Protocol):
-    """The calls to an engine core. All of them run between two steps."""
+    """The calls of an engine core. All of them run between two steps."""
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Returns False and changes nothing while requests run."""
@@ -32,11 +32,11 @@ class CoreCalls(Protocol):
         """Call a method of every worker, between two steps.
 
         Args:
-            method: name of a method of the worker or of its `worker_extension_cls`; or a
-                function, which gets the worker as its first argument.
-            timeout: seconds to wait; None waits without limit. It only has an effect if steps run
-                in a thread; the call itself is not ended.
-            args, kwargs: of the call.
+            method: name of a method of the worker or of its `worker_extension_cls`; or a function,
+                which gets the worker as its first argument.
+            timeout: seconds to wait; None: no limit. It only has an effect if steps run in a
+                thread; the call itself is not aborted.
+            args, kwargs: arguments of the call.
 
         Returns:
             One result per worker.
@@ -55,7 +55,7 @@ class CoreCalls(Protocol):
 
         Args:
             method: name of a method of `Worker`.
-            args, kwargs: of the call.
+            args, kwargs: arguments of the call.
 
         Returns:
             One result per worker.
@@ -66,13 +66,13 @@ class CoreCalls(Protocol):
         ...
 
     def replace_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
-        """Begin to warm up other buckets, which replace the present ones when all are warm.
+        """Begin to warm up new buckets, which replace the present ones when all of them are warm.
 
         Args:
-            buckets: phase, batch, query length and blocks of each.
+            buckets: phase, batch size, query length and blocks of each bucket.
 
         Returns:
-            Whether there is anything to warm up; False as well while a warm-up is not over.
+            Whether there is anything to warm up. Also False while another warm-up runs.
 
         Raises:
             EngineDeadError: the engine has failed.
@@ -90,22 +90,22 @@ class CoreCalls(Protocol):
                 checkpoint again. See docs/engine_control.md.
 
         Raises:
-            RequestError: sleep mode is off, or there is no such level.
-            CapacityError: requests have not ended (status 409).
+            RequestError: sleep mode is off, or the level does not exist.
+            CapacityError: some requests have not ended (status 409).
             EngineDeadError: the engine was shut down or has failed.
         """
         ...
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory again. Requests are accepted when all of it is allocated.
+        """Allocate the released memory again. Requests are accepted when all of it is allocated.
 
         Args:
-            tags: "weights", "kv_cache" or both; None is both.
+            tags: "weights", "kv_cache" or both; None: both.
 
         Raises:
             RequestError: sleep mode is off, or there is no such tag.
-            WeightLoadError: the weights cannot be read again; they still sleep. From a core in
-                another process it is a WorkerCallError.
+            WeightLoadError: the weights cannot be read again; they remain released. A core in
+                another process raises WorkerCallError instead.
             EngineDeadError: the engine was shut down or has failed.
         """
         ...

@@ -1,4 +1,4 @@
-"""The engine's loop: schedule, execute, update. Independent of text, HTTP and devices."""
+"""Run the engine's loop: schedule, execute, update. Independent of text, HTTP and devices."""
 
 import time
 from collections import deque
@@ -59,12 +59,12 @@ _PREPARE_WAIT_S = 0.02
 
 
 class EngineCore(CoreCalls):
-    """A scheduler and the workers it drives.
+    """Drives a scheduler and the workers of one engine.
 
     Args:
-        config: complete and consistent.
-        executor: of the workers, which it starts; None: the one that `config` asks for.
-        run_ahead: whether to schedule ahead; None: as `config` says, where the executor can do it
+        config: complete and consistent config.
+        executor: executor of the workers, which this starts; None: the one that `config` asks for.
+        run_ahead: whether to schedule ahead; None: as `config` says, if the executor supports it
             and it is worthwhile.
     """
 
@@ -140,7 +140,7 @@ class EngineCore(CoreCalls):
         self._publish_events()
 
     def _make_warm_up(self) -> BackgroundWarmUp:
-        """Return what runs the rest of the warm-up."""
+        """Create the object that runs the rest of the warm-up."""
         hpu, parallel = self.config.hpu, self.config.parallel
         # Engines of an external launcher must all do the same, but their clocks differ.
         is_alone = parallel.distributed_executor_backend != "external_launcher"
@@ -165,8 +165,8 @@ class EngineCore(CoreCalls):
         """Queue a request.
 
         Raises:
-            RequestError: a logits processor that it names cannot be used.
-            CapacityError: it can never fit the KV cache.
+            RequestError: a logits processor that the request names cannot be used.
+            CapacityError: the request can never fit into the KV cache.
             EngineAsleepError: the engine sleeps.
             EngineDeadError: an earlier step failed.
         """
@@ -187,7 +187,7 @@ class EngineCore(CoreCalls):
             self._resources.await_load(request, future)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Abort requests without an output; unknown ids are ignored."""
+        """Abort requests, which then get no output; unknown ids are ignored."""
         ids = list(request_ids)
         if self._transfer is not None:
             self._transfer.abort(ids)
@@ -196,8 +196,10 @@ class EngineCore(CoreCalls):
         self._publish_events()
 
     def has_unfinished_requests(self) -> bool:
-        """Whether requests wait or run, blocks of requests that have ended are being written, or a
-        step is in flight, even if all of its requests were aborted."""
+        """Return whether the engine still has work: requests wait or run, blocks of finished
+        requests are being written, or a step is in flight, even if all of its requests were
+        aborted.
+        """
         is_busy = self.scheduler.num_unfinished_requests > 0 or bool(self._in_flight)
         is_saving = self._transfer is not None and self._transfer.has_outputs
         return is_busy or bool(self._resources) or is_saving
@@ -205,8 +207,8 @@ class EngineCore(CoreCalls):
     def step(self) -> EngineOutput:
         """Start a step, wait for the result of the oldest step in flight, and return it.
 
-        When scheduling ahead, the next step is started before the wait; in a pipeline, as many as
-        run at the same time. The output is empty when no request waits or runs.
+        When scheduling ahead, the next step is started before the wait; in a pipeline, as many
+        steps are started as run at the same time. The output is empty if no request waits or runs.
 
         Raises:
             EngineDeadError: this step or an earlier one failed. The state of the workers is then
@@ -248,15 +250,16 @@ class EngineCore(CoreCalls):
         return None if self._transfer is None else self._transfer.take_output(timeout_s)
 
     def has_idle_work(self) -> bool:
-        """Whether `idle_step` has something to do: no request is there, and measurements are not
-        written yet, or the warm-up has launches left."""
+        """Return whether `idle_step` has something to do: there are no requests, and measurements
+        are not yet written or the warm-up is not complete.
+        """
         is_idle = not (self.has_unfinished_requests() or self._sleeping_tags)
         has_work = not self._warm_up.is_done or self._has_measured
         return is_idle and has_work and self._failure is None
 
     def idle_step(self) -> None:
-        """Write measurements, or run one launch of the warm-up that is left; a request that arrives
-        meanwhile waits.
+        """Write measurements, or run one forward pass of the remaining warm-up. A request that
+        arrives meanwhile waits.
 
         Raises:
             EngineDeadError: it failed.
@@ -283,7 +286,7 @@ class EngineCore(CoreCalls):
             logger.warning(line)
 
     def replace_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
-        """Ask all workers, which agree, and run their parts as the rest of a warm-up."""
+        """Ask all workers to replace their buckets, and warm up the new ones in the background."""
         self._check_alive()
         has_begun = all(self.executor.call(Worker.replace_buckets, buckets))
         if has_begun:
@@ -305,8 +308,11 @@ class EngineCore(CoreCalls):
         self.scheduler.add_request(request)
 
     def _queue_prepared(self) -> None:
-        """Queue the requests that are prepared. If nothing else can run, wait for one of them, but
-        only briefly, because the caller has to read its messages."""
+        """Queue the requests whose resources are loaded.
+
+        If nothing else can run, wait for one of them, but only briefly, because the caller has to
+        read its messages.
+        """
         is_idle = not (self.scheduler.num_unfinished_requests or self._in_flight)
         for request in self._resources.take_loaded(_PREPARE_WAIT_S if is_idle else 0.0):
             self._queue(request)
@@ -348,7 +354,7 @@ class EngineCore(CoreCalls):
         return output
 
     def _fail(self, what: str, failure: BaseException) -> NoReturn:
-        """Stop the engine: the state of the workers is unknown after a failure."""
+        """Stop the engine after a failure, because the state of the workers is unknown."""
         is_explained = isinstance(failure, VllmError)
         self._failure = str(failure) if is_explained else repr(failure)
         if not isinstance(failure, Exception):
@@ -361,15 +367,14 @@ class EngineCore(CoreCalls):
 
     @property
     def failure_fd(self) -> int | None:
-        """Return the file descriptor that becomes readable when a worker fails; see
-        `Executor.failure_fd`."""
+        """File descriptor that becomes readable when a worker fails (`Executor.failure_fd`)."""
         return self.executor.failure_fd
 
     def check_health(self) -> None:
         """Stop the engine if a worker has failed while nothing ran.
 
         Raises:
-            EngineDeadError: one has failed.
+            EngineDeadError: a worker has failed.
         """
         try:
             self.executor.check_health()
@@ -377,7 +382,7 @@ class EngineCore(CoreCalls):
             self._fail("a worker", failure)
 
     def stats(self) -> SchedulerStats:
-        """Return numbers of requests, use of the KV cache, and counters."""
+        """Return the numbers of requests, the use of the KV cache, and counters."""
         stats = self.scheduler.stats()
         num_waiting = stats.num_waiting + len(self._resources)
         running, waiting = self._resources.adapter_names(self.scheduler.running.adapters)
@@ -392,8 +397,9 @@ class EngineCore(CoreCalls):
         )
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache, and drop embeddings of images, as the weights may have changed.
-        Returns False and changes nothing while requests run."""
+        """Empty the prefix cache and drop image embeddings, because the weights may have changed.
+        Returns False and changes nothing while requests run.
+        """
         is_done = self.scheduler.cache.forget_all()
         if is_done and self.scheduler.media is not None:
             self.scheduler.media.clear()
@@ -403,8 +409,9 @@ class EngineCore(CoreCalls):
         return is_done
 
     def reset_mm_cache(self) -> bool:
-        """Drop the embeddings of images that no running request reads; the workers do so with the
-        next step. Returns True."""
+        """Drop the image embeddings that no running request reads. The workers do so with the next
+        step. Returns True.
+        """
         if self.scheduler.media is not None:
             self.scheduler.media.clear()
         return True
@@ -414,7 +421,7 @@ class EngineCore(CoreCalls):
         return bool(self._sleeping_tags)
 
     def sleep(self, level: int = 1) -> None:
-        """Let the workers release their memory, once no request is there and no step in flight."""
+        """Let the workers release their memory. There must be no requests and no step in flight."""
         self._check_can_sleep()
         num_requests = self.scheduler.num_unfinished_requests + len(self._resources)
         if num_requests:
@@ -432,7 +439,9 @@ class EngineCore(CoreCalls):
         logger.info("It took %.6f seconds to fall asleep.", time.perf_counter() - started)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Let the workers allocate their memory again, and note what still sleeps."""
+        """Let the workers allocate their memory again, and update the set of parts that still
+        sleep.
+        """
         self._check_can_sleep()
         tags = None if tags is None else list(tags)
         woken, started = tags or self._sleeping_tags, time.perf_counter()
@@ -464,7 +473,9 @@ class EngineCore(CoreCalls):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method for a user, who may have changed the weights with it."""
+        """Call a worker method for a user. The call may change the weights, so saving of KV blocks
+        stops.
+        """
         self._check_alive()
         refuse_engine_method(method)
         if self._transfer is not None:
@@ -474,13 +485,14 @@ class EngineCore(CoreCalls):
     def call_workers(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """Call a method for the engine itself."""
+        """Call a worker method for the engine itself."""
         self._check_alive()
         return self.executor.collective_rpc(method, None, args, kwargs)
 
     def shutdown(self) -> None:
-        """Write measurements that are not written yet, shut the workers down and close the trace.
-        Calling it again does nothing."""
+        """Write pending measurements, shut down the workers and close the trace. A second call does
+        nothing.
+        """
         self._in_flight.clear()
         if self._has_measured and self._failure is None:
             self._save_measurements()
@@ -498,7 +510,7 @@ class EngineCore(CoreCalls):
             self._publisher.publish(events)
 
     def _close_connections(self) -> None:
-        """Close the connections after a failed start."""
+        """Close the connector and the event publisher after a failed start."""
         if self._connector is not None:
             self._connector.close()
         self._close_publisher()
@@ -515,13 +527,13 @@ class EngineCore(CoreCalls):
 def _encoder_cache(
     config: VllmConfig, largest: int | None, num_states: int | None
 ) -> EncoderCache | None:
-    """Return what accounts for the embeddings of images; None: the model reads text only.
+    """Create the accounting of image embeddings; None if the model reads only text.
 
     Args:
-        config: of the engine.
-        largest: embeddings of the largest image that the workers have memory for; None: of any.
-        num_states: hidden states that the workers keep for cross-attention; None: the model has
-            none.
+        config: config of the engine.
+        largest: embeddings of the largest image for which the workers have memory; None: no limit.
+        num_states: hidden states for cross-attention that the workers can store; None: the model
+            has no cross-attention.
     """
     arch = config.model.arch
     if arch is None or arch.media_config is None:

@@ -1,4 +1,4 @@
-"""Splits a request of a user into requests of the core, one per sample."""
+"""Split a user's request into requests of the engine core, one per sample."""
 
 import copy
 
@@ -8,7 +8,7 @@ from vllm.messages import EngineRequest
 
 
 def fan_out(request: EngineRequest) -> list[EngineRequest]:
-    """Split a request into one per sample, ordered by index; a request with one sample is returned
+    """Split a request into one request per sample, in order. A request with one sample is returned
     unchanged.
 
     Sample i of request r has the id "i_r" and the seed of r plus i.
@@ -41,12 +41,14 @@ def fan_out(request: EngineRequest) -> list[EngineRequest]:
 
 
 def sample_id(request_id: str, index: int) -> str:
-    """Return the core's id of one sample of a request with several."""
+    """Return the id in the core of one sample of a request with several samples."""
     return f"{index}_{request_id}"
 
 
 def known_ids(request_id: str) -> tuple[str, str]:
-    """Return the core ids that a request may have: its own, or the id of its first sample."""
+    """Return the ids that a request may have in the core: its own id, or the id of its first
+    sample.
+    """
     return request_id, sample_id(request_id, 0)
 
 

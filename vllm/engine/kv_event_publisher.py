@@ -1,11 +1,11 @@
-"""Publishes the events of the KV cache over ZMQ, and resends the batches that a subscriber missed.
+"""Publish the events of the KV cache over ZMQ, and resend the batches that a subscriber missed.
 
     PUB      (topic, number of the batch, batch)             one per step with events
     ROUTER   (b"", number)  ->  (b"", number, batch) ...     from that number on
                                 (b"", -1, b"")               and the end
 
-Numbers are 8 bytes, big-endian, from 0 on; batches are msgpack of `KVEventBatch`. Two threads keep
-the engine from waiting: a batch costs it one entry of a queue.
+Numbers are 8 bytes, big-endian, from 0 on; batches are msgpack of `KVEventBatch`. Two threads do
+the sending, so that the engine never waits: it only puts a batch into a queue.
 """
 
 import queue
@@ -37,7 +37,7 @@ class KVEventPublisher:
     """Sends batches of events to all subscribers, until it is closed.
 
     Args:
-        config: with the publisher "zmq".
+        config: config with the publisher "zmq".
 
     Raises:
         ConfigError: an endpoint cannot be used.
@@ -87,7 +87,7 @@ class KVEventPublisher:
             self._num_dropped += 1
 
     def close(self) -> None:
-        """Send the waiting batches and close the sockets. Calling it again does nothing."""
+        """Send the queued batches and close the sockets. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True

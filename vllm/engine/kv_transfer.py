@@ -1,11 +1,11 @@
-"""Moves KV blocks between the KV cache and a connector, between two steps.
+"""Move KV blocks between the KV cache and a connector, between two steps.
 
     a request is next   blocks that the connector has and the cache lacks are written into free
-                        blocks, and can then be found as any prefix
+                        blocks, and can then be found like any cached prefix
     a request leaves    its full blocks are read, before a step can write over them, and saved;
-                        its last output is kept back until other engines find them
+                        its last output is held back until other engines can find them
 
-Scheduler and workers know nothing of it.
+The scheduler and the workers are not involved.
 """
 
 from collections import deque
@@ -26,12 +26,12 @@ logger = init_logger(__name__)
 
 
 class KVTransfer:
-    """The blocks of one engine core and its connector.
+    """Loads and saves KV blocks of one engine core through its connector.
 
     Args:
-        connector: closed by `close`.
-        cache: with one group of layers, and prefix caching.
-        executor: of the workers, started.
+        connector: storage of blocks; `close` closes it.
+        cache: KV cache with one group of layers, and prefix caching.
+        executor: started executor of the workers.
     """
 
     def __init__(self, connector: KVConnector, cache: KVCacheManager, executor: Executor) -> None:
@@ -56,7 +56,11 @@ class KVTransfer:
         self._open()
 
     def prepare(self, request: EngineRequest) -> "Future[None] | None":
-        """Begin to read the blocks of a request. Returns when it is done; None: there are none."""
+        """Begin to read the blocks of a request.
+
+        Returns:
+            A future that is done when they are read; None if there are none.
+        """
         if not self._can_load(request):
             return None
         self._open()
@@ -65,18 +69,18 @@ class KVTransfer:
         return self._connector.prefetch(keys[num_cached:]) if num_cached < len(keys) else None
 
     def enter(self, request: EngineRequest) -> None:
-        """Note that a request waits from now on."""
+        """Record that a request is waiting from now on."""
         if self._can_load(request):
             self._waiting.add(request.request_id)
 
     def load_next(self, requests: Iterable[Request]) -> None:
         """Load the blocks of the requests that may be admitted next.
 
-        Only for as many requests as fit into the free blocks together: blocks of further requests
-        would evict these before they are used.
+        Blocks are loaded only for as many requests as fit into the free blocks together: blocks of
+        further requests would evict these before they are used.
 
         Args:
-            requests: that wait, in the order of admission.
+            requests: waiting requests, in the order of admission.
         """
         if not self._waiting:
             return
@@ -95,7 +99,7 @@ class KVTransfer:
             taken.update(shared)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests without an output; unknown ids are ignored."""
+        """Abort requests, which then get no output; unknown ids are ignored."""
         ids = set(request_ids)
         self._waiting -= ids
         outputs = [(written, output.split(ids)[1]) for written, output in self._last_outputs]
@@ -103,14 +107,15 @@ class KVTransfer:
 
     @property
     def has_outputs(self) -> bool:
-        """Whether outputs of requests are kept back."""
+        """Whether outputs of requests are held back."""
         return bool(self._last_outputs)
 
     def take_output(self, timeout_s: float = 0.0) -> EngineOutput | None:
-        """Return the last output of requests whose blocks are written, each once.
+        """Return the last output of requests whose blocks are written. Each output is returned
+        once.
 
         Args:
-            timeout_s: to wait for it.
+            timeout_s: seconds to wait for an output.
         """
         if not self._last_outputs:
             return None
@@ -122,13 +127,13 @@ class KVTransfer:
         return output
 
     def end(self, output: EngineOutput) -> EngineOutput:
-        """Save the blocks of the requests that have ended in a step.
+        """Save the blocks of the requests that finished in a step.
 
         Args:
-            output: of the step.
+            output: output of the step.
 
         Returns:
-            What may be told now of it; `take_output` has the rest later.
+            The part of the output that can be sent now. `take_output` returns the rest later.
         """
         self._waiting.difference_update(output.finished)
         written = self.save_freed()
@@ -139,11 +144,11 @@ class KVTransfer:
         return rest
 
     def save_freed(self) -> "Future[None] | None":
-        """Save the blocks of requests that have left. To be called before a step or a load is
-        started that may write over them.
+        """Save the blocks of requests that have left. Call this before a step or a load that may
+        overwrite them.
 
         Returns:
-            As `KVConnector.save`.
+            The future of `KVConnector.save`.
         """
         cache = self._cache
         if cache.forgotten:
@@ -165,20 +170,23 @@ class KVTransfer:
         return self._connector.save(keys, blocks)
 
     def reset(self) -> None:
-        """Handle that the prefix cache was emptied, perhaps because the weights will change."""
+        """Reset the saved state after the prefix cache was emptied, perhaps because the weights
+        will change.
+        """
         if self._cache.freed is not None:
             self._cache.freed = []
         self._is_open = self._is_mixed = False
         self._namespace = None
 
     def check_weights(self) -> None:
-        """Stop saving blocks, because the workers have run a method of the user, who may have
-        changed the weights."""
+        """Stop saving blocks, because a worker method that the user called may have changed the
+        weights.
+        """
         self._is_open = False
 
     @property
     def stats(self) -> TransferStats:
-        """Return counts of what was looked up, loaded and saved since the start."""
+        """Counts of blocks that were looked up, loaded and saved since the start."""
         return TransferStats(
             num_queries=self._num_queries,
             num_hits=self._num_hits,
@@ -187,11 +195,11 @@ class KVTransfer:
         )
 
     def close(self) -> None:
-        """Finish writing."""
+        """Finish writing and close the connector."""
         self._connector.close()
 
     def _open(self) -> None:
-        """Find out which namespace the blocks belong to, if the weights may have changed."""
+        """Find the namespace of the blocks, if the weights may have changed."""
         if self._is_open:
             return
         prints = self._executor.call(Worker.cache_fingerprint)
@@ -210,8 +218,9 @@ class KVTransfer:
         return self._loads and request.sampling_params.prompt_logprobs is None
 
     def _keys(self, request: EngineRequest) -> list[bytes]:
-        """Return keys of the blocks of the prompt, without the last token, which has to be
-        computed."""
+        """Return the keys of the prompt's blocks, without the last token, which must be
+        computed.
+        """
         return block_hashes(
             root_hash(request),
             request.prompt_token_ids[:-1],
@@ -247,7 +256,7 @@ def _num_bytes(blocks: Iterable[BlockData]) -> int:
 
 
 def _log_size(config: KVTransferConfig, block_bytes: int) -> None:
-    """Tell what is kept, and how much of it."""
+    """Log which blocks are kept and how much memory they take."""
     num_blocks = int(config.kv_buffer_size / block_bytes)
     logger.info(
         "KV blocks are also kept outside of the KV cache: %s, %s, %.2f GB of host memory for at "

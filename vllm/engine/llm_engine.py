@@ -1,7 +1,7 @@
-"""The synchronous engine: requests in, `RequestOutput`s out, one step at a time.
+"""Run the synchronous engine: requests in, `RequestOutput`s out, one step at a time.
 
-Connects three parts: `InputProcessor` checks and tokenises, the
-engine core computes, `OutputProcessor` makes text. Not thread-safe.
+It connects three parts: `InputProcessor` checks and tokenises requests, the engine core computes
+tokens, `OutputProcessor` creates text. Not thread-safe.
 """
 
 import time
@@ -51,10 +51,10 @@ _Result = TypeVar("_Result")
 
 
 class Core(CoreCalls, Protocol):
-    """The methods of the core that the engine uses; see `vllm.engine.engine_core.EngineCore`."""
+    """The methods of an engine core that the synchronous engine uses."""
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queue a request; `CapacityError` when it can never fit."""
+        """Queue a request; raises `CapacityError` if it can never fit."""
         ...
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
@@ -62,15 +62,15 @@ class Core(CoreCalls, Protocol):
         ...
 
     def step(self) -> EngineOutput:
-        """Compute one step; empty when idle."""
+        """Run one step; the output is empty if there are no requests."""
         ...
 
     def has_unfinished_requests(self) -> bool:
-        """Whether requests wait or run."""
+        """Return whether requests wait or run."""
         ...
 
     def stats(self) -> SchedulerStats:
-        """Return numbers of requests, use of the KV cache, and counters."""
+        """Return the numbers of requests, the use of the KV cache, and counters."""
         ...
 
     def shutdown(self) -> None:
@@ -79,7 +79,7 @@ class Core(CoreCalls, Protocol):
 
 
 def _core_of(engine: "LLMEngine") -> Core:
-    """Return the core of an engine that can serve.
+    """Return the core of an engine that is not shut down.
 
     Raises:
         EngineDeadError: it was shut down.
@@ -89,13 +89,13 @@ def _core_of(engine: "LLMEngine") -> Core:
 
 
 class LLMEngine:
-    """Requests, their core and their tokenizer.
+    """The synchronous engine: queues requests, and computes them step by step.
 
     Args:
-        config: complete and consistent.
-        core: computes the requests; owned by the engine from now on.
-        tokenizer: None: only token ids.
-        generation_defaults: from the model's generation_config.json.
+        config: complete and consistent config.
+        core: computes the requests; the engine shuts it down.
+        tokenizer: tokenizer of the model; None: only token ids are accepted.
+        generation_defaults: defaults from the model's generation_config.json.
 
     Attributes:
         vllm_config, model_config, cache_config, scheduler_config, parallel_config,
@@ -144,14 +144,14 @@ class LLMEngine:
     def from_engine_args(
         cls, engine_args: "EngineArgs", usage_context: Any = None, stat_loggers: Any = None
     ) -> "LLMEngine":
-        """Load the engine that the arguments describe.
+        """Load an engine with the given arguments.
 
         Args:
-            engine_args: of the engine.
+            engine_args: arguments of the engine.
             usage_context, stat_loggers: ignored.
 
         Raises:
-            ConfigError: the engine cannot start with them.
+            ConfigError: the engine cannot start with the arguments.
         """
         if engine_args.data_parallel_size != 1:
             raise ConfigError(
@@ -170,7 +170,7 @@ class LLMEngine:
 
     @classmethod
     def from_vllm_config(cls, config: VllmConfig) -> "LLMEngine":
-        """Load model and tokenizer.
+        """Create an engine, and load the model and the tokenizer.
 
         Raises:
             ConfigError: one of them cannot be loaded.
@@ -202,19 +202,20 @@ class LLMEngine:
         *,
         priority: int = 0,
     ) -> None:
-        """Queue a request. A refused request changes nothing.
+        """Queue a request. If it is refused, nothing changes.
 
         Args:
-            request_id: is returned in the outputs; free again when the request has finished.
-            prompt: of any prompt type.
-            params: how to sample, or to pool; may be used again.
-            arrival_time: in seconds of `time.time()`; None is now.
+            request_id: id that is returned in the outputs; may be used again when the request has
+                finished.
+            prompt: prompt of any type.
+            params: sampling or pooling parameters; the object may be used for several requests.
+            arrival_time: arrival in seconds of `time.time()`; None: now.
             lora_request: the adapter to use; None: the model without an adapter.
-            priority: a smaller one goes first, where the scheduling policy is "priority".
+            priority: smaller values run first if the scheduling policy is "priority".
 
         Raises:
-            RequestError: the request is wrong.
-            CapacityError: it can never fit the KV cache.
+            RequestError: the request is not valid.
+            CapacityError: it can never fit into the KV cache.
             EngineDeadError: the engine was shut down or has failed.
         """
         processor = self.input_processor
@@ -235,7 +236,11 @@ class LLMEngine:
         self.submit(text, request)
 
     def submit(self, prompt_text: str | None, request: EngineRequest) -> None:
-        """Queue what `input_processor.process` has made; raises as `add_request`."""
+        """Queue a request that `input_processor.process` returned.
+
+        Raises:
+            The errors of `add_request`.
+        """
         self.check_health()
         request = self.input_processor.attach_grammar(request)
         core_requests = fan_out(request)
@@ -252,10 +257,10 @@ class LLMEngine:
             raise
 
     def abort_request(self, request_id: str | Iterable[str]) -> list[AnyRequestOutput]:
-        """End requests with finish reason "abort"; unknown ids are ignored.
+        """Abort requests with finish reason "abort"; unknown ids are ignored.
 
         Returns:
-            Their last outputs; `step` will not return them.
+            Their last outputs, which `step` will not return.
         """
         request_ids = [request_id] if isinstance(request_id, str) else request_id
         outputs, core_ids = self.output_processor.abort(request_ids)
@@ -264,11 +269,11 @@ class LLMEngine:
         return outputs
 
     def step(self) -> list[AnyRequestOutput]:
-        """Compute one step for all requests that can run.
+        """Run one step for all requests that can run.
 
         Returns:
-            Outputs of requests with new tokens, as their `output_kind` asks for; a request that
-            has ended is among them once, finished. Empty when there is nothing new.
+            Outputs of the requests with new tokens, as their `output_kind` requires; empty if there
+            is nothing new. A request that has ended is included once, as finished.
 
         Raises:
             EngineDeadError: the engine was shut down or has failed.
@@ -290,12 +295,13 @@ class LLMEngine:
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a request has not ended."""
+        """Return whether any request has not ended."""
         return self.output_processor.num_unfinished_requests > 0
 
     def get_num_unfinished_requests(self) -> int:
-        """Return the number of requests that have not finished; one with several samples counts
-        once."""
+        """Return the number of requests that have not finished. A request with several samples
+        counts once.
+        """
         return self.output_processor.num_unfinished_requests
 
     # ---- settings -------------------------------------------------------------------------
@@ -305,11 +311,11 @@ class LLMEngine:
         return self.vllm_config
 
     def get_model_config(self) -> ModelConfig:
-        """Return the model's part of the config."""
+        """Return the config of the model."""
         return self.vllm_config.model
 
     def get_scheduler_config(self) -> SchedulerConfig:
-        """Return the scheduler's part of the config."""
+        """Return the config of the scheduler."""
         return self.vllm_config.scheduler
 
     def get_parallel_config(self) -> ParallelConfig:
@@ -317,7 +323,7 @@ class LLMEngine:
         return self.vllm_config.parallel
 
     def get_decoding_config(self) -> StructuredOutputConfig:
-        """Return the part of the config for structured output."""
+        """Return the config of structured output."""
         return self.vllm_config.structured_output
 
     def get_lora_config(self) -> LoRAConfig | None:
@@ -325,7 +331,7 @@ class LLMEngine:
         return self.vllm_config.lora if self.vllm_config.lora.enable_lora else None
 
     def get_tokenizer_group(self) -> "PreTrainedTokenizerBase":
-        """Return the tokenizer, which all requests use, with and without adapters.
+        """Return the tokenizer, which is used for all requests, with and without adapters.
 
         Raises:
             RequestError: the engine runs without a tokenizer.
@@ -333,16 +339,16 @@ class LLMEngine:
         return self.get_tokenizer()
 
     def is_tracing_enabled(self) -> bool:
-        """Return False: the server makes the traces of requests."""
+        """Return False, because the server creates the traces of requests."""
         return False
 
     # ---- statistics -----------------------------------------------------------------------
 
     def get_metrics(self) -> list[Metric]:
-        """Return the metrics since the engine started, the same as a server's /metrics.
+        """Return the metrics since the engine started, as a server shows them at /metrics.
 
         Raises:
-            RequestError: the engine collects no metrics, as `disable_log_stats` is True.
+            RequestError: the engine collects no metrics, because `disable_log_stats` is True.
         """
         if self.metrics is None:
             raise RequestError(
@@ -352,15 +358,16 @@ class LLMEngine:
         return read_metrics(self.metrics)
 
     def do_log_stats(self) -> None:
-        """Log statistics since the last call, unless the engine was idle; does nothing with
-        `disable_log_stats`."""
+        """Log the statistics since the last call, unless the engine was idle. Does nothing if
+        `disable_log_stats` is True.
+        """
         if self.metrics is not None:
             self._stats_log.log()
 
     # ---- LoRA -----------------------------------------------------------------------------
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter before requests name it. Returns False if it is loaded already.
+        """Load an adapter before requests use it. Returns False if it is loaded already.
 
         Raises:
             RequestError: LoRA is off, or the adapter cannot be loaded.
@@ -373,8 +380,10 @@ class LLMEngine:
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Drop an adapter from memory; it is loaded again when a request names it. Returns False if
-        it is not loaded.
+        """Drop an adapter from memory. It is loaded again when a request uses it.
+
+        Returns:
+            False if it is not loaded.
 
         Raises:
             RequestError: LoRA is off.
@@ -409,15 +418,15 @@ class LLMEngine:
         return self.engine_core.is_sleeping()
 
     def start_profile(self) -> None:
-        """Begin a trace of what the workers compute, in the folder VLLM_TORCH_PROFILER_DIR.
+        """Start a profiler trace of the workers, in the folder VLLM_TORCH_PROFILER_DIR.
 
         Raises:
-            RequestError: that is not set, or a trace is being recorded already.
+            RequestError: the variable is not set, or a trace is being recorded already.
         """
         self._call_workers(Worker.start_profile)
 
     def stop_profile(self) -> None:
-        """End the trace and write it; returns when the file is complete.
+        """Stop the profiler trace and write it; returns when the file is complete.
 
         Raises:
             RequestError: no trace is being recorded.
@@ -430,7 +439,7 @@ class LLMEngine:
         *args: _Args.args,
         **kwargs: _Args.kwargs,
     ) -> list[_Result]:
-        """Call a method of every worker that users may not call."""
+        """Call an internal method, which users may not call, of every worker."""
         self.check_health()
         return self.engine_core.call_workers(method.__name__, args, kwargs)
 
@@ -465,7 +474,7 @@ class LLMEngine:
         self.output_processor.set_tokenizer(tokenizer)
 
     def check_health(self) -> None:
-        """Raise an error if the engine cannot serve.
+        """Raise an error if the engine cannot serve requests.
 
         Raises:
             EngineDeadError: it was shut down.
@@ -474,7 +483,7 @@ class LLMEngine:
             raise EngineDeadError("the engine was shut down")
 
     def shutdown(self) -> None:
-        """End all requests and release the device. Calling it again does nothing."""
+        """Abort all requests and release the device. A second call does nothing."""
         if self._release.alive:
             self.abort_request(self.output_processor.unfinished_request_ids)
             if self._traffic_file is not None:

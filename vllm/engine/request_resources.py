@@ -1,5 +1,6 @@
-"""Requests whose resources (a grammar, an adapter, blocks of other engines) are being loaded before
-they are scheduled, and the adapters that requests hold until they end."""
+"""Track requests whose resources (grammar, adapter, blocks of other engines) are being loaded
+before they are scheduled, and the adapters that requests hold until they end.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,7 +10,7 @@ from vllm.messages import AdapterRef, EngineRequest, Finished, FinishReason
 
 
 class RequestResources:
-    """The resources that requests need in addition to the model.
+    """Tracks the resources that requests need in addition to the model.
 
     Args:
         release: tells the workers which requests with an adapter or images have ended.
@@ -36,7 +37,7 @@ class RequestResources:
         return request_id in self._loading or request_id in self._refused
 
     def hold(self, request: EngineRequest) -> None:
-        """Tell the workers to load what a request needs."""
+        """Record the resources that a request holds until it ends."""
         if request.adapter is not None:
             adapter = self._adapters[request.request_id] = request.adapter
             self._uses[adapter.key] += 1
@@ -45,21 +46,22 @@ class RequestResources:
             self._with_media.add(request.request_id)
 
     def adapter_names(self, running: Mapping[str, int]) -> tuple[list[str], list[str]]:
-        """Return the names of the adapters of requests that run, and of requests that wait.
+        """Return the names of the adapters of running requests, and of waiting requests.
 
         Args:
-            running: key of an adapter -> requests that run.
+            running: key of an adapter -> number of running requests with it.
         """
         waiting = [key for key, count in self._uses.items() if count > running.get(key, 0)]
         found = (sorted(self._names[key] for key in keys) for keys in (running, waiting))
         return next(found), next(found)
 
     def await_load(self, request: EngineRequest, future: "Future[str | None]") -> None:
-        """Keep a request until what it needs is loaded.
+        """Hold a request back until its resources are loaded.
 
         Args:
-            request: that is not scheduled.
-            future: done when it is loaded; why the request cannot run, or None.
+            request: request that is not scheduled yet.
+            future: done when they are loaded; its result is the reason why the request cannot run,
+                or None.
         """
         self._loading[request.request_id] = request, future
 
@@ -67,7 +69,7 @@ class RequestResources:
         """Return the requests that can be scheduled now.
 
         Args:
-            timeout_s: to wait for one of them.
+            timeout_s: seconds to wait for one of them.
         """
         if timeout_s and self._loading:
             futures = [future for _, future in self._loading.values()]
@@ -85,7 +87,7 @@ class RequestResources:
         return loaded
 
     def take_refused(self) -> dict[str, Finished]:
-        """Return the requests that cannot run, each once."""
+        """Return the requests that cannot run. Each is returned once."""
         refused, self._refused = self._refused, {}
         self.end(refused)
         return refused

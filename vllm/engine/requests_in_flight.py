@@ -1,9 +1,9 @@
-"""The requests of the asynchronous engine that have not ended.
+"""Track the requests of the asynchronous engine that have not ended.
 
     submit   ->  admission, output processor, core  ->  RequestStream of its consumer
     outputs of a core, refusals, losses, timeouts, aborts  ->  the streams
 
-Everything here runs in the event loop of the engine.
+Everything runs in the event loop of the engine.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ from vllm.outputs import AnyRequestOutput
 
 
 class RequestsInFlight:
-    """Streams, timers and samples of the requests that run or wait.
+    """Manages the streams, timers and samples of the requests that run or wait.
 
     Args:
-        core: the replicas that compute them.
-        outputs: makes outputs of their tokens.
-        recorder: gets the statistics of the cores.
-        admission: refuses a request where too many wait.
-        request_timeout: seconds until a request ends with an error; None: no limit.
+        core: the replicas that compute the requests.
+        outputs: creates outputs from their tokens.
+        recorder: records the statistics of the cores.
+        admission: refuses a request if too many wait.
+        request_timeout: seconds until a request fails with an error; None: no limit.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class RequestsInFlight:
         """Send a request to a core and return its stream.
 
         Args:
-            text: the prompt, for the outputs; None: it was given as tokens.
-            request: with the id of the user.
-            replica: index of the core; None: the one with the least to do.
+            text: text of the prompt, for the outputs; None: it was given as tokens.
+            request: request with the id of the user.
+            replica: index of the replica; None: the one with the least load.
 
         Raises:
             CapacityError: too many requests wait.
@@ -104,14 +104,14 @@ class RequestsInFlight:
         return stream
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests with finish reason "abort"; unknown ids are ignored."""
+        """Abort requests with finish reason "abort"; unknown ids are ignored."""
         outputs, core_ids = self._outputs.abort(request_ids)
         self._send_aborts(core_ids)
         for output in outputs:
             self._deliver(output)
 
     def lose_all(self, error: BaseException) -> None:
-        """End all requests with an error: no core computes them any more."""
+        """Fail all requests with an error, because no core computes them any more."""
         for request_id in list(self._streams):
             self._lose(request_id, error)
 
@@ -132,7 +132,7 @@ class RequestsInFlight:
             self._deliver(request_output)
 
     def on_refused(self, message: Refused) -> None:
-        """End a request that the core has refused with the error of the refusal."""
+        """Fail a request that the core has refused, with the error of the refusal."""
         self._core.end([message.request_id])
         request_id = self._outputs.request_id_of(message.request_id)
         if request_id is None:
@@ -143,10 +143,10 @@ class RequestsInFlight:
         self._fail(request_id, error)
 
     def on_lost(self, core_ids: Iterable[str], error: BaseException) -> None:
-        """End the requests of a core that has died.
+        """Fail the requests of a core that has died.
 
         Args:
-            core_ids: ids that the core knew them by.
+            core_ids: ids of the requests in the core.
             error: the reason.
         """
         for core_id in core_ids:

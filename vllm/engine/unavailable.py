@@ -1,4 +1,4 @@
-"""Refuses arguments of the public methods for features that this version does not have."""
+"""Refuse arguments of the public methods for features that this version does not have."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +7,10 @@ from vllm.errors import RequestError
 
 
 def refuse(**given: Any) -> None:
-    """Do nothing when every argument is None, or a list of None.
+    """Raise an error if any argument is given; None, or a list of None, counts as not given.
 
     Args:
-        given: arguments as the caller got them, by name; each has an entry below.
+        given: arguments by name; each name has an entry in `_REASONS`.
 
     Raises:
         RequestError: an argument is given; the message says what to do.

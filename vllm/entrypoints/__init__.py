@@ -1,1 +1,1 @@
-"""The command line, the class `LLM`, and the HTTP server."""
+"""Provide the command line, the class `LLM`, and the HTTP server."""

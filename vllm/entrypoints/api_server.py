@@ -1,9 +1,9 @@
-"""`python -m vllm.entrypoints.api_server`: POST /generate, for old clients of vLLM.
+"""Run `python -m vllm.entrypoints.api_server`: POST /generate, for old clients of vLLM.
 
-The body has `prompt`, `stream` and the fields of `SamplingParams`. The answer is
-`{"text": [prompt + output, ...]}`; a stream has one such object per line, and ends with the body
-of an error if it fails midway. All routes of
-`vllm.entrypoints.openai.api_server`, which new clients should use, are there too.
+The body has `prompt`, `stream` and the fields of `SamplingParams`. The answer is `{"text": [prompt
++ output, ...]}`. A stream has one such object per line; if it fails midway, it ends with an error
+body. The server also has all routes of `vllm.entrypoints.openai.api_server`, which new clients
+should use.
 """
 
 import json
@@ -57,10 +57,10 @@ async def generate(request: Request) -> Response:
 
 
 def read_body(data: bytes, args: ServerArgs) -> tuple[str, bool, SamplingParams]:
-    """Read the prompt, whether the answer is streamed, and how to sample.
+    """Return the prompt, whether the answer is streamed, and the sampling parameters.
 
     Raises:
-        RequestError: the body is not as the module describes.
+        RequestError: the body does not have the form that the module describes.
     """
     if not data:
         raise RequestError(NO_BODY)
@@ -123,8 +123,11 @@ def _body(prompt: str, output: RequestOutput) -> Mapping[str, Any]:
 
 
 def load_server(engine: AsyncLLM, args: ServerArgs) -> tuple[ServerContext, FastAPI]:
-    """Return the application of the OpenAI server, plus /generate. Raises like its
-    `load_server`."""
+    """Return the application of the OpenAI server, with /generate added.
+
+    Raises:
+        The errors of `load_server` of the OpenAI server.
+    """
     from vllm.entrypoints.server import app as openai_app
 
     context, app = openai_app.load_server(engine, args)

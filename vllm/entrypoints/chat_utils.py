@@ -1,4 +1,4 @@
-"""Checks conversations, converts them for the chat template, and renders them as text.
+"""Check conversations, convert them for the chat template, and render them as text.
 
 Shared by `LLM.chat` and the server. The text already contains the model's special tokens: tokenise
 it with `add_special_tokens=False`.
@@ -95,7 +95,7 @@ def render_chat(
     """Return the text of a conversation without media.
 
     Raises:
-        RequestError: there is no template, a message is malformed or has an item, or the template
+        RequestError: there is no template, a message is malformed or has media, or the template
             refuses the conversation.
     """
     return render_with_media(tokenizer, messages, options, None).text
@@ -112,8 +112,8 @@ def render_with_media(
     Args:
         tokenizer: has the special tokens and, unless the options have one, the template.
         messages: the conversation.
-        options: for rendering it.
-        rules: None: the model reads text only.
+        options: options for rendering it.
+        rules: media that the model reads; None: the model reads only text.
 
     Raises:
         RequestError: there is no template, a message is malformed, or the template refuses the
@@ -133,7 +133,7 @@ def render_with_media(
 
 
 def with_media(rendering: "Rendering", media: Sequence[MediaPart]) -> RenderedChat:
-    """Return a text with the media, as `rendering_arguments` has read them, in its order."""
+    """Return a rendered text with its media, in the order in which the template shows them."""
     ordered = [media[index] for index in rendering.order]
     return RenderedChat(rendering.text, ordered, rendering.literals)
 
@@ -144,8 +144,9 @@ def rendering_arguments(
     options: ChatOptions,
     rules: MediaRules | None = None,
 ) -> tuple[dict[str, Any], list[MediaPart]]:
-    """Return the arguments of `render_conversation`, which are JSON if the messages and variables
-    are, and the media of the messages.
+    """Return the arguments of `render_conversation`, and the media of the messages.
+
+    The arguments are JSON values if the messages and variables are.
 
     Raises:
         RequestError: there is no template, or a message is malformed.

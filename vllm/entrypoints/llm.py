@@ -1,4 +1,4 @@
-"""Offline generation: prompts in, outputs back, all at once."""
+"""Run models offline: one call takes all prompts and returns all outputs."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,19 +53,20 @@ def _engine_of(llm: "LLM") -> LLMEngine:
 
 
 class LLM(PoolingMethods):
-    """A model to generate or to pool with. Not thread-safe.
+    """Runs a model for generation or pooling, without a server. Not thread-safe.
 
-    Released when it is collected, at the end of the program, or by `llm_engine.shutdown()`.
+    The model is released when the object is garbage-collected, at the end of the program, or by
+    `llm_engine.shutdown()`.
 
     Args:
-        model: folder or Hugging Face name; None is the small model that comes with the package.
+        model: folder or Hugging Face name; None: the small model in the package.
         engine_args: any field of `EngineArgs`, such as `tokenizer`, `tensor_parallel_size`,
-            `dtype`, `max_model_len`, `seed` or `enforce_eager`. `disable_log_stats` is on
-            unless it is given; `get_metrics` needs it off.
+            `dtype`, `max_model_len`, `seed` or `enforce_eager`. `disable_log_stats` is True by
+            default; `get_metrics` needs False.
 
     Attributes:
-        llm_engine: the engine underneath.
-        request_counter: where request ids come from.
+        llm_engine: the engine that runs the requests.
+        request_counter: counter for the ids of requests.
 
     Raises:
         ConfigError: the engine cannot start with these arguments.
@@ -80,7 +81,7 @@ class LLM(PoolingMethods):
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> "LLM":
-        """Generate with an existing engine, which must not be used elsewhere meanwhile."""
+        """Create an `LLM` for an existing engine, which must not be used elsewhere meanwhile."""
         llm = cls.__new__(cls)
         llm._start(engine)
         return llm
@@ -104,32 +105,32 @@ class LLM(PoolingMethods):
     ) -> list[RequestOutput]:
         """Generate for every prompt.
 
-        All prompts are checked before the first one runs. When the loop is left early, by
-        Ctrl-C or by an error, the remaining requests are dropped and the object can be used
-        again. An adapter that does not fit the model is such an error. A request that fails while
-        it runs has finish reason "error" and the message as its stop reason; the others are not
-        affected.
+        All prompts are checked before the first one runs. If Ctrl-C or an error stops the run, the
+        remaining requests are dropped and the object can be used again. An adapter that does not
+        fit the model is such an error. A request that fails while it runs has finish reason "error"
+        and the message as its stop reason; other requests are not affected.
 
         Args:
-            prompts: one or several, of any prompt type; a list of integers is one prompt.
-            sampling_params: one for all or one per prompt; None is what the model recommends.
+            prompts: one or several prompts of any type; a list of integers is one prompt.
+            sampling_params: one object for all prompts, or one per prompt; None: the model's
+                recommendation.
             prompt_token_ids: deprecated.
-            use_tqdm: show a progress bar; or what makes one.
+            use_tqdm: whether to show a progress bar; or a function that creates one.
             lora_request: the LoRA adapter to use; one for all prompts or a list with one or None
                 per prompt.
-            prompt_adapter_request: only None for now.
+            prompt_adapter_request: must be None.
             guided_options_request: deprecated; structured output, as a dict with one of
                 guided_json, guided_regex, guided_choice, guided_grammar and guided_json_object.
-            priority: one per prompt; a smaller one goes first, where the engine's scheduling
+            priority: one integer per prompt; smaller values run first if the engine's scheduling
                 policy is "priority".
 
         Returns:
-            One output per prompt, in their order.
+            One output per prompt, in the same order.
 
         Raises:
-            RequestError: (a ValueError) a prompt, its adapter or its parameters are wrong; names
-                the prompt.
-            CapacityError: (a ValueError) a prompt can never fit the KV cache.
+            RequestError: (a ValueError) a prompt, its adapter or its parameters are not valid;
+                names the prompt.
+            CapacityError: (a ValueError) a prompt can never fit into the KV cache.
         """
         refuse(prompt_adapter_request=prompt_adapter_request)
         if prompt_token_ids is not None:
@@ -162,13 +163,13 @@ class LLM(PoolingMethods):
             messages: a conversation, or a list of them.
             sampling_params, use_tqdm, lora_request: as in `generate`.
             chat_template ... chat_template_kwargs: see `ChatOptions`.
-            mm_processor_kwargs: overrides settings of the processor of the model.
+            mm_processor_kwargs: settings that override settings of the model's processor.
 
         Returns:
-            One output per conversation, in their order.
+            One output per conversation, in the same order.
 
         Raises:
-            RequestError: (a ValueError) a conversation is wrong, or there is no chat template.
+            RequestError: (a ValueError) a conversation is not valid, or there is no chat template.
         """
         refuse_generation(self.llm_engine.model_config.pooler)
         prompts = self.preprocess_chat(
@@ -196,11 +197,13 @@ class LLM(PoolingMethods):
         chat_template_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[TokensPrompt]:
-        """Make the prompts that `chat` would run, one per conversation; arguments as there. Every
-        adapter has the tokenizer and the chat template of the model.
+        """Return the prompts that `chat` would run, one per conversation. The arguments are the
+        same as for `chat`.
+
+        Every adapter uses the tokenizer and the chat template of the model.
 
         Raises:
-            RequestError: (a ValueError) a conversation is wrong, or there is no chat template.
+            RequestError: (a ValueError) a conversation is not valid, or there is no chat template.
         """
         options = ChatOptions(
             chat_template=chat_template,
@@ -225,15 +228,15 @@ class LLM(PoolingMethods):
     ) -> list[BeamSearchOutput]:
         """Find the most likely continuations of every prompt, best first.
 
-        Needs `max_logprobs` of the engine to be at least twice the beam width.
+        The engine's `max_logprobs` must be at least twice the beam width.
 
         Args:
-            prompts: of text or token ids.
+            prompts: prompts of text or token ids.
             params: width, length and scoring.
             lora_request: as in `generate`.
 
         Raises:
-            RequestError: (a ValueError) a prompt, an adapter or the parameters are wrong.
+            RequestError: (a ValueError) a prompt, an adapter or the parameters are not valid.
         """
         adapters = _adapter_per_prompt(lora_request, len(prompts))
         check_beam_width(
@@ -265,7 +268,7 @@ class LLM(PoolingMethods):
     @classmethod
     @contextmanager
     def deprecate_legacy_api(cls) -> Iterator[None]:
-        """Show all deprecation warnings within the block, also ones that Python would hide."""
+        """Show all deprecation warnings inside the context, even hidden ones."""
         with warnings.catch_warnings():
             warnings.simplefilter("always", DeprecationWarning)
             yield
@@ -286,8 +289,8 @@ class LLM(PoolingMethods):
     def apply_model(self, func: "Callable[[nn.Module], _Result]") -> list[_Result]:
         """Call a function with the model of every worker.
 
-        Linear layers may hold their weights in the layout of the kernels, not as a parameter; on
-        the CPU that is so for bfloat16 and for quantized models.
+        Linear layers may store their weights in the layout of the kernels instead of a parameter.
+        On the CPU this applies to bfloat16 and quantized models.
 
         Returns:
             One result per worker.
@@ -295,8 +298,9 @@ class LLM(PoolingMethods):
         return self.collective_rpc(lambda worker: func(worker.get_model()))
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters that the model's generation_config.json recommends, in a
-        new object each time."""
+        """Return the sampling parameters that the model's generation_config.json recommends, as a
+        new object.
+        """
         defaults = dict(self.llm_engine.generation_defaults)
         defaults.pop("eos_token_ids", None)
         return SamplingParams.from_optional(**defaults)
@@ -351,8 +355,9 @@ class LLM(PoolingMethods):
         return cast(list[RequestOutput], run_requests(self.llm_engine, requests, use_tqdm))
 
     def _params_per_prompt(self, params: Params | None, count: int) -> list[SamplingParams]:
-        """Copy the parameters for each prompt, with only the final output; the caller's objects do
-        not change."""
+        """Copy the parameters for each prompt, and request only the final output. The caller's
+        objects are not changed.
+        """
         if params is None:
             params = self.get_default_sampling_params()
         if not isinstance(params, Sequence):

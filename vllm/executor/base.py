@@ -81,7 +81,7 @@ class Executor(ABC):
 
         Args:
             method: method of `Worker`, such as `Worker.measure`.
-            args: arguments of the call, except those that each rank adds itself (rank, rendezvous).
+            args: arguments of the call; each rank adds its own rank and rendezvous.
 
         Returns:
             The results by rank.

@@ -50,8 +50,8 @@ class ExternalExecutor(UniProcExecutor):
         config: config of the engine.
 
     Raises:
-        ConfigError: the launcher has not set the rank and the number of processes, the number is
-            not what the engine needs, or the engines would make decisions that depend on time.
+        ConfigError: the launcher has not set the rank and the number of processes, the
+            engine needs another number of processes, or its decisions would depend on time.
     """
 
     def __init__(self, config: VllmConfig) -> None:

@@ -1,7 +1,8 @@
-"""Whether a Gaudi card computes what the engine needs: `vllm hpu-check`.
+"""Check whether a Gaudi card computes what the engine needs: `vllm hpu-check`.
 
-Small cases of every fused kernel, of attention, of sampling, of graphs and of compilation, and one
-decoder layer of a model, against torch on the host. Prints nothing.
+The checks run small cases of every fused kernel, of attention, of sampling, of graphs and of
+compilation, and one decoder layer of a model, and compare them with torch on the host. Prints
+nothing.
 """
 
 from vllm.hpu_check.check import CheckResult, Outcome

@@ -1,6 +1,6 @@
-"""Checks of padded attention over a paged cache, against the torch operators on the host.
+"""Check padded attention over a paged cache against the torch operators on the host.
 
-Letters: B rows, H query heads, G key/value heads, D head size, S block size.
+Letters: B requests (rows), H query heads, G key/value heads, D head size, S block size.
 """
 
 from dataclasses import dataclass
@@ -47,17 +47,19 @@ class _Cache:
     tables: IntArray
 
     def slots(self, row: int, start: int, end: int) -> Tensor:
-        """Return the slots of the tokens of a request."""
+        """Return the slots of the tokens from `start` to `end` of a request."""
         position = np.arange(start, end)
         blocks = self.tables[row, position // _BLOCK_SIZE].astype(np.int64)
         return torch.from_numpy(blocks * _BLOCK_SIZE + position % _BLOCK_SIZE)
 
     def tokens(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values in these slots, [n, G, D] each."""
+        """Return the keys and values in these slots, [n, G, D] each."""
         return self.keys.flatten(0, 1)[slots], self.values.flatten(0, 1)[slots]
 
     def without(self, slots: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the caches on a device, flat, before the tokens in these slots are stored."""
+        """Return the flat caches on a device, with these slots overwritten, as before their tokens
+        are stored.
+        """
         caches = self.keys.flatten(0, 1).clone(), self.values.flatten(0, 1).clone()
         for cache in caches:
             cache[slots] = 9.0
@@ -65,8 +67,9 @@ class _Cache:
 
 
 def check_decode(bridge: HabanaBridge) -> Outcome:
-    """Check one new token for each request: a plain list of blocks and a contiguous one, with a
-    window."""
+    """Check a decode: one new token for each request, with plain and contiguous block lists, and a
+    window.
+    """
     comparison = Comparison()
     seq_lens = np.array([5, 128, 129, 300], np.int32)
     for dtype in LIMITS:
@@ -127,8 +130,9 @@ def _decode(
 
 
 def check_prefill(bridge: HabanaBridge) -> Outcome:
-    """Check several new tokens for each request, with the fused kernel: without context, with,
-    windowed."""
+    """Check a prefill with the fused kernel: several new tokens for each request, without and with
+    context, and with a window.
+    """
     comparison = Comparison()
     query_lens = np.array([60, 7, 33], np.int32)
     for dtype in LIMITS:
@@ -206,10 +210,10 @@ def _random_cache(seq_lens: IntArray, dtype: torch.dtype) -> _Cache:
 
 
 def _padded(x: Tensor) -> Tensor:
-    """Append padded rows to the real ones."""
+    """Append random padding to the real requests."""
     return torch.cat((x, torch.randn(_PADDING, *x.shape[1:]).to(x.dtype)))
 
 
 def _ragged(x: Tensor, lengths: IntArray) -> Tensor:
-    """Return [B, Q, ...] -> [T, ...] without the padding."""
+    """Remove the padding: [B, Q, ...] -> [T, ...]."""
     return torch.cat([x[row, :length] for row, length in enumerate(lengths.tolist())])

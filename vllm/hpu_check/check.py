@@ -1,4 +1,4 @@
-"""The result of a check, and the comparison of results of the card with the host's."""
+"""Represent the result of a check, and compare results of the card with the host's."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ MAX_STEP_S = 0.05
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a check."""
+    """Result of a check: its status and a note."""
 
     status: Status
     detail: str
@@ -34,7 +34,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One row of the report."""
+    """One entry of the report."""
 
     name: str
     status: Status
@@ -48,7 +48,7 @@ class CheckResult:
 
 
 class Comparison:
-    """The largest error over the cases of one check."""
+    """Collects the largest error over the cases of one check."""
 
     def __init__(self) -> None:
         self._num_cases = 0
@@ -56,12 +56,12 @@ class Comparison:
         self._failures: list[str] = []
 
     def add(self, case: str, got: Tensor, want: Tensor) -> None:
-        """Compare one result.
+        """Compare one result of the card with the host's.
 
         Args:
-            case: what to call it if it is wrong.
-            got: of the card. Its type sets the limit.
-            want: of the host, in any type.
+            case: name of the case, for failures.
+            got: result of the card. Its dtype determines the allowed error.
+            want: result of the host, of any dtype.
         """
         self._num_cases += 1
         limit = LIMITS[got.dtype]
@@ -76,12 +76,12 @@ class Comparison:
             self._failures.append(f"{case}: max error {error:.1e}, limit {limit:.0e}")
 
     def add_time(self, case: str, seconds: float, limit_s: float = MAX_CALL_S) -> None:
-        """Note how long a call takes that has run before."""
+        """Add a failure if a call that has run before takes too long."""
         if (reason := slow_call(case, seconds, limit_s)) is not None:
             self._failures.append(reason)
 
     def outcome(self, note: str = "") -> Outcome:
-        """Pass, or the first failure. `note` goes before the figures of a pass."""
+        """Return a pass, or the first failure. `note` is put before the figures of a pass."""
         if self._failures:
             count = f"{len(self._failures)} of {self._num_cases} cases"
             return Outcome("fail", f"{self._failures[0]} ({count})")
@@ -90,7 +90,7 @@ class Comparison:
 
 
 def slow_call(case: str, seconds: float, limit_s: float = MAX_CALL_S) -> str | None:
-    """Return what is wrong with a call that takes so long; None: nothing."""
+    """Describe why the time of a call is too long; None if it is not."""
     if seconds <= limit_s:
         return None
     return (
@@ -100,11 +100,11 @@ def slow_call(case: str, seconds: float, limit_s: float = MAX_CALL_S) -> str | N
 
 
 def ran_on_host(bridge: HabanaBridge, before: Mapping[str, int]) -> Outcome | None:
-    """Return a failure that names the operators that have run on the host; None: none has.
+    """Return a failure that names the operators that ran on the host; None if none did.
 
     Args:
         bridge: the card.
-        before: its count of each operator when the check began.
+        before: counts of operators on the host when the check began.
     """
     after = bridge.counters().cpu_fallbacks
     names = sorted(name for name in after if after[name] != before.get(name))
@@ -112,7 +112,7 @@ def ran_on_host(bridge: HabanaBridge, before: Mapping[str, int]) -> Outcome | No
 
 
 def run_check(name: str, check: Callable[[], Outcome]) -> CheckResult:
-    """Run one check; what it raises is a failure, so that the others still run."""
+    """Run one check. An exception becomes a failure, so that the other checks still run."""
     start = time.perf_counter()
     torch.manual_seed(0)
     try:

@@ -1,4 +1,4 @@
-"""Check of the collectives: one process for each card, and exchanges between all of them."""
+"""Check the collectives: one process for each card, and exchanges between all of them."""
 
 import subprocess
 import sys
@@ -20,8 +20,9 @@ _RANK_PROGRAM = f"import sys; from {__name__} import exchange; exchange(*sys.arg
 
 
 def check_collectives(num_cards: int) -> Outcome:
-    """Sum and gather over all cards, and send from each to the next; none of them may be open in
-    this process."""
+    """Check sums and gathers over all cards, and sends from each card to the next. None of the
+    cards may be open in this process.
+    """
     if num_cards < 2:
         return Outcome("skip", "there is one card")
     with TemporaryDirectory() as name:
@@ -45,13 +46,15 @@ def check_collectives(num_cards: int) -> Outcome:
 
 
 def exchange(rank_text: str, world_size_text: str, store: str) -> None:
-    """Run the program of one rank; the arguments are the arguments of a command line.
+    """Run the program of one rank. The arguments are strings from a command line.
 
     Args:
-        store: path of a file that the ranks meet at; does not exist yet.
+        rank_text: rank of this process.
+        world_size_text: number of ranks.
+        store: path of a file through which the ranks connect; it does not exist yet.
 
     Raises:
-        RuntimeError: the values are not those of all ranks.
+        RuntimeError: a result is wrong.
     """
     rank, world_size = int(rank_text), int(world_size_text)
     platform = create_hpu_platform()
@@ -82,14 +85,16 @@ def exchange(rank_text: str, world_size_text: str, store: str) -> None:
 
 
 def send_on(link: Link, mine: torch.Tensor, rank: int, world_size: int) -> None:
-    """Send to the next card, as the stages of a pipeline do, and look at what has come.
+    """Send to the next card, as the stages of a pipeline do, and check what arrives.
 
     Args:
-        link: to the cards before and after.
-        mine: [N], all of them the rank.
+        link: link to the cards before and after.
+        mine: [N], filled with this rank.
+        rank: rank of this process.
+        world_size: number of ranks.
 
     Raises:
-        RuntimeError: another value has come than the rank of the card before.
+        RuntimeError: the received value is not the rank of the card before.
     """
     if rank < world_size - 1:
         link.send(mine)
@@ -120,7 +125,7 @@ def _errors(folder: Path, rank: int) -> Path:
 
 
 def _wait(processes: "Sequence[subprocess.Popen[bytes]]") -> None:
-    """Wait until all have exited, or one has failed, or time is up."""
+    """Wait until all processes have exited, one has failed, or the time is up."""
     end = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < end:
         codes = [process.poll() for process in processes]

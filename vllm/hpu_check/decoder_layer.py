@@ -1,4 +1,4 @@
-"""Checks of one decoder layer of a model over a large KV cache, against the host."""
+"""Check one decoder layer of a model over a large KV cache, against the host."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -49,19 +49,19 @@ Prepare = Callable[[HabanaBridge, HPUModel, VllmConfig, Tensor, PaddedShape], Ex
 
 
 def check_eager(bridge: HabanaBridge, model: str) -> Outcome:
-    """Check a decode operator by operator; in lazy mode, recorded up to a mark."""
+    """Check a decode operator by operator; in lazy mode, operators are recorded up to a mark."""
     return _check_decode(bridge, model, lambda bridge, model, *_: Execution(bridge, model))
 
 
 def check_compiled(bridge: HabanaBridge, model: str) -> Outcome:
-    """Check a decode by `torch.compile`."""
+    """Check a decode with `torch.compile`."""
     if bridge.is_lazy:
         return Outcome("skip", "torch.compile needs eager mode (PT_HPU_LAZY_MODE=0)")
     return _check_decode(bridge, model, prepare_compiled)
 
 
 def check_graph(bridge: HabanaBridge, model: str) -> Outcome:
-    """Check a decode as an HPU graph that is replayed."""
+    """Check a decode with an HPU graph that is replayed."""
     if not bridge.is_lazy:
         return Outcome("skip", "HPU graphs need lazy mode (PT_HPU_LAZY_MODE=1)")
     return _check_decode(bridge, model, prepare_graph)
@@ -70,7 +70,7 @@ def check_graph(bridge: HabanaBridge, model: str) -> Outcome:
 def prepare_compiled(
     bridge: HabanaBridge, model: HPUModel, config: VllmConfig, *_: object
 ) -> Execution:
-    """Prepare the execution with which the engine runs decodes in eager mode."""
+    """Return the execution with which the engine runs decodes in eager mode."""
     execution = CompiledExecution(bridge, model, config)
     execution.allow_shapes(4)
     return execution
@@ -79,14 +79,14 @@ def prepare_compiled(
 def prepare_graph(
     bridge: HabanaBridge, model: HPUModel, config: VllmConfig, packed: Tensor, shape: PaddedShape
 ) -> Execution:
-    """Prepare the execution with which the engine runs decodes in lazy mode."""
+    """Return the execution with which the engine runs decodes in lazy mode."""
     execution = GraphExecution(bridge, model, config.hpu.hidden_layers_per_graph)
     execution.capture(packed, shape)
     return execution
 
 
 def check_context(bridge: HabanaBridge, model: str) -> Outcome:
-    """Check a prefill of tokens whose requests have others in the cache already."""
+    """Check a prefill of requests that already have tokens in the cache."""
     config = config_of(model)
     comparison = Comparison()
     with unsupported_is_skipped() as skipped:
@@ -119,7 +119,9 @@ def _check_decode(bridge: HabanaBridge, name: str, prepare: Prepare) -> Outcome:
 def _judge(
     comparison: Comparison, smaller: _Launched, larger: _Launched, dtype_name: str
 ) -> Outcome:
-    """Judge values first: a wrong layer may be fast."""
+    """Return the outcome of a decode check. Values are judged before times, because a wrong layer
+    may be fast.
+    """
     gib, mib = larger.cache_bytes / 2**30, larger.launch_bytes / 2**20
     values = comparison.outcome(dtype_name)
     if values.status == "fail":
@@ -168,7 +170,9 @@ def _launch(
 
 
 def error_between(before: DeviceCounters, after: DeviceCounters) -> Iterator[str]:
-    """Describe host fallbacks and copies of a whole cache between two readings."""
+    """Describe the host fallbacks, and the copies of a whole cache, between two counter
+    readings.
+    """
     new = {
         name: count - before.cpu_fallbacks.get(name, 0)
         for name, count in after.cpu_fallbacks.items()

@@ -1,4 +1,4 @@
-"""Checks of the card itself: what it is, its memory, and how data gets there and back."""
+"""Check the card itself: its name and versions, its memory, and copies to and from it."""
 
 import importlib
 import warnings
@@ -19,7 +19,7 @@ _ALLOCATION_MIB = 256
 
 
 def describe(bridge: HabanaBridge) -> Outcome:
-    """Describe names and versions."""
+    """Return the names and versions of the card and its software."""
     mode = "lazy" if bridge.is_lazy else "eager"
     try:
         plugin = version("habana-torch-plugin")
@@ -34,8 +34,9 @@ def describe(bridge: HabanaBridge) -> Outcome:
 
 
 def check_triton() -> Outcome:
-    """Check that the compiler of torch can be imported, which fails next to the triton of another
-    torch."""
+    """Check that torch's compiler can be imported, which fails if triton belongs to another torch
+    version.
+    """
     try:
         triton = version("triton")
     except PackageNotFoundError:
@@ -61,7 +62,9 @@ def check_triton() -> Outcome:
 
 
 def check_memory(bridge: HabanaBridge) -> Outcome:
-    """Check that allocated memory is missing, and available again when it is freed."""
+    """Check that allocated memory is subtracted from the free memory, and returned when it is
+    freed.
+    """
     before = bridge.memory_info()
     block = bridge.zeros((_ALLOCATION_MIB * _MIB,), torch.int8)
     taken_mib = (before.free_bytes - bridge.memory_info().free_bytes) / _MIB
@@ -97,9 +100,10 @@ def check_host_copies(bridge: HabanaBridge) -> Outcome:
 
 
 def check_index_types(bridge: HabanaBridge) -> Outcome:
-    """Check that rows of a bfloat16 cache are read and written by int32 and int64 indices.
+    """Check reads and writes of a bfloat16 cache by int32 and int64 indices, as attention uses
+    them.
 
-    As attention uses them: an index may be read often, and be written often where nobody reads.
+    An index may be read several times. An index that is never read may be written several times.
     """
     cache, rows = torch.randn(8, 3, 16).bfloat16(), torch.randn(4, 3, 16).bfloat16()
     reads, writes = torch.tensor([7, 0, 7, 3, 0]), torch.tensor([0, 5, 0, 2])

@@ -1,4 +1,4 @@
-"""Checks of integers and bools on the card: sums, masks of tokens, drafts, and copies of them."""
+"""Check integers and bools on the card: sums, token masks, drafts, and copies of them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,8 +26,9 @@ _NUM_ROWS, _BLOCK_SIZE, _MAX_DRAFTS, _MAX_LEN = 4, 8, 3, 64
 
 
 def check_reductions(bridge: HabanaBridge) -> Outcome:
-    """Compare maximum and sum of int32, and the number of bools that are true, in the form that the
-    engine calls them."""
+    """Check maximum and sum of int32, and the count of true bools, in the form that the engine
+    uses.
+    """
     values = torch.randint(-1000, 1000, (33, 7)).int()
     forms: dict[str, Callable[[Tensor], Tensor]] = {
         "torch.amax of int32": lambda x: torch.amax(x, 1),
@@ -43,7 +44,7 @@ def check_reductions(bridge: HabanaBridge) -> Outcome:
 
 
 def check_token_masks(bridge: HabanaBridge) -> Outcome:
-    """Mask the logits of some rows by their allowed tokens, padded and not."""
+    """Check masking of logits by the allowed tokens of some requests, with and without padding."""
     words = np.stack([pack_allowed(range(n, _VOCAB_SIZE, 3 + n), _VOCAB_SIZE) for n in range(3)])
     rows = np.array([3, 0, 2], np.int64)
     before = bridge.counters().cpu_fallbacks
@@ -63,8 +64,9 @@ def check_token_masks(bridge: HabanaBridge) -> Outcome:
 
 
 def check_drafts(bridge: HabanaBridge) -> Outcome:
-    """Let the card find out how many drafts are right, and with which tokens the next decode
-    begins."""
+    """Check that the card computes how many drafts are accepted, and the tokens with which the next
+    decode begins.
+    """
     first, second = _launches()
     # Each draft is token 1. Row i samples token 1 at its first i positions, so i drafts are
     # accepted.
@@ -86,8 +88,9 @@ def check_drafts(bridge: HabanaBridge) -> Outcome:
 
 
 def check_pinned_copies(bridge: HabanaBridge) -> Outcome:
-    """Copy without waiting from pinned memory and from other memory. The times tell which of the
-    two is the faster on this machine."""
+    """Check copies without waiting from pinned memory and from other memory. Their times show which
+    is faster on this machine.
+    """
     values = torch.arange(_COPY_WORDS, dtype=torch.int32)
     pinned, pageable = bridge.pinned(_COPY_WORDS).copy_(values), values.clone()
     times = []
@@ -105,8 +108,9 @@ def _mask(words: IntArray, rows: "np.typing.NDArray[np.int64]", device: torch.de
 
 
 def _launches() -> list[tuple[Tensor, PaddedShape]]:
-    """Pack two decodes of the same rows with drafts: the second one begins where the first one ends
-    if all of its drafts are right. Returned with their shapes."""
+    """Return two packed decodes of the same requests with drafts, and their shapes. The second
+    begins where the first ends if all of its drafts are accepted.
+    """
     batch = InputBatch(_NUM_ROWS, _MAX_LEN, _MAX_LEN // _BLOCK_SIZE)
     batch.token_ids[:] = 1
     batch.block_table[:] = 1 + np.arange(batch.block_table.size).reshape(batch.block_table.shape)
@@ -136,7 +140,9 @@ def _verify(
     second: tuple[Tensor, PaddedShape],
     sampled: IntArray,
 ) -> list[Tensor]:
-    """Run both on a device; returns what the rows have then, in the order of `check_drafts`."""
+    """Run both decodes on a device, and return the resulting state of the requests, in the order of
+    `check_drafts`.
+    """
     resident = DeviceTokens(_NUM_ROWS, device, _MAX_DRAFTS)
     resident.drafts.fill_(1)
     token_ids = torch.from_numpy(sampled.ravel()).to(device)

@@ -1,4 +1,4 @@
-"""Checks of the fused kernels, one by one, against torch in float32 on the host."""
+"""Check the fused kernels, one by one, against torch in float32 on the host."""
 
 from collections.abc import Callable
 from functools import partial, wraps
@@ -20,7 +20,7 @@ _BATCH, _HEADS, _TOKENS, _HEAD_SIZE = 2, 4, 96, 64
 
 
 def _of_sdpa(check: Callable[[HabanaBridge], Outcome]) -> Callable[[HabanaBridge], Outcome]:
-    """Skip a check of the kernel of prompt attention if the kernel is missing."""
+    """Skip a check of the prompt attention kernel if the kernel is missing."""
 
     @wraps(check)
     def run(bridge: HabanaBridge) -> Outcome:
@@ -32,8 +32,9 @@ def _of_sdpa(check: Callable[[HabanaBridge], Outcome]) -> Callable[[HabanaBridge
 
 @_of_sdpa
 def check_sdpa_causal(bridge: HabanaBridge) -> Outcome:
-    """Check that every token sees itself and earlier tokens; with the exact and the fast
-    exponent."""
+    """Check that every token sees itself and earlier tokens, with the exact and the fast
+    exponential.
+    """
     comparison = _KernelComparison(bridge)
     reference = partial(F.scaled_dot_product_attention, is_causal=True)
     for dtype, modes in ((torch.float32, ("None",)), (torch.bfloat16, ("None", "fast"))):
@@ -59,7 +60,7 @@ def check_sdpa_shared_heads(bridge: HabanaBridge) -> Outcome:
 
 @_of_sdpa
 def check_sdpa_mask(bridge: HabanaBridge) -> Outcome:
-    """Check a mask of its own for each request, bool or added; there are more keys than queries."""
+    """Check a separate mask for each request, bool or added, with more keys than queries."""
     comparison = _KernelComparison(bridge)
     kernel = partial(bridge.kernels.sdpa, scale=0.2)
     reference = partial(F.scaled_dot_product_attention, scale=0.2, enable_gqa=True)
@@ -77,7 +78,7 @@ def check_sdpa_mask(bridge: HabanaBridge) -> Outcome:
 
 @_of_sdpa
 def check_sdpa_valid_lengths(bridge: HabanaBridge) -> Outcome:
-    """Check requests padded on the right, whose content after their lengths is not compared."""
+    """Check requests that are padded on the right. Results after their lengths are not compared."""
     comparison = _KernelComparison(bridge)
     lengths = (1, 70)
 
@@ -118,12 +119,12 @@ def check_rms_norm(bridge: HabanaBridge) -> Outcome:
 
 
 def check_rotary_neox(bridge: HabanaBridge) -> Outcome:
-    """Check rotations of the halves of a head."""
+    """Check rotary positions that pair the halves of a head."""
     return _check_rotary(bridge, is_neox=True)
 
 
 def check_rotary_gptj(bridge: HabanaBridge) -> Outcome:
-    """Check rotations of neighbouring elements."""
+    """Check rotary positions that pair neighbouring elements."""
     return _check_rotary(bridge, is_neox=False)
 
 
@@ -154,7 +155,7 @@ def check_silu_and_mul(bridge: HabanaBridge) -> Outcome:
 
 
 class _KernelComparison(Comparison):
-    """Cases that are one function of the card and one of the host, on the same inputs."""
+    """Compares a function of the card with a function of the host, on the same inputs."""
 
     def __init__(self, bridge: HabanaBridge) -> None:
         super().__init__()
@@ -167,8 +168,7 @@ class _KernelComparison(Comparison):
         reference: Callable[..., Tensor],
         *inputs: Tensor,
     ) -> None:
-        """Compare the kernel on the inputs with the reference on them in float32, and take its
-        time."""
+        """Compare the kernel with the reference in float32, and measure the kernel's time."""
         on_card = [x.to(self._bridge.device) for x in inputs]
         got = kernel(*on_card)
         want = reference(*[x.float() if x.is_floating_point() else x for x in inputs])

@@ -1,6 +1,6 @@
-"""One decoder layer of a model on the card and on the host, with requests of random tokens.
+"""Run one decoder layer of a model on the card and on the host, with requests of random tokens.
 
-The weights are random, so no checkpoint is read. The program is the one that the engine launches.
+The weights are random, so no checkpoint is read. The program is the same as in the engine.
 """
 
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ _PADDED_BATCH, _PADDED_QUERY, _PADDED_BLOCKS, _PADDED_CONTEXT = 4, 384, 8, 2
 
 
 class LayerTestHarness:
-    """A model of one layer on the card and on the host, and requests of random tokens."""
+    """A model of one layer on the card and on the host, with requests of random tokens."""
 
     def __init__(self, bridge: HabanaBridge, config: VllmConfig, num_blocks: int) -> None:
         self._bridge = bridge
@@ -82,7 +82,7 @@ class LayerTestHarness:
 
     @contextmanager
     def operators(self, ops: Ops | None = None) -> Iterator[None]:
-        """Let layers inside call these operators. None: the card's operators."""
+        """Use these operators in layers inside the context; None: the card's operators."""
         before = get_ops()
         set_ops(ops or HPUOps(self._bridge))
         try:
@@ -91,7 +91,7 @@ class LayerTestHarness:
             set_ops(before)
 
     def reference(self) -> list[Tensor]:
-        """Compute [tokens, hidden] of each request on the host in float32."""
+        """Compute the results [tokens, hidden] of each request on the host in float32."""
         with self.operators(NativeOps()):
             model = self._host.float()
             return [
@@ -100,11 +100,11 @@ class LayerTestHarness:
             ]
 
     def prefill_all(self) -> None:
-        """Prefill all tokens except the last of each request."""
+        """Run a prefill of all tokens except the last of each request."""
         self.prefill(np.zeros(len(SEQ_LENS), np.int32), np.array(SEQ_LENS, np.int32) - 1)
 
     def prefill(self, starts: IntArray, ends: IntArray) -> Tensor:
-        """Compute [B, Q, hidden] of these tokens of each request, operator by operator."""
+        """Run a prefill of some tokens of each request, operator by operator: [B, Q, hidden]."""
         blocks = _PADDED_CONTEXT if starts.any() else 0
         shape = PaddedShape(prefill(_PADDED_BATCH, _PADDED_QUERY, blocks))
         token_ids = np.zeros((_PADDED_BATCH, _PADDED_QUERY), np.int32)
@@ -131,15 +131,15 @@ class LayerTestHarness:
         return hidden_states.unflatten(0, (_PADDED_BATCH, _PADDED_QUERY))
 
     def pack_decode(self) -> tuple[Tensor, PaddedShape]:
-        """Pack the last token of each request, on the card."""
+        """Pack a decode of the last token of each request, on the card."""
         packed, shape = self.host_decode()
         return self._to_card(packed), shape
 
     def host_decode(self, *, is_compact: bool = False) -> tuple[IntArray, PaddedShape]:
-        """Pack the last token of each request, on the host.
+        """Pack a decode of the last token of each request, on the host.
 
         Args:
-            is_compact: over a cache of `num_used_blocks`.
+            is_compact: use a cache of only `num_used_blocks` blocks.
         """
         tables = self._tables
         if is_compact:
@@ -161,7 +161,9 @@ class LayerTestHarness:
 
 
 def bind(bridge: Any, config: VllmConfig, layers: list[CachedLayer], num_blocks: int) -> int:
-    """Give the layers caches of zeros, which `bridge.zeros` makes; returns the bytes of all."""
+    """Bind zeroed caches to the layers, allocated by `bridge.zeros`, and return their total
+    bytes.
+    """
     dtype = cache_dtype(config)
     layout = cache_layout(config, layers, dtype, keeps_all=True)
     bind_kv_caches(layers, HPUPlatform(lambda: bridge), num_blocks, layout, dtype)
@@ -169,14 +171,16 @@ def bind(bridge: Any, config: VllmConfig, layers: list[CachedLayer], num_blocks:
 
 
 def num_blocks_of(bridge: HabanaBridge, config: VllmConfig, share: float) -> int:
-    """Count the blocks of a cache of one layer in this fraction of the free memory."""
+    """Return the number of blocks of a one-layer cache that fit into this fraction of the free
+    memory.
+    """
     arch = config.model.resolved_arch
     slot_bytes = 2 * arch.num_kv_heads * arch.head_size * cache_dtype(config).itemsize
     return max(16, int(bridge.memory_info().free_bytes * share) // (BLOCK_SIZE * slot_bytes))
 
 
 def config_of(name: str) -> VllmConfig:
-    """Make the config of an engine for a model of one layer.
+    """Return the config of an engine for a model of one layer.
 
     Args:
         name: folder or Hugging Face name; empty: the bundled model.
@@ -196,8 +200,9 @@ def config_of(name: str) -> VllmConfig:
 
 @contextmanager
 def unsupported_is_skipped() -> Iterator[list[Outcome]]:
-    """Turn errors about features of a model that a card does not support into skipped checks,
-    because the card is not at fault."""
+    """Convert errors about model features that a card does not support to skipped checks, because
+    the card is not wrong.
+    """
     skipped: list[Outcome] = []
     try:
         yield skipped

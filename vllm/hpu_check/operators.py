@@ -1,4 +1,4 @@
-"""Checks of FP8, of numbers of four bits, and of experts as one operator, against the host."""
+"""Check FP8, 4-bit weights, and experts in one operator, against the host."""
 
 from collections.abc import Callable
 from functools import partial
@@ -35,7 +35,7 @@ _FP8_MOE_ERROR = 0.1
 
 
 def check_moe(bridge: HabanaBridge) -> Outcome:
-    """Check two of four experts for each token, one of them twice."""
+    """Check a mixture with two of four experts for each token, one of them twice."""
     comparison, host = Comparison(), NativeOps()
     for dtype in LIMITS:
         x = torch.randn(17, 64).to(dtype)
@@ -53,7 +53,7 @@ def check_moe(bridge: HabanaBridge) -> Outcome:
 
 
 def check_fp8_moe(bridge: HabanaBridge) -> Outcome:
-    """Check experts with weights in FP8: one operator if the bridge has it and it can run."""
+    """Check experts with FP8 weights, in one operator if the bridge has it and it can run."""
     gate, up, down = torch.randn(3, 4, 64, 64) / 8
     gates, ups, downs = ([round_to_fp8(weight) for weight in part] for part in (gate, up, down))
     prepared = HPUOps(bridge).prepare_experts(gates, ups, downs, torch.bfloat16)
@@ -72,8 +72,10 @@ def check_fp8_moe(bridge: HabanaBridge) -> Outcome:
 
 
 def check_bias_moe(bridge: HabanaBridge) -> Outcome:
-    """Check experts with biases and a clamped activation (GPT-OSS), dense and in MXFP4. Gate and up
-    of a feature are neighbours in the operator's weights."""
+    """Check experts with biases and a clamped activation (GPT-OSS), unquantized and in MXFP4.
+
+    Gate and up of a feature are neighbours in the operator's weights.
+    """
     if (skipped := _without_conversion(bridge)) is not None:
         return skipped
     if (reason := bridge.kernels.why_unused("mixture_of_experts with biases")) is not None:
@@ -114,7 +116,7 @@ def check_bias_moe(bridge: HabanaBridge) -> Outcome:
 
 
 def check_narrow_moe(bridge: HabanaBridge) -> Outcome:
-    """Check experts with weights of 8 and 4 bits, which are dequantized before the operator."""
+    """Check experts with 8-bit and 4-bit weights, which are dequantized before the operator."""
     if (skipped := _without_conversion(bridge)) is not None:
         return skipped
     comparison = Comparison()
@@ -134,7 +136,8 @@ def check_narrow_moe(bridge: HabanaBridge) -> Outcome:
 
 def check_narrow_matmul(bridge: HabanaBridge) -> Outcome:
     """Check weights of 8 bits, and of 4 and 5 bits with minimums, which are dequantized before a
-    matmul, against a float32 matmul of the same values."""
+    matmul, against a float32 matmul of the same values.
+    """
     if (skipped := _without_conversion(bridge)) is not None:
         return skipped
     comparison = Comparison()
@@ -151,7 +154,7 @@ def check_narrow_matmul(bridge: HabanaBridge) -> Outcome:
 
 
 def check_fp8_cast(bridge: HabanaBridge) -> Outcome:
-    """Check the conversion to e4m3 with a scale, and back."""
+    """Check the conversion to FP8 (e4m3) with a scale, and back."""
     if (missing := _missing("cast_to_fp8_v2", "cast_from_fp8")) is not None:
         return missing
     hpu: Any = torch.ops.hpu
@@ -171,8 +174,7 @@ def check_fp8_cast(bridge: HabanaBridge) -> Outcome:
 
 
 def check_fp8_matmul(bridge: HabanaBridge) -> Outcome:
-    """Check the matmul of two matrices in e4m3 with scales, against a float32 matmul of the same
-    values."""
+    """Check an FP8 (e4m3) matmul with scales, against a float32 matmul of the same values."""
     if (missing := _missing("cast_to_fp8_v2", "fp8_gemm_v2")) is not None:
         return missing
     hpu: Any = torch.ops.hpu
@@ -202,8 +204,11 @@ def check_fp8_matmul(bridge: HabanaBridge) -> Outcome:
 
 
 def check_uint4_matmul(bridge: HabanaBridge) -> Outcome:
-    """Check the matmul of a weight of 4 bits in groups with zero points: with and without the order
-    of its inputs, and with parts of groups; against a float32 matmul of the same values."""
+    """Check a matmul with a grouped 4-bit weight with zero points, against a float32 matmul of the
+    same values.
+
+    With and without an order of its inputs, and with partial groups.
+    """
     if (skipped := _without_conversion(bridge)) is not None:
         return skipped
     comparison = Comparison()
@@ -230,12 +235,14 @@ def check_uint4_matmul(bridge: HabanaBridge) -> Outcome:
 
 
 def _routed() -> tuple[Tensor, Tensor, Tensor]:
-    """Make 17 tokens of 64 features, two of four experts for each, and their weights."""
+    """Return 17 tokens of 64 features, two of four experts for each, and the weights of these
+    experts.
+    """
     return torch.randn(17, 64).bfloat16(), torch.randint(0, 4, (17, 2)), torch.rand(17, 2)
 
 
 def _grouped_weight(bits: int) -> GroupedWeight:
-    """Make a weight [64, 64] with four groups."""
+    """Return a quantized weight [64, 64] with four groups."""
     return GroupedWeight(
         words=torch.randint(-(2**31), 2**31 - 1, (64 * bits // 32, 64)).int(),
         bits=bits,
@@ -245,13 +252,15 @@ def _grouped_weight(bits: int) -> GroupedWeight:
 
 
 def _mxfp4_weight() -> Mxfp4Weight:
-    """Make a weight [64, 64]."""
+    """Return an MXFP4 weight [64, 64]."""
     blocks = torch.randint(256, (64, 2, 16), dtype=torch.uint8)
     return Mxfp4Weight(blocks=blocks, scales=torch.randint(121, 125, (64, 2), dtype=torch.uint8))
 
 
 def _weight_with_minimums(bits: int) -> MinimumWeight:
-    """Make a weight [64, 64] with two groups of 32 inputs, as GGUF files have them."""
+    """Return a quantized weight [64, 64] with two groups of 32 inputs, in the form of GGUF
+    files.
+    """
     scales, minimums = (
         GroupScales(
             factors=torch.full((64, 1), 2.0**-exponent),

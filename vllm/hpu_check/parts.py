@@ -1,4 +1,4 @@
-"""Checks of the parts that some builds of the bridge lack: used, or what runs instead."""
+"""Check the optional parts of the bridge: whether they are used, or what replaces them."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from vllm.platforms.habana.trials import TRIALS
 
 
 def check_part(bridge: HabanaBridge, name: str) -> Outcome:
-    """Whether the engine uses a part on this card."""
+    """Check whether the engine uses an optional part on this card."""
     part = PARTS[name]
     reason = bridge.kernels.why_unused(name)
     if reason is not None:

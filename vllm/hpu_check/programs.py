@@ -1,4 +1,4 @@
-"""Checks of what runs as a whole: HPU graphs, torch.compile, and how often it compiles."""
+"""Check whole programs: HPU graphs, torch.compile, and the number of compilations."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ _HIDDEN = 64
 
 
 class _Layer(nn.Module):
-    """A norm, a matmul and an activation."""
+    """A layer for checks: a norm, a matmul and an activation."""
 
     weight: Tensor
     matrix: Tensor
@@ -48,14 +48,16 @@ def check_graph_replay(bridge: HabanaBridge) -> Outcome:
 
 
 def check_torch_compile(bridge: HabanaBridge) -> Outcome:
-    """Check that a compiled layer computes the same as the layer."""
+    """Check that a compiled layer computes the same as the original layer."""
     if bridge.is_lazy:
         return Outcome("skip", f"{COMPILE_BACKEND} needs eager mode (PT_HPU_LAZY_MODE=0)")
     return _compare(bridge, _compiled, f"backend {COMPILE_BACKEND}")
 
 
 def check_compile_counting(bridge: HabanaBridge) -> Outcome:
-    """Check that a known shape compiles nothing, a new one does, and the counter reports it."""
+    """Check that a known shape compiles nothing, that a new shape is compiled, and that the counter
+    reports it.
+    """
     layer = _Layer(HPUOps(bridge)).to(bridge.device)
     run = layer if bridge.is_lazy else _compiled(layer)
     # A batch size that no other check has, because equal shapes share a recipe.
@@ -69,7 +71,7 @@ def check_compile_counting(bridge: HabanaBridge) -> Outcome:
 
 
 def check_host_fallbacks(bridge: HabanaBridge) -> Outcome:
-    """Check that no operator since the card was opened ran on the host for want of a kernel."""
+    """Check that no operator since the card was opened ran on the host because it has no kernel."""
     fallbacks = bridge.counters().cpu_fallbacks
     if fallbacks:
         listed = ", ".join(f"{name} ({count})" for name, count in sorted(fallbacks.items()))

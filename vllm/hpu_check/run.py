@@ -1,4 +1,4 @@
-"""The checks in order, with what each expects and what to do if it is not so."""
+"""List the checks in order, with the expected result of each and advice for a failure."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ _SAMPLING = f"requests that ask for this get wrong tokens on this card: {_VERSIO
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the report for an open card."""
+    """A check that needs an open card."""
 
     run: Callable[[HabanaBridge, str], Outcome]
     """Of the card and the name of a model."""
@@ -51,7 +51,7 @@ class Check:
 def _of_card(
     check: Callable[[HabanaBridge], Outcome], expected: str, advice: str = _KERNEL
 ) -> Check:
-    """Make a check for which the model makes no difference."""
+    """Create a check that does not depend on the model."""
     return Check(lambda bridge, _: check(bridge), expected, advice)
 
 
@@ -151,11 +151,11 @@ NAMES = ("triton fits torch", "collectives", "device", *CHECKS)
 
 
 def run_checks(platform: HPUPlatform, num_cards: int, model: str = "") -> Iterator[CheckResult]:
-    """Check the card of this process; one result after another, as they come.
+    """Check the card of this process, and yield each result when it is known.
 
     Args:
-        platform: its card must not be open yet: the collectives need all cards.
-        num_cards: of this machine.
+        platform: platform whose card is not open yet, because the collectives need all cards.
+        num_cards: number of cards on this machine.
         model: folder or Hugging Face name of the model whose layer is checked; empty: the bundled
             one.
     """

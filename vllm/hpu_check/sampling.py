@@ -1,4 +1,4 @@
-"""Checks of each kind of sampling, against the sampler of the host on the same logits."""
+"""Check each kind of sampling against the host's sampler on the same logits."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -41,14 +41,14 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class _Sampled:
-    """On the host."""
+    """Sampling results on the host."""
 
     token_ids: list[int]
     output: SamplerOutput
 
 
 def check_sampling(bridge: HabanaBridge, kind: str) -> Outcome:
-    """Check the tokens of some requests and, if they are asked for, log-probabilities."""
+    """Check the tokens of some requests and, if they are requested, their log-probabilities."""
     logits = torch.randn(_NUM_ROWS, _VOCAB_SIZE) * 2
     # Raise the logits of tokens with penalties, so that the penalties change the result.
     logits[:, _PROMPT + _OUTPUT] += 7

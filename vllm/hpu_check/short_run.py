@@ -1,8 +1,9 @@
-"""A short run of decode steps: tokens per second, compared with the prediction of the cost model.
+"""Check a short run of decode steps: tokens per second, compared with the prediction of the cost
+model.
 
 The model is one decoder layer with embedding and head. The prediction counts the operators of the
-same step on the host and charges each with the published rates of the card (`vllm.cost_model`), as
-if nothing were fused, and its launches. The cost model was not measured on a card.
+same step on the host, and charges each with the published rates of the card (`vllm.cost_model`), as
+if nothing were fused, plus its launch. The cost model was not measured on a card.
 """
 
 from functools import partial
@@ -52,7 +53,9 @@ for something that no step should wait for."""
 
 
 def check_short_run(bridge: HabanaBridge, model: str) -> Outcome:
-    """Decode steps of a few requests, each with its greedy tokens on the host."""
+    """Check decode steps of a few requests, whose greedy tokens are read on the host after each
+    step.
+    """
     config = config_of(model)
     comparison = Comparison()
     with unsupported_is_skipped() as skipped:
@@ -93,12 +96,12 @@ def _judge(step_s: float, predicted_s: float | None, card: str) -> Outcome:
 
 
 def _greedy(outputs: Outputs) -> Tensor:
-    """Return the tokens of a step on the host, as the engine waits for them."""
+    """Return the tokens of a step on the host. This waits for the card, as the engine does."""
     return outputs[0].argmax(-1).cpu()
 
 
 class _Cost(TorchDispatchMode):
-    """Adds up the seconds that a card takes for the operators inside."""
+    """Adds up the predicted seconds of a card for the operators inside the context."""
 
     def __init__(self, spec: CardSpec) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Measures time on a card: by the clock of a simulated one, else by the host's."""
+"""Measure time on a card: by the clock of a simulated card, else by the host's clock."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,19 +18,19 @@ _NEW_SHAPE = (1237,)
 
 
 def shortest_s(bridge: HabanaBridge, run: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of a few runs, the wait for the card included."""
+    """Return the seconds of the fastest of a few runs, including the wait for the card."""
     return min(elapsed_s(bridge, run) for _ in range(_NUM_RUNS))
 
 
 def elapsed_s(bridge: HabanaBridge, run: Callable[[], object]) -> float:
-    """Return the seconds of one run, the wait for the card included."""
+    """Return the seconds of one run, including the wait for the card."""
     start = _now_s(bridge)
     run()
     return _now_s(bridge) - start
 
 
 def measure_rates(bridge: HabanaBridge) -> dict[str, float]:
-    """Return the `vllm.cost_model.measured.RATES` of this card; times in lazy mode only.
+    """Measure the `vllm.cost_model.measured.RATES` of this card; times only in lazy mode.
 
     A simulated card computes nothing meanwhile, and its rates come from the cost model.
     """
@@ -52,7 +52,9 @@ def measure_rates(bridge: HabanaBridge) -> dict[str, float]:
 
 
 def _each_s(bridge: HabanaBridge, x: Tensor, operator: Callable[[Tensor], Tensor]) -> float:
-    """Return the seconds of one operator among others: a longer chain less a shorter one."""
+    """Return the seconds of one operator in a chain: the difference between a longer and a shorter
+    chain.
+    """
     few, many = (shortest_s(bridge, partial(_chain, x, operator, n)) for n in _CHAINS)
     return (many - few) / (_CHAINS[1] - _CHAINS[0])
 

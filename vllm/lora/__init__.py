@@ -1,1 +1,1 @@
-"""LoRA adapters: how a request names one, their files, and the layers that they change."""
+"""Manage LoRA adapters: how a request names one, their files, and the layers that they change."""

@@ -1,4 +1,4 @@
-"""LoRA adapters in a mixture of experts, which add to both matmuls of every expert."""
+"""Apply LoRA adapters in a mixture of experts; they add to both matmuls of every expert."""
 
 from torch import Tensor
 
@@ -9,21 +9,21 @@ from vllm.ops.prepared import ExpertProducts, SingleExperts
 
 
 def can_adapt(layer: Experts) -> bool:
-    """Whether adapters can change the experts of a loaded layer."""
+    """Return whether adapters can change the experts of a loaded layer."""
     return layer.method.products(layer) is not None
 
 
 class ExpertsWithAdapters(ExpertsMethod):
-    """Experts to whose matmuls something is added for tokens with an adapter of experts.
+    """Adds LoRA adapters to the matmuls of experts.
 
-    Other tokens get what the experts compute without adapters. Those with one are computed once
-    more, expert by expert, because an adapter adds before the activation, too. Which tokens and
-    experts these products are of is up to the launch.
+    Tokens without such an adapter get the unchanged output. Tokens with one are computed once more,
+    expert by expert, because an adapter also adds before the activation. The batch decides which
+    tokens and experts are computed.
 
     Args:
-        inner: of the layer, its weights loaded; `can_adapt` says that it is possible.
+        inner: method of the layer, whose weights are loaded; `can_adapt` must be True.
         adapted: the experts of this rank.
-        launch: has the adapters of the launch.
+        launch: has the adapters of the running batch.
     """
 
     def __init__(

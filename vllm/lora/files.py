@@ -1,7 +1,7 @@
-"""The files of a LoRA adapter as peft writes them: its config, and its weights as safetensors or,
-by older releases, as a pickle.
+"""Read the files of a LoRA adapter in the format of peft: its config, and its weights as
+safetensors or, by older releases, as a pickle.
 
-Independent of models: names and shapes are read here, and compared with a model where it is known.
+Independent of models: names and shapes are read here, and compared with a model elsewhere.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ _MAX_REPEATS = 2
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The settings of adapter_config.json for the scale of the weights."""
+    """Settings of adapter_config.json that determine the scale of the weights."""
 
     rank: int
     alpha: float
@@ -80,15 +80,17 @@ class AdapterConfig:
         """Return the factor on B @ A of a module (alpha / rank; alpha / sqrt(rank) with rsLoRA).
 
         Args:
-            module: its name in the model, such as model.layers.0.self_attn.q_proj.
-            rank: of its matrices.
+            module: name in the model, such as model.layers.0.self_attn.q_proj.
+            rank: rank of its matrices.
         """
         alpha = _of_pattern(self.alpha_pattern, module, self.alpha)
         return alpha / rank**0.5 if self.uses_rslora else alpha / rank
 
     def parameter_of(self, experts: str, is_inner: bool) -> str | None:
-        """Return the parameter of experts that tensors of an adapter belong to. peft wraps the
-        parameters one around the other, so the name of a tensor does not have it.
+        """Return the parameter of experts to which tensors of an adapter belong.
+
+        The name of a tensor does not contain it, because peft wraps the parameters one around the
+        other.
 
         Args:
             experts: name of the module.
@@ -103,7 +105,7 @@ class AdapterConfig:
         return found[place] if place >= 0 else None
 
     def for_module(self, module: str) -> "AdapterConfig":
-        """Return a config that has this module's settings for all modules."""
+        """Return a config in which this module's settings apply to all modules."""
         alpha = _of_pattern(self.alpha_pattern, module, self.alpha)
         rank = self.rank_of(module)
         return replace(self, rank=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
@@ -127,7 +129,7 @@ def _compiled(key: str) -> re.Pattern[str]:
 
 
 def weights_file(folder: Path) -> Path:
-    """Return the file with the weights of an adapter."""
+    """Return the path of the file with the weights of an adapter."""
     paths = [folder / name for name in _WEIGHTS_FILES]
     return next((path for path in paths if path.exists()), paths[0])
 
@@ -136,7 +138,7 @@ def check_files(folder: Path, max_rank: int) -> AdapterConfig:
     """Read and check adapter_config.json.
 
     Raises:
-        RequestError: a file is missing or wrong, or the adapter needs what is not supported.
+        RequestError: a file is missing or wrong, or the adapter needs an unsupported feature.
     """
     path = folder / CONFIG_FILE
     try:
@@ -165,7 +167,7 @@ def check_files(folder: Path, max_rank: int) -> AdapterConfig:
 
 
 def shown(value: Any) -> str:
-    """Show a value of a file in a message: one line, cut if it is long."""
+    """Format a value from a file for a message: one line, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
@@ -237,8 +239,9 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
 
 
 def _may_have_biases(path: Path) -> bool:
-    """Return whether a file of weights has a bias, or cannot tell by its header; what is damaged is
-    reported where it is loaded."""
+    """Return whether a weights file has a bias, or its header does not tell. Damage is reported
+    when the file is loaded.
+    """
     if path.suffix != ".safetensors":
         return True
     try:
@@ -266,7 +269,7 @@ def _read_parameters(path: Path, given: Any) -> tuple[str, ...]:
 
 
 def _check_pattern(path: Path, key: str) -> None:
-    """Refuse a pattern of rank_pattern or alpha_pattern that is wrong or slow to compare."""
+    """Refuse a pattern in rank_pattern or alpha_pattern that is malformed or slow to match."""
     where = f"{path}: {key[:80]!r} in rank_pattern or alpha_pattern"
     plain = re.sub(r"\\\D", "", key)
     is_slow = re.search(r"\)[*+?{]|\(\?|\\\d", plain) is not None
@@ -283,12 +286,14 @@ def _check_pattern(path: Path, key: str) -> None:
 
 
 def content_key(folder: Path, rest: Rest = no_rest) -> str:
-    """Hash the files of an adapter, for the keys of the prefix cache: an adapter that was trained
-    again in the same folder has a different hash.
+    """Hash the files of an adapter, for the keys of the prefix cache.
+
+    An adapter that was trained again in the same folder has a different hash.
 
     Args:
-        folder: of the adapter.
-        rest: between two pieces of a file, which is read once as long as it does not change.
+        folder: folder of the adapter.
+        rest: called between two pieces of a file. The file is read once, as long as it does not
+            change.
 
     Raises:
         RequestError: a file cannot be read.
@@ -330,8 +335,8 @@ def adapter_folder(request: LoRARequest) -> Path:
     """Return the local folder of an adapter, which is downloaded if its path is a name on the hub.
 
     Raises:
-        NotFoundError: there is no such folder or repository.
-        RequestError: the path is none.
+        NotFoundError: the folder or repository does not exist.
+        RequestError: the path is not valid.
     """
     try:
         return resolve_adapter_folder(request.path)
@@ -351,15 +356,15 @@ def adapter_folder(request: LoRARequest) -> Path:
 
 
 def find_adapter(request: LoRARequest, max_rank: int, rest: Rest = no_rest) -> AdapterRef:
-    """Check the files of an adapter that a request names, and hash them.
+    """Check and hash the files of the adapter that a request names.
 
     Args:
-        request: names it.
-        max_rank: of an adapter.
+        request: names the adapter.
+        max_rank: largest allowed rank.
         rest: as in `content_key`.
 
     Raises:
-        RequestError: they are missing or wrong.
+        RequestError: files are missing or wrong.
     """
     folder = adapter_folder(request)
     key = content_key(folder, rest)
@@ -368,12 +373,12 @@ def find_adapter(request: LoRARequest, max_rank: int, rest: Rest = no_rest) -> A
 
 
 def request_of(adapter: AdapterRef | None) -> LoRARequest | None:
-    """Return the adapter as a request names it; None if it has none."""
+    """Return the adapter in the form in which a request names it; None if there is none."""
     if adapter is None:
         return None
     return LoRARequest(adapter.name, adapter.number, adapter.path)
 
 
 def adapter_keys(adapter: AdapterRef | None) -> tuple[CacheKey, ...]:
-    """Return the key of an adapter in the prefix cache: by its content, not by its name."""
+    """Return the prefix-cache keys for an adapter, which depend on its content, not on its name."""
     return () if adapter is None else (CacheKey(0, f"adapter:{adapter.key}"),)

@@ -1,5 +1,5 @@
-"""The adapters of a launch, and where their weights are: on the host, where a launch has any shape,
-and on a device that compiles shapes.
+"""Apply the adapters of a batch, with their weights in slots: on the host, where a batch may have
+any shape, and on a device that compiles shapes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,35 +35,36 @@ def _run_expert(
     place: AdaptedExpert,
     x: Tensor,
 ) -> Tensor:
-    """Run an expert of this rank, with adapters, on all rows of x [n, hidden]."""
+    """Run an expert of this rank, with adapters, on all tokens x [n, hidden]."""
     gate_up = adapters.adapt(place.gate_up, x, single.gate_up(number, x))
     middle = activated(get_ops(), gate_up, single.options)
     return adapters.adapt(place.down, middle, single.down(number, middle))
 
 
 def _inputs_of(single: SingleExperts, x: Tensor, weight: Tensor) -> Tensor:
-    """Return the inputs of an expert from x [n, hidden] with weights of choices [n, 1]."""
+    """Return the inputs of an expert for x [n, hidden], given the router weights [n, 1]."""
     return (x * weight).to(x.dtype) if single.options.scales_inputs else x
 
 
 class AdapterStore(Protocol):
-    """The adapters in slots."""
+    """Stores adapters in slots."""
 
     def prepare(self, parts: Sequence[LoRAWeights | None], rest: Rest = no_rest) -> Any:
-        """Bring an adapter into the layout of the slots, in host memory. From any thread.
+        """Convert an adapter to the layout of the slots, in host memory. May be called from any
+        thread.
 
         Args:
-            parts: of the adapter, by their numbers; None: not changed.
-            rest: between two projections.
+            parts: weights of the adapter for each projection; None: not changed.
+            rest: called between two projections.
         """
         ...
 
     def put(self, slot: int, prepared: Any) -> None:
-        """Write an adapter to a slot, between two launches."""
+        """Write an adapter to a slot, between two forward passes."""
         ...
 
     def clear(self, slot: int) -> None:
-        """Keep the adapter of a slot no longer; no row uses it."""
+        """Drop the adapter of a slot that no request uses."""
         ...
 
 
@@ -84,7 +85,9 @@ class HostAdapter:
 
 @dataclass(frozen=True)
 class RaggedAdapters:
-    """The adapters of T tokens; tokens without one do not change."""
+    """The adapters of T tokens in a batch of any shape. Tokens without an adapter are not
+    changed.
+    """
 
     rows: AdaptedRows
     embeddings: Mapping[int, LoRAWeights]
@@ -94,19 +97,23 @@ class RaggedAdapters:
 
     @property
     def need_modules(self) -> bool:
-        """A recorded program has no part of them: the launch runs module by module."""
+        """Whether the batch must run module by module, because recorded programs do not support its
+        adapters.
+        """
         return bool(self.embeddings or self.of_experts)
 
     def adapt(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
-        """Add what the adapters give to the output of a layer: `LaunchAdapters.adapt`."""
+        """Add the adapters' contribution to the output of a layer (`LaunchAdapters.adapt`)."""
         return get_ops().add_low_rank(y, x, layer, self.rows)
 
     def adapt_heads(self, layer: LoRAHeads, x: Tensor, y: Tensor) -> Tensor:
-        """Add what the adapters give to the outputs of heads: `LaunchAdapters.adapt_heads`."""
+        """Add the adapters' contribution to the outputs of heads (`LaunchAdapters.adapt_heads`)."""
         return get_ops().add_low_rank(y, x, layer, self.rows)
 
     def adapt_embeddings(self, table: AdaptedLayer, ids: Tensor, y: Tensor) -> Tensor:
-        """Add embeddings of the adapters to the input: `LaunchAdapters.adapt_embeddings`."""
+        """Add the adapters' contribution to the input embeddings
+        (`LaunchAdapters.adapt_embeddings`).
+        """
         for number, part in self.embeddings.items():
             chosen = (self.rows.of_rows == number).nonzero().flatten()
             added = part.a[:, ids[chosen]].T.float() @ part.b.T.float()
@@ -122,8 +129,9 @@ class RaggedAdapters:
         weights: Tensor,
         y: Tensor,
     ) -> Tensor:
-        """Add to the output of experts. Only tokens whose adapter adds to experts are computed
-        again, each by its own experts."""
+        """Add the adapters' contribution to the output of experts. Only tokens whose adapter
+        changes experts are computed again, each by its own experts.
+        """
         if not self.of_experts:
             return y
         numbers = torch.tensor(sorted(self.of_experts), dtype=torch.int32)
@@ -148,12 +156,12 @@ class RaggedAdapters:
 
 
 class HostSlots:
-    """Adapters in host memory: a slot refers to one.
+    """Slots of adapters in host memory. Each slot refers to one adapter.
 
     Args:
-        places: of the layers.
-        num_slots: adapters in use at once.
-        dtype: of the inputs of layers.
+        places: layers that adapters can change.
+        num_slots: number of adapters in use at the same time.
+        dtype: dtype of the inputs of layers.
     """
 
     def __init__(self, places: LoRATargets, num_slots: int, dtype: torch.dtype) -> None:
@@ -175,10 +183,10 @@ class HostSlots:
         self.adapters[slot] = prepared
 
     def of_tokens(self, slots: Tensor) -> RaggedAdapters:
-        """Return the adapters of a launch.
+        """Return the adapters of a batch.
 
         Args:
-            slots: [T] int32 of its tokens; -1: none.
+            slots: [T] int32, slot of each token; -1: none.
         """
         layers = tuple(None if each is None else each.layers for each in self.adapters)
         used = set(slots.unique().tolist())
@@ -201,12 +209,12 @@ class HostSlots:
 
 @dataclass(frozen=True)
 class SlottedAdapters:
-    """The adapters of T tokens, S slots of rank R: shapes do not depend on which token has which
-    adapter.
+    """The adapters of T tokens, with S slots of rank R. Shapes do not depend on which token has
+    which adapter.
 
-    x is multiplied with the A of all slots, and what is not of the slot of a token becomes zero.
-    So an index is data, and a launch is a few large products. Tokens without an adapter get
-    back what the layer computed.
+    x is multiplied with the A of all slots, and the results for other slots than the token's become
+    zero. So the slot index is data, and a batch takes a few large matmuls. Tokens without an
+    adapter get the layer's own output.
     """
 
     slots: "DeviceSlots"
@@ -216,12 +224,12 @@ class SlottedAdapters:
     """[T, 1] bool: the token has an adapter."""
 
     def adapt(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
-        """Add what the adapters give to the output of a layer: `LaunchAdapters.adapt`."""
+        """Add the adapters' contribution to the output of a layer (`LaunchAdapters.adapt`)."""
         a, _ = self.slots.weights_of(layer)
         return self._add(layer, torch.mm(x.to(a.dtype), a.flatten(0, 1).t()), y)
 
     def adapt_heads(self, layer: LoRAHeads, x: Tensor, y: Tensor) -> Tensor:
-        """Add what the adapters give to the outputs of heads: `LaunchAdapters.adapt_heads`."""
+        """Add the adapters' contribution to the outputs of heads (`LaunchAdapters.adapt_heads`)."""
         a, b = self.slots.heads_of(layer)
         inner = torch.bmm(x.transpose(0, 1).to(a.dtype), a.flatten(1, 2).mT)
         inner = inner.unflatten(2, a.shape[1:3]) * self.is_own
@@ -230,7 +238,9 @@ class SlottedAdapters:
         return torch.where(self.has_one.unsqueeze(1), y + added, y)
 
     def adapt_embeddings(self, table: AdaptedLayer, ids: Tensor, y: Tensor) -> Tensor:
-        """Add embeddings of the adapters to the input: `LaunchAdapters.adapt_embeddings`."""
+        """Add the adapters' contribution to the input embeddings
+        (`LaunchAdapters.adapt_embeddings`).
+        """
         a, _ = self.slots.weights_of(table)
         return self._add(table, a.flatten(0, 1).index_select(1, ids).t(), y)
 
@@ -243,8 +253,9 @@ class SlottedAdapters:
         weights: Tensor,
         y: Tensor,
     ) -> Tensor:
-        """Add to the output of experts. All tokens are computed again, by all experts, and tokens
-        with an adapter keep the result."""
+        """Add the adapters' contribution to the output of experts. All tokens are computed again by
+        all experts, and tokens with an adapter keep the result.
+        """
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         choices = choices_of(len(layer.experts), ids, weights, layer.first_expert)
         for number, (place, choice) in enumerate(zip(layer.experts, choices, strict=True)):
@@ -262,7 +273,9 @@ class SlottedAdapters:
         )
 
     def _add(self, layer: AdaptedLayer, inner: Tensor, y: Tensor) -> Tensor:
-        """Add to y what comes of x times the A of all slots, [T, S * P * R]."""
+        """Add to y the contribution that follows from x times the A of all slots, [T, S * P *
+        R].
+        """
         a, b = self.slots.weights_of(layer)
         inner = inner.unflatten(1, a.shape[:2]) * self.is_own
         rank = self.slots.rank
@@ -277,16 +290,18 @@ class SlottedAdapters:
 class DeviceSlots:
     """The weights of adapters on a device, stacked, at fixed addresses.
 
-    P projections of a layer, S slots. The G experts of a layer of experts are stacked, too, so
+    P projections of a layer, S slots. The G experts of an expert layer are also stacked, so that
     the number of writes does not grow with them; G of any other layer is 1.
 
     Args:
-        places: of the layers; the projections of each cover all of its outputs, in order.
+        places: layers that adapters can change; the projections of each cover all of its outputs,
+            in order.
         num_slots: S.
-        rank: R, the largest of an adapter; others are padded with zeros.
-        dtype: of the weights.
-        device: that has them.
-        end: ends what is compiled together: called before and after the writes of an adapter.
+        rank: R, the largest rank of an adapter; smaller ones are padded with zeros.
+        dtype: dtype of the weights.
+        device: device of the weights.
+        end: ends the part that is compiled together: called before and after the writes of an
+            adapter.
 
     Attributes:
         a: for each stack [G, S, P * R, in_features].
@@ -331,7 +346,7 @@ class DeviceSlots:
 
     @property
     def num_bytes(self) -> int:
-        """On the device."""
+        """Number of bytes on the device."""
         tensors = [*self.a, *(part for parts in self.b for part in parts)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -341,15 +356,17 @@ class DeviceSlots:
         return self.a[stack][index], [each[index] for each in self.b[stack]]
 
     def heads_of(self, layer: LoRAHeads) -> tuple[Tensor, Tensor]:
-        """Return A [H, S, R, in_features] of heads, which are a stack, and B [H, S, R,
-        out_features]."""
+        """Return A [H, S, R, in_features] and B [H, S, R, out_features] of heads, which form one
+        stack.
+        """
         stack, _ = self._where[layer.heads[0].number]
         (b,) = self.b[stack]
         return self.a[stack], b
 
     def prepare(self, parts: Sequence[LoRAWeights | None], rest: Rest = no_rest) -> list[Tensor]:
-        """Prepare an adapter: a [G, P * R, in_features], then b [G, R, size] of each projection, of
-        one stack after the other."""
+        """Prepare an adapter: for each stack, a [G, P * R, in_features], then b [G, R, size] of
+        each projection.
+        """
         found = []
         for stack, a, b in zip(self._stacks, self.a, self.b, strict=True):
             own = [[parts[place.first_part + i] for i in range(len(b))] for place in stack]
@@ -366,8 +383,9 @@ class DeviceSlots:
         return found
 
     def _host_zeros(self, target: Tensor, is_new: bool) -> Tensor:
-        """Make zeros for one slot of all slots of a stack. One that is not new is never written
-        to."""
+        """Return zeros for one slot of a stack, on the host. If `is_new` is False, they are shared
+        and must not be written to.
+        """
         # Use the shape and not a view of the target: another thread calls this, and the device
         # would record the view among its operators.
         shape = (target.shape[0], *target.shape[2:])
@@ -378,8 +396,9 @@ class DeviceSlots:
         return self._zeros[shape]
 
     def put(self, slot: int, prepared: list[Tensor]) -> None:
-        """Put an adapter into a slot. Every adapter takes the same writes, so they are compiled
-        once."""
+        """Write an adapter to a slot. All adapters need the same writes, so these are compiled
+        once.
+        """
         self._end()  # run earlier operations first: they belong to other graphs
         index = torch.tensor([slot]).to(self._device)
         targets = [t for a, b in zip(self.a, self.b, strict=True) for t in (a, *b)]
@@ -392,14 +411,14 @@ class DeviceSlots:
         """Do nothing: the memory of a slot is never freed, and no token reads it."""
 
     def warm_up(self) -> None:
-        """Compile what `put` runs. No slot may be in use."""
+        """Compile the operators of `put`. No slot may be in use."""
         self.put(0, self.prepare([None] * self._num_parts))
 
     def of_tokens(self, slots: Tensor) -> SlottedAdapters:
-        """Return the adapters of a launch.
+        """Return the adapters of a batch.
 
         Args:
-            slots: [T] int32 on the device; -1: none.
+            slots: [T] int32 on the device, slot of each token; -1: none.
         """
         is_own = (slots[:, None] == self._numbers).to(self._dtype)
         return SlottedAdapters(self, is_own[:, :, None], (slots >= 0)[:, None])

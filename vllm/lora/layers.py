@@ -1,8 +1,7 @@
-"""Finds the layers of a model that adapters can change, by the names that an adapter's file has for
-them.
+"""Find the layers of a model that adapters can change, by their names in an adapter's file.
 
-The layers get methods around their own once they are loaded (`lora/methods`, `lora/experts`), so
-model files and weight formats know nothing of adapters.
+After loading, the methods of these layers are wrapped (`lora/methods`, `lora/experts`), so model
+files and weight formats are independent of adapters.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,17 +33,17 @@ class AdapterLayers:
     """The layers of a model that adapters can change.
 
     Args:
-        model: loaded.
-        modules: names of those that adapters may change, as q_proj or experts; None: all.
-        has_experts: adapters may change experts where `modules` is None.
+        model: a loaded model.
+        modules: names of modules that adapters may change, such as q_proj or experts; None: all.
+        has_experts: adapters may change experts if `modules` is None.
 
     Attributes:
         model: as given.
-        places: of the layers.
-        targets: what a checkpoint has of them, by its name in the model.
-        table: the input embedding, and its name; None: adapters cannot change it.
-        experts: module of experts that can be changed -> the layer.
-        left_out: names of modules that adapters could change, and may not.
+        places: the layers with their indices and sizes.
+        targets: projections of the checkpoint, by their names in the model.
+        table: name of the input embedding, and the embedding; None: adapters cannot change it.
+        experts: name of an expert module that can be changed -> the layer.
+        left_out: names of modules that adapters could change, but may not.
 
     Raises:
         ConfigError: the model has no module of one of these names.
@@ -116,10 +115,13 @@ class AdapterLayers:
                 places.embedding = places.add(layer.adapted)
 
     def _is_chosen(self, path: str, *features: str, is_default: bool = True) -> bool:
-        """Whether adapters may change a module, which has its own name and the names of its parts.
+        """Return whether adapters may change a module, which is known by its own name and the names
+        of its parts.
 
         Args:
-            is_default: they may where the engine was given no names.
+            path: path of the module.
+            features: names of its parts.
+            is_default: the result if the engine was given no names.
         """
         names = {path.rpartition(".")[2], *features} - {""}
         self._seen |= names
@@ -162,7 +164,7 @@ class AdapterLayers:
         return AdaptedExpert(gate_up, places.add(down))
 
     def _add_heads(self, path: str, layer: LatentUpProjection) -> None:
-        """Add two layers of heads: one for queries, and one for the output of attention."""
+        """Add two layers of heads: for queries, and for the output of attention."""
         (place,) = layer.feature_slices.values()
         first, latent = self.places.num_parts, layer.input_size
         key_size, value_size = layer.head_sizes
@@ -194,24 +196,26 @@ class AdapterLayers:
     # ---- names ------------------------------------------------------------------------------
 
     def module_of(self, name: str) -> str:
-        """Return the name in the model of a module of an adapter's file."""
+        """Return the name in the model of a module in an adapter's file."""
         # Convert the name together with its parameter, because renames apply to names of a
         # checkpoint.
         name = f"{name.removeprefix(NAME_PREFIX)}.weight"
         return self.model.renamed(name).removesuffix(".weight")
 
     def is_table(self, module: str) -> bool:
-        """Whether a module is the input embedding."""
+        """Return whether a module is the input embedding."""
         return self.table is not None and module == self.table[0]
 
     def is_elsewhere(self, module: str) -> bool:
-        """Whether a module belongs to another stage of the pipeline, which checks it."""
+        """Return whether a module belongs to another stage of the pipeline, which checks it."""
         parts = module.split(".")
         paths = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
         return not paths.isdisjoint(self._absent)
 
     def sizes_of_experts(self, experts: str, name: str) -> tuple[int, int]:
-        """Return inputs and outputs of an expert, over all ranks, of a parameter of all experts."""
+        """Return (inputs, outputs) of one expert, over all ranks, for a parameter of all
+        experts.
+        """
         layer = self.experts[experts]
         size = layer.intermediate_size * layer.tp.size
         hidden = layer.hidden_size
@@ -221,13 +225,16 @@ class AdapterLayers:
     def projections(
         self, module: str, rows: Tensor, *, is_transposed: bool
     ) -> list[tuple[Target, CheckpointTensor]]:
-        """Return the projections in a module of a checkpoint, and which of its rows, one per output
-        feature, they have. None: a part of it is unknown.
+        """Return the projections in a module of a checkpoint, with their rows (one per output
+        feature).
+
+        None for a projection: it is unknown.
 
         Args:
-            module: its name in the model.
+            module: name of the module in the model.
             rows: [outputs, r]
-            is_transposed: what the adapter says of the weights in the checkpoint.
+            is_transposed: whether the adapter says that the weights in the checkpoint are
+                transposed.
         """
         if (head := self.targets.get(module)) and isinstance(head.layer, ParallelLMHead):
             # Unchanged, even if the checkpoint's tensor of the head is converted.
@@ -262,7 +269,7 @@ class AdapterLayers:
     def _of_expert(
         self, experts: str, number: str, name: str, rows: Tensor
     ) -> Iterator[tuple[str, CheckpointTensor]]:
-        """Yield the matrices of an expert, whose rows are rows of a parameter of all experts."""
+        """Yield the matrices of an expert, given rows of a parameter of all experts."""
         layer, first = self.experts[experts], f"{experts}.0."
         # A family that stores such a parameter knows its order: [experts, in, out] or [experts,
         # out, in].

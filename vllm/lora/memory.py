@@ -1,5 +1,7 @@
-"""The adapters in host memory: which are loaded, who holds them, and which one is dropped for the
-next. Knows names and keys; what an adapter is made of, and how it is read, is up to the caller.
+"""Manage the adapters in host memory: which are loaded, which requests hold them, and which one is
+dropped next.
+
+Independent of the content of adapters, which the caller reads.
 """
 
 import threading
@@ -15,7 +17,7 @@ from vllm.messages import AdapterRef
 
 @dataclass(eq=False)
 class _Entry:
-    """An adapter in memory, or on its way there."""
+    """An adapter that is in memory or being loaded."""
 
     adapter: AdapterRef
     content: Any = None
@@ -28,7 +30,7 @@ class _Entry:
 
 @dataclass(eq=False)
 class _Hold:
-    """Someone who needs an adapter."""
+    """A request that needs an adapter."""
 
     adapter: AdapterRef
     is_request: bool
@@ -40,15 +42,16 @@ class _Hold:
 
 
 class AdapterMemory:
-    """Adapters in host memory. Thread-safe.
+    """Keeps adapters in host memory. Thread-safe.
 
-    An adapter that a request holds stays, and so does one that is pinned; of the others, the one
-    that was used least recently is dropped for the next. Where all stay, the next one waits, and
-    everyone behind it, so its wait ends. One adapter is read at a time.
+    An adapter is kept while a request holds it or it is pinned. To make room, the least recently
+    used one of the others is dropped. If there is none, the next request waits, and so do all later
+    ones, so that its wait ends. One adapter is read at a time.
 
     Args:
-        read: reads an adapter; may raise anything. Called in a thread.
-        most: adapters in memory, 1 or more. One is added for each that is pinned beyond most - 1.
+        read: reads an adapter; may raise any error. Called in a thread.
+        most: maximum number of adapters in memory, 1 or more. If more than most - 1 are pinned, it
+            grows accordingly.
         run: runs work in the background.
     """
 
@@ -79,10 +82,11 @@ class AdapterMemory:
     # ---- requests -------------------------------------------------------------------------
 
     def hold(self, request_id: str, adapter: AdapterRef) -> "Future[str | None] | None":
-        """Keep an adapter in memory for a request, and load it if it is not there.
+        """Keep an adapter in memory for a request, and load it if necessary.
 
         Returns:
-            Done when it is loaded (None), or cannot be (why). None: it is there.
+            A future whose result is None when it is loaded, or the reason why it cannot be. None
+            instead of a future: it is in memory.
         """
         hold = _Hold(adapter, is_request=True)
         with self._lock:
@@ -93,14 +97,14 @@ class AdapterMemory:
         return None if hold.future.done() and hold.future.result() is None else hold.future
 
     def release(self, request_id: str) -> None:
-        """Release the adapter, if any, of a request that has ended."""
+        """Release the adapter of a request that has ended, if it has one."""
         with self._lock:
             hold = self._held.pop(request_id, None)
             done = [] if hold is None else self._leave(hold)
         _finish(done)
 
     def held(self, request_id: str) -> Any:
-        """Return the adapter that a request holds. Wait while it is read.
+        """Return the adapter that a request holds. Waits while it is read.
 
         Raises:
             RequestError: it cannot be loaded.
@@ -119,17 +123,18 @@ class AdapterMemory:
         return hold.entry.content
 
     def has(self, key: str) -> bool:
-        """Whether an adapter is in memory or being read."""
+        """Return whether an adapter is in memory or being loaded."""
         with self._lock:
             return key in self._entries
 
     # ---- callers --------------------------------------------------------------------------
 
     def load(self, adapter: AdapterRef) -> str | None:
-        """Load an adapter before requests name it. To be called until it is done.
+        """Load an adapter before requests use it. Call this repeatedly until it is done.
 
         Returns:
-            Why it cannot be loaded; empty: it is loaded; None: it is being loaded.
+            None: it is being loaded. Empty: it is loaded. Otherwise the reason why it cannot be
+                loaded.
         """
         with self._lock:
             hold, done = self._wanted.get(adapter.key), []
@@ -146,7 +151,9 @@ class AdapterMemory:
         return hold.future.result() or ""
 
     def unload(self, number: int) -> bool:
-        """Drop an adapter; requests that hold it keep it. False: no adapter has this number."""
+        """Drop an adapter; requests that hold it keep it. Returns False if no adapter has this
+        id.
+        """
         with self._lock:
             key = self._keys.pop(number, None)
             self._pinned.discard(number)
@@ -157,8 +164,9 @@ class AdapterMemory:
         return key is not None
 
     def pin(self, number: int) -> bool:
-        """Keep an adapter until it is unloaded. Return False if it is not loaded, or no room would
-        be left for unpinned ones."""
+        """Keep an adapter until it is unloaded. Returns False if it is not loaded, or no room would
+        be left for unpinned ones.
+        """
         with self._lock:
             if number not in self._keys:
                 return False
@@ -176,7 +184,7 @@ class AdapterMemory:
     # ---- room; the lock is held -----------------------------------------------------------
 
     def _enter(self, hold: _Hold) -> "list[_Hold]":
-        """Begin a hold. Return the holds that are done."""
+        """Begin a hold, and return the holds that are done."""
         self._lacking.append(hold)
         return self._advance()
 
@@ -191,7 +199,9 @@ class AdapterMemory:
         return ended + self._advance()
 
     def _advance(self) -> "list[_Hold]":
-        """Give room to the requests that wait for it, in order. Return the holds that are done."""
+        """Make room for the requests that wait for it, in order, and return the holds that are
+        done.
+        """
         done: list[_Hold] = []
         while len(self._entries) > self._limit and self._drop_unused():
             pass  # the limit counted a pinned adapter that is no longer pinned
@@ -204,11 +214,11 @@ class AdapterMemory:
 
     @property
     def _limit(self) -> int:
-        """Adapters that may be in memory now."""
+        """Number of adapters that may be in memory now."""
         return max(self._most, len({self._keys[number] for number in self._pinned}) + 1)
 
     def _drop_unused(self) -> bool:
-        """Drop the adapter that was used least recently. False: all of them stay."""
+        """Drop the least recently used adapter. Returns False if all of them must be kept."""
         pinned = {self._keys[number] for number in self._pinned}
         for each, entry in self._entries.items():
             if entry.is_done and not entry.holds and each not in pinned:
@@ -217,7 +227,9 @@ class AdapterMemory:
         return False
 
     def _join(self, hold: _Hold) -> "list[_Hold]":
-        """Let a hold have its entry, which is read if it is new. Returns it if that is done."""
+        """Assign a hold to its entry, which is read if it is new. Returns the hold if it is
+        done.
+        """
         key = hold.adapter.key
         entry = self._entries.get(key)
         if entry is None:
@@ -237,7 +249,7 @@ class AdapterMemory:
         return [hold]
 
     def _name(self, adapter: AdapterRef) -> None:
-        """Note the number of an adapter in memory."""
+        """Record the id of an adapter in memory."""
         before = self._keys.get(adapter.number)
         self._keys[adapter.number] = adapter.key
         if before not in (None, adapter.key) and before not in self._keys.values():
@@ -250,7 +262,7 @@ class AdapterMemory:
     # ---- reading --------------------------------------------------------------------------
 
     def _read_all(self) -> None:
-        """Read what waits, one after the other."""
+        """Read the waiting adapters, one after another."""
         while True:
             with self._lock:
                 if not self._unread:
@@ -267,7 +279,7 @@ class AdapterMemory:
             _finish(done)
 
     def _end(self, entry: _Entry) -> "list[_Hold]":
-        """Note that an adapter was read."""
+        """Record that an adapter was read, and return the holds that are done."""
         entry.is_done = True
         done, key = entry.holds, entry.adapter.key
         is_kept = self._entries.get(key) is entry
@@ -283,6 +295,8 @@ class AdapterMemory:
 
 
 def _finish(holds: "list[_Hold]") -> None:
-    """Tell them, without the lock: whoever waits may call again."""
+    """Complete the futures of holds. The lock must not be held, because waiting callers may call
+    again.
+    """
     for hold in holds:
         hold.future.set_result(None if hold.entry is None else hold.entry.reason)

@@ -1,7 +1,7 @@
-"""The methods that add adapters to linear layers and output heads, around the layers' own.
+"""Add adapters to linear layers and output heads, by wrapping the layers' own methods.
 
-Hu et al. 2021 (arXiv 2106.09685): y += x @ A.T @ B.T. How the products are made is up to the launch
-(`LaunchAdapters`).
+Hu et al. 2021 (arXiv 2106.09685): y += x @ A.T @ B.T. The batch decides how the matmuls are
+computed (`LaunchAdapters`).
 """
 
 from torch import Tensor
@@ -13,12 +13,12 @@ from vllm.ops.lora_weights import AdaptedLayer
 
 
 class LoRALinearMethod(LinearMethod):
-    """A method that adds to its result for tokens with an adapter.
+    """A linear method that adds the contribution of LoRA adapters.
 
     Args:
-        inner: of the layer, its weights loaded.
-        place: of the layer among those of the model.
-        launch: has the adapters of the launch.
+        inner: method of the layer, whose weights are loaded.
+        place: index of the layer among the layers of the model.
+        launch: has the adapters of the running batch.
     """
 
     def __init__(self, inner: LinearMethod, place: AdaptedLayer, launch: ContextHolder) -> None:
@@ -41,12 +41,12 @@ class LoRALinearMethod(LinearMethod):
 
 
 class HeadWithAdapters(EmbeddingMethod):
-    """An output head that adds to its result for tokens with an adapter.
+    """An output head that adds the contribution of LoRA adapters.
 
     Args:
-        inner: of the head, its weights loaded.
-        place: of the head among the layers of the model.
-        launch: has the adapters of the rows of hidden states.
+        inner: method of the head, whose weights are loaded.
+        place: index of the head among the layers of the model.
+        launch: has the adapters of the hidden states.
     """
 
     def __init__(self, inner: EmbeddingMethod, place: AdaptedLayer, launch: ContextHolder) -> None:

@@ -1,4 +1,4 @@
-"""Reads the files of an adapter for a model, and compares them with it."""
+"""Read the files of an adapter for a model, and compare them with it."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,10 +61,10 @@ class AdapterReader:
     """Reads adapters for the layers of a model.
 
     Args:
-        layers: of the model.
-        max_rank: of an adapter.
-        dtype: of the adapter weights in memory.
-        names: of the model.
+        layers: layers that adapters can change.
+        max_rank: largest allowed rank.
+        dtype: dtype of the adapter weights in memory.
+        names: names of the model.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class AdapterReader:
 
     @property
     def places(self) -> LoRATargets:
-        """Of the layers."""
+        """The layers that adapters can change."""
         return self._layers.places
 
     def load(self, folder: Path, rest: Rest = no_rest) -> list[LoRAWeights | None]:
-        """Read an adapter: what it adds to each projection, by its number.
+        """Read an adapter, and return its weights for each projection, by index; None: not changed.
 
         Args:
-            folder: of its files.
-            rest: between two tensors.
+            folder: folder of its files.
+            rest: called between two tensors.
 
         Raises:
             RequestError: a file is missing or wrong, or does not fit the model.
@@ -143,7 +143,7 @@ class AdapterReader:
         given_b: CheckpointTensor,
         parts: list[LoRAWeights | None],
     ) -> None:
-        """Put the weights that an adapter has for a module into `parts`."""
+        """Store the weights that an adapter has for a module in `parts`."""
         self._check(path, config, module, list(given_a.shape), list(given_b.shape))
         for dtype in (given_a.dtype, given_b.dtype):
             if dtype not in (None, *DENSE_DTYPES):
@@ -179,15 +179,18 @@ class AdapterReader:
         a: CheckpointTensor,
         b: CheckpointTensor,
     ) -> Iterator[tuple[int, CheckpointTensor, CheckpointTensor]]:
-        """Yield A and B of each expert of this rank, if a parameter has the matrices of all.
+        """Yield A and B of each expert of this rank, if a parameter contains the matrices of all
+        experts.
 
         Args:
-            experts: name of their module.
-            name: of the parameter.
+            path: path of the file, for errors.
+            experts: name of the expert module.
+            name: name of the parameter.
             rank: r.
-            a: [E * r, in_features], one expert after the other.
-            b: [out_features, r * E], for each of r the columns of all experts. Where peft takes a
-                matrix [in, out] for [out, in], as that of Llama 4, a is of outputs, b of inputs.
+            a: [E * r, in_features], one expert after another.
+            b: [out_features, r * E], for each of r the columns of all experts. If peft takes a
+                matrix [in, out] for [out, in], as for Llama 4, a belongs to outputs and b to
+                inputs.
         """
         layer = self._layers.experts[experts]
         count = len(layer.expert_ids) + len(layer.elsewhere)
@@ -210,7 +213,9 @@ class AdapterReader:
                 yield number, source_of(all_a[number]), source_of(all_b[number])
 
     def _compare_base(self, folder: Path, base: str) -> None:
-        """Warn of an adapter of another model. It may be the same one under another name."""
+        """Log a warning if an adapter was trained on a model with another name. It may be the same
+        model.
+        """
         if base and self._names and PurePath(base).name not in self._names:
             logger.warning(
                 "the LoRA adapter %s was trained on %s, but this model is %s: outputs are right "
@@ -221,7 +226,7 @@ class AdapterReader:
             )
 
     def _pairs(self, path: Path, names: list[str], rest: Rest) -> Mapping[str, list[str]]:
-        """Return the names of A and B in the file, by the module's name in the model."""
+        """Return the names of A and B in the file, by the name of their module in the model."""
         found: dict[str, list[str]] = {}
         for name in names:
             rest()
@@ -258,8 +263,9 @@ class AdapterReader:
     def _check_unchanged(
         self, path: Path, tensors: Mapping[str, CheckpointTensor], rest: Rest
     ) -> None:
-        """Compare the weights that peft has saved with the adapter to the model's, if these can be
-        looked up."""
+        """Compare weights that peft saved with the adapter to the model's weights, if these can be
+        read.
+        """
         ignored = []
         for name, source in tensors.items():
             module = self._copied_module(name)
@@ -293,8 +299,11 @@ class AdapterReader:
             )
 
     def _copied_module(self, name: str) -> str | None:
-        """Return the module of a tensor that is a weight of the model: of a layer that is adapted,
-        or of the embedding or the head; None: the tensor is none of them."""
+        """Return the module of a tensor that is a copy of a weight of the model; None if it is not
+        a copy.
+
+        The weight may belong to an adapted layer, the embedding or the output head.
+        """
         if name.endswith(_UNCHANGED):
             return self._layers.module_of(name.removesuffix(_UNCHANGED))
         module = self._layers.module_of(name.removesuffix(_WEIGHT))
@@ -324,7 +333,7 @@ class AdapterReader:
         a_shape: list[int],
         b_shape: list[int],
     ) -> None:
-        """Compare shapes before any memory is taken."""
+        """Compare the shapes of A and B with the model before any memory is allocated."""
         rank = config.rank_of(module)
         if self._layers.is_table(module):
             place = self.places.embedding

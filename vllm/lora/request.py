@@ -1,4 +1,4 @@
-"""The name, id and path of a LoRA adapter in a request. Independent of weights."""
+"""Define the name, id and path of a LoRA adapter in a request. Independent of weights."""
 
 from dataclasses import dataclass
 
@@ -7,20 +7,20 @@ from vllm.errors import RequestError
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """A LoRA adapter, named by a request.
+    """The LoRA adapter of a request.
 
-    Two of them are equal when their names are.
+    Two objects are equal if their names are.
 
     Attributes:
         lora_name: the name of the adapter.
-        lora_int_id: its number, 1 or larger; another number for every adapter.
+        lora_int_id: id of the adapter, 1 or larger; different for every adapter.
         lora_path: folder or Hugging Face name of its files.
-        lora_local_path: the older name of `lora_path`, which is used where that is empty.
+        lora_local_path: older name of `lora_path`, which is used if that is empty.
         long_lora_max_len: longest request in tokens, for an adapter that extends the context.
         base_model_name: the model that the adapter was made for.
 
     Raises:
-        RequestError: (a ValueError) the number is below 1, or there is no path.
+        RequestError: (a ValueError) the id is below 1, or there is no path.
     """
 
     lora_name: str
@@ -49,7 +49,7 @@ class LoRARequest:
 
     @property
     def adapter_id(self) -> int:
-        """The number of the adapter."""
+        """The id of the adapter."""
         return self.lora_int_id
 
     @property

@@ -1,16 +1,16 @@
-"""Assigns adapters to a fixed number of slots. Knows keys, no weights."""
+"""Assign adapters to a fixed number of slots, by their keys. Independent of weights."""
 
 from collections import Counter, OrderedDict
 
 
 class AdapterSlots:
-    """Slots of the adapters that running requests use.
+    """Slots for the adapters of running requests.
 
-    An adapter that nobody uses any more stays in its slot until another one needs it; of several
-    such adapters the one that was released first goes.
+    An unused adapter remains in its slot until another one needs the slot. Then the adapter that
+    was released first is replaced.
 
     Args:
-        num_slots: different adapters in use at once.
+        num_slots: number of different adapters in use at the same time.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -19,10 +19,10 @@ class AdapterSlots:
         self._uses: Counter[str] = Counter()
 
     def take(self, key: str) -> tuple[int, bool]:
-        """Take a slot for one more request with this adapter.
+        """Assign a slot for one more request with this adapter.
 
         Returns:
-            The slot, and whether the adapter has to be written there.
+            (slot, whether the adapter has to be written to it).
         """
         slot = self._slots.get(key)
         is_new = slot is None
@@ -38,14 +38,14 @@ class AdapterSlots:
         return self._slots.pop(unused)
 
     def release(self, key: str) -> None:
-        """Note that a request with this adapter has ended."""
+        """Record that a request with this adapter has ended."""
         self._uses[key] -= 1
         if not self._uses[key]:
             del self._uses[key]
             self._slots.move_to_end(key)
 
     def has(self, key: str) -> bool:
-        """Whether the adapter is in a slot. From any thread."""
+        """Return whether the adapter is in a slot. May be called from any thread."""
         return key in self._slots
 
     def unused(self) -> list[str]:

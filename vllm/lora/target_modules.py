@@ -8,7 +8,7 @@ from vllm.ops.lora_weights import AdaptedLayer, LoRAWeights
 
 @dataclass
 class LoRATargets:
-    """The layers of a model that adapters can change."""
+    """The layers of a model that adapters can change, with indices and sizes."""
 
     layers: list[AdaptedLayer] = field(default_factory=list)
     """By their numbers."""
@@ -34,21 +34,22 @@ class LoRATargets:
         return layer
 
     def stacks(self) -> list[range]:
-        """Return the indices of the layers whose weights can be stored as one: layers of the same
-        sizes, and each other layer by itself."""
+        """Return ranges of layers whose weights can be stacked: layers of the same sizes; each
+        other layer forms its own range.
+        """
         found = {number for numbers in self.alike for number in numbers}
         alone = (number for number in range(len(self.layers)) if number not in found)
         return [*(range(number, number + 1) for number in alone), *self.alike]
 
     def embedding_of(self, parts: Sequence[LoRAWeights | None]) -> LoRAWeights | None:
-        """Return the weights that the parts of an adapter add to the input embedding."""
+        """Return the weights that an adapter adds to the input embedding, or None."""
         return None if self.embedding is None else parts[self.embedding.first_part]
 
     def change_head(self, parts: Sequence[LoRAWeights | None]) -> bool:
-        """Whether the parts of an adapter add to logits."""
+        """Return whether an adapter changes the output head."""
         starts = ((layer.first_part, len(layer.parts)) for layer in self.of_head)
         return any(parts[first + n] is not None for first, count in starts for n in range(count))
 
     def change_experts(self, parts: Sequence[LoRAWeights | None]) -> bool:
-        """Whether the parts of an adapter add to experts."""
+        """Return whether an adapter changes experts."""
         return any(parts[number] is not None for number in self.experts)

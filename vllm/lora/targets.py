@@ -1,5 +1,6 @@
-"""The projections of a checkpoint that adapters can change: how large they are, and which parts of
-an adapter this rank needs of each."""
+"""Describe the projections of a checkpoint that adapters can change: their sizes, and the parts
+that this rank needs.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ Layer = ParallelLinear | ParallelLMHead | Experts
 
 @dataclass(frozen=True)
 class Target:
-    """One projection of the checkpoint."""
+    """One projection of the checkpoint that adapters can change."""
 
     number: int
     """Of the projection among all that can be adapted."""
@@ -31,21 +32,21 @@ class Target:
 
     @property
     def input_size(self) -> int:
-        """Over all ranks."""
+        """Number of inputs over all ranks."""
         return self.place.total if self.place.dim == 1 else self.other_size
 
     @property
     def output_size(self) -> int:
-        """Over all ranks."""
+        """Number of outputs over all ranks."""
         return self.place.total if self.place.dim == 0 else self.other_size
 
     def put(self, a: Tensor, b: Tensor, parts: list[LoRAWeights | None]) -> None:
-        """Put the weights of an adapter that this rank needs into `parts`.
+        """Store the part of an adapter's weights that this rank needs in `parts`.
 
         Args:
             a: [r, input_size]
             b: [output_size, r], multiplied by the scale.
-            parts: by the numbers of projections. Changed.
+            parts: weights by the index of the projection. Changed.
         """
         for number, part in enumerate(self._parts(*self._of_rank(a, b)), self.number):
             parts[number] = part
@@ -54,7 +55,7 @@ class Target:
         return (LoRAWeights(a, b),)
 
     def _of_rank(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the slice of the dimension that is split; padding is zero."""
+        """Return this rank's slice of the dimension that is divided; padding is zero."""
         if self.layer.tp.size == 1:
             return a, b
         if self.place.dim == 1:
@@ -68,10 +69,10 @@ class Target:
 
 @dataclass(frozen=True)
 class LatentTarget(Target):
-    """`kv_b_proj`, whose halves multiply queries and the output of attention.
+    """The target `kv_b_proj`, whose halves multiply queries and the output of attention.
 
-    B has the rows of the key of each head, then those of its value. A query q of a head is
-    multiplied with (B A).T, so there A and B change places: q (rows of B).T, and then A.
+    B has, for each head, the rows of the key and then of the value. A query q of a head is
+    multiplied with (B A).T, so there A and B swap roles: q (rows of B).T, and then A.
     """
 
     layer: LatentUpProjection

@@ -1,6 +1,6 @@
-"""The weights of a LoRA adapter as they are in its file.
+"""Read the weights of a LoRA adapter as they are in its file.
 
-Independent of models: what they belong to is known to `AdapterLayers`.
+Independent of models; `AdapterLayers` knows to which layers they belong.
 """
 
 import math
@@ -24,12 +24,12 @@ _ROWS_COMPARED = 256
 
 
 def check_header(path: Path, num_parts: int) -> None:
-    """Refuse a header that is too long for a model before it is read: nothing else could run
-    meanwhile.
+    """Refuse a header that is too long for the model before it is read, because reading it blocks
+    everything else.
 
     Args:
-        path: of the file.
-        num_parts: projections of the model.
+        path: path of the file.
+        num_parts: number of projections of the model.
 
     Raises:
         RequestError: it is too long.
@@ -48,7 +48,7 @@ def check_header(path: Path, num_parts: int) -> None:
 
 @contextmanager
 def open_weights(path: Path, rest: Rest) -> Iterator[dict[str, CheckpointTensor]]:
-    """Yield the tensors of a file, which are read when they are asked for."""
+    """Yield the tensors of a file, by name. Each is read when it is used."""
     found: dict[str, CheckpointTensor] = {}
     if path.suffix != ".safetensors":
         yield dict(read_bin(path))
@@ -61,18 +61,18 @@ def open_weights(path: Path, rest: Rest) -> Iterator[dict[str, CheckpointTensor]
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether it has neither NaN nor infinity."""
+    """Return whether a tensor has neither NaN nor infinity."""
     # One pass without temporaries: isfinite() takes twenty times as long.
     return all(math.isfinite(float(end)) for end in tensor.aminmax())
 
 
 def is_close(given: CheckpointTensor, known: Callable[[int, int], Tensor], rest: Rest) -> bool:
-    """Return whether a tensor has the values of a weight, but for their rounding.
+    """Return whether a tensor has the values of a weight, except for rounding.
 
     Args:
         given: the tensor, [rows, elements].
-        known: returns rows of the weight, from a first one up to an end.
-        rest: between two reads.
+        known: returns the rows of the weight from a first index up to an end.
+        rest: called between two reads.
     """
     largest, differences = 0.0, [0.0]
     for start in range(0, given.shape[0], _ROWS_COMPARED):
@@ -85,5 +85,5 @@ def is_close(given: CheckpointTensor, known: Callable[[int, int], Tensor], rest:
 
 
 def source_of(tensor: Tensor) -> CheckpointTensor:
-    """Make a source of a tensor in memory."""
+    """Return a source that reads from a tensor in memory."""
     return CheckpointTensor(tensor.shape, lambda index: tensor[index])

@@ -1,5 +1,6 @@
-"""Device detection, and the differences between devices. Other packages do not ask which device it
-is."""
+"""Detect devices, and describe the differences between them. Other packages do not ask which device
+it is.
+"""
 
 from typing import TYPE_CHECKING
 

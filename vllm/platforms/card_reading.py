@@ -1,11 +1,13 @@
-"""Readings of the sensors of an accelerator card, in their own units."""
+"""Define the sensor readings of an accelerator card."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class CardReading:
-    """One card at one time. None: the card, or its driver, does not say."""
+    """The readings of one card at one time. None: the card or its driver does not report the
+    value.
+    """
 
     index: int
     """In the order of the driver."""

@@ -1,7 +1,7 @@
-"""Limits of this process by its control groups: of a container, a unit of systemd, a job of Slurm.
+"""Read the cgroup limits of this process, set by a container, a systemd unit or a Slurm job.
 
-Reads versions 1 and 2, and all groups from that of the process up to the outermost one that is
-visible: each of them may have a limit. No torch.
+Supports cgroup versions 1 and 2. All groups from the process up to the outermost visible one are
+read, because each may have a limit. Does not import torch.
 """
 
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ _NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True)
 class ControlGroups:
-    """Of one process.
+    """The control groups of one process.
 
     Attributes:
-        root: where they are mounted.
-        membership: the file that names the groups of the process.
+        root: folder where cgroups are mounted.
+        membership: file that names the groups of the process.
     """
 
     root: Path = Path("/sys/fs/cgroup")
@@ -42,8 +42,10 @@ class ControlGroups:
         return min((limit for limit in limits if limit is not None), default=None)
 
     def free_memory_bytes(self) -> int | None:
-        """Return the memory that is left below the limits, including inactive page cache, which the
-        system gives back when it is needed. None: no limit."""
+        """Return the memory that is left below the limits; None: no limit.
+
+        It includes inactive page cache, which the system frees when memory is needed.
+        """
         found = []
         for folder in self._folders("memory"):
             limit, used = _memory_limit(folder), _number(folder / "memory.current")
@@ -54,7 +56,7 @@ class ControlGroups:
         return min(found, default=None)
 
     def _folders(self, controller: str) -> Iterator[Path]:
-        """Yield the groups of the process that may limit something, innermost first."""
+        """Yield the folders of the process's groups that may have limits, innermost first."""
         for line in _text(self.membership).splitlines():
             _, _, rest = line.partition(":")
             controllers, _, path = rest.partition(":")
@@ -87,13 +89,13 @@ def _idle_file_bytes(folder: Path) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """Read a number; None without the file, and if it contains "max"."""
+    """Read an integer from a file; None if the file does not exist or contains "max"."""
     text = _text(path)
     return int(text) if text.isdecimal() else None
 
 
 def _text(path: Path) -> str:
-    """Empty without the file, and where it may not be read."""
+    """Return the content of a file; empty if it does not exist or may not be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -1,4 +1,6 @@
-"""The CPU: the embedded default, with ragged launches and the kernels of `csrc/`."""
+"""Implement the CPU platform: the default device, with ragged batches and the kernels of
+`csrc/`.
+"""
 
 from typing import TYPE_CHECKING, get_args
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CPUPlatform(Platform):
-    """The machine's own processor and memory."""
+    """The processor and memory of the machine."""
 
     name = "cpu"
     device_type = "cpu"
@@ -32,7 +34,9 @@ class CPUPlatform(Platform):
 
     @property
     def ops_class(self) -> str:
-        """The compiled kernels, or plain torch when they are switched off."""
+        """Class of the compiled kernels, or of plain torch operators if the kernels are switched
+        off.
+        """
         return (
             "vllm.ops.cpu.operators:CPUOps"
             if envs.get().VLLM_CPU_KERNELS
@@ -41,7 +45,7 @@ class CPUPlatform(Platform):
 
     @property
     def quantizations(self) -> tuple[str, ...]:
-        """Return the quantizations that the compiled kernels support."""
+        """Quantizations that the compiled kernels support."""
         of_kernels = ("int8", "int4", "fp8", "bitsandbytes", "inc")
         return of_kernels if envs.get().VLLM_CPU_KERNELS else ("inc",)
 
@@ -59,13 +63,14 @@ class CPUPlatform(Platform):
 
     def free_memory_bytes(self) -> int:
         """Return the memory that is available on the machine, or in the container if that is
-        less."""
+        less.
+        """
         available = int(psutil.virtual_memory().available)
         left = ControlGroups().free_memory_bytes()
         return available if left is None else min(available, left)
 
     def allocate_cache(self, shape: tuple[int, ...], dtype: "torch.dtype") -> "torch.Tensor":
-        """Allocate zeroed memory that the system commits page by page, as it is first written."""
+        """Allocate zeroed memory. The system commits each page when it is first written."""
         import torch
 
         # torch.zeros would write every page at once; with numpy the system zeroes pages at their
@@ -75,7 +80,9 @@ class CPUPlatform(Platform):
 
 
 def machine_memory_bytes() -> int:
-    """Return the memory of the machine, swap included, or of the container if that is less."""
+    """Return the total memory of the machine, swap included, or of the container if that is
+    less.
+    """
     total = int(psutil.virtual_memory().total) + int(psutil.swap_memory().total)
     limit = ControlGroups().memory_limit_bytes()
     return total if limit is None else min(total, limit)

@@ -1,6 +1,6 @@
-"""Chooses the cores and the number of the threads of the CPU device.
+"""Choose the cores and the number of threads for the CPU device.
 
-Knows the machine and the container; counts and cores only, no torch.
+Reads the machine and the container; handles only counts and cores, and does not import torch.
 """
 
 import math
@@ -28,17 +28,18 @@ more tokens/s of 64 streams than two. Larger models are faster with all cores.""
 def parse_cores(
     text: str, usable: frozenset[int], num_ranks: int = 1
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Parse the cores of each rank in a value of VLLM_CPU_OMP_THREADS_BIND; None for a value of
+    """Return the cores of each rank in a value of VLLM_CPU_OMP_THREADS_BIND; None for a value in
     `UNBOUND`.
 
     Args:
-        text: one list for all ranks, such as "0-3" or "0,2,4-7", or a list for each, "0-1|2-3".
+        text: one list for all ranks, such as "0-3" or "0,2,4-7", or a list for each rank,
+            "0-1|2-3".
         usable: cores that this process may use.
-        num_ranks: workers of the engine.
+        num_ranks: number of workers of the engine.
 
     Raises:
-        ConfigError: it does not parse, names a core that is not usable, or has another number of
-            lists.
+        ConfigError: the value is malformed, names a core that is not usable, or has the wrong
+            number of lists.
     """
     text = text.strip().lower()
     if text in UNBOUND:
@@ -80,17 +81,18 @@ def divide_cores(
     text: str, usable: frozenset[int], num_replicas: int, num_ranks: int = 1
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Divide the cores of VLLM_CPU_OMP_THREADS_BIND among the ranks of each replica; empty for a
-    value of `UNBOUND`.
+    value in `UNBOUND`.
 
     Args:
         text: a list for each replica, or for each rank of each replica, separated by `|`; or one
             list, which is divided equally.
         usable: cores that this process may use.
-        num_replicas: how many replicas there are.
-        num_ranks: workers of each of them.
+        num_replicas: number of replicas.
+        num_ranks: number of workers of each replica.
 
     Raises:
-        ConfigError: as `parse_cores`; or it has another number of lists, or too few cores.
+        ConfigError: the value is malformed, names a core that is not usable, has the wrong number
+            of lists, or has too few cores.
     """
     lists = text.split("|")
     if len(lists) == 1:
@@ -118,8 +120,8 @@ def divide_cores(
 
 
 def equal_shares(cores: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """Divide cores among replicas, neighbours together. With fewer cores than replicas, several
-    replicas share a core.
+    """Divide cores among replicas, so that each gets neighbouring ones. With fewer cores than
+    replicas, replicas share cores.
 
     >>> equal_shares([0, 1, 2, 3, 4], 2)
     ((0, 1, 2), (3, 4))
@@ -137,7 +139,8 @@ def by_place(cores: Iterable[int], system: Path = _SYSTEM) -> list[int]:
 
     Args:
         cores: to sort.
-        system: where the system describes them; cores that it does not describe stay in order.
+        system: folder where the system describes the cores; cores without a description keep their
+            order.
     """
 
     def number(core: int, name: str) -> int:
@@ -157,18 +160,18 @@ def by_place(cores: Iterable[int], system: Path = _SYSTEM) -> list[int]:
 
 
 def count_physical(cores: Collection[int], system: Path = _SYSTEM) -> int:
-    """Count physical cores among some cores: hardware threads of one core count once, because they
-    share the units that the kernels keep busy.
+    """Count the physical cores among some cores. Hardware threads of one core count once, because
+    they share the units that the kernels keep busy.
 
     Args:
-        cores: ids of the system.
+        cores: ids of cores in the system.
         system: as for `by_place`.
     """
     return len({_topology(core, "thread_siblings_list", system) or core for core in cores})
 
 
 def _topology(core: int, name: str, system: Path) -> str:
-    """Return the system's description of a core; empty if there is none."""
+    """Return a topology file of a core in the system; empty if there is none."""
     file = system / "cpu" / f"cpu{core}" / "topology" / name
     return file.read_text().strip() if file.is_file() else ""
 
@@ -189,7 +192,9 @@ def format_cores(cores: "frozenset[int] | set[int] | tuple[int, ...]") -> str:
 
 
 def usable_cores() -> frozenset[int]:
-    """Return the cores that this process may use: its affinity, if the system has that."""
+    """Return the cores that this process may use: its affinity, or all cores if the system has no
+    affinity.
+    """
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
@@ -202,10 +207,12 @@ def quota_cores() -> int | None:
 
 
 def count_cores(num_replicas: int = 1) -> int:
-    """Return the number of cores that this process can use.
+    """Return the number of cores that this process can use, limited by its affinity and the
+    container.
 
     Args:
-        num_replicas: processes that share the time of the container, each with cores of its own.
+        num_replicas: number of processes that share the CPU time of the container, each with its
+            own cores.
     """
     num_usable = len(usable_cores())
     quota = quota_cores()
@@ -218,12 +225,12 @@ def count_threads(
     """Return the default number of threads for the forward pass.
 
     Args:
-        num_threads: that OpenMP would start, or fewer where physical cores are fewer; never
-            exceeded.
-        num_cores: that there are for the engine and all that belongs to it; hardware threads of
-            one core count each, as the API process can have them.
+        num_threads: number that OpenMP would start, or the number of physical cores if that is
+            less; never exceeded.
+        num_cores: number of cores for all processes of the engine; hardware threads count
+            separately, because the API process can use them.
         weight_bytes: memory of the weights.
-        is_beside_server: a process that serves requests needs a core at the same time.
+        is_beside_server: whether a process that serves requests needs a core at the same time.
     """
     if is_beside_server and weight_bytes < SMALL_MODEL_BYTES:
         num_cores -= 1

@@ -1,4 +1,4 @@
-"""The interface of `current_platform` for programs. The engine itself uses a `Platform`."""
+"""Provide `current_platform` for programs. The engine itself uses a `Platform`."""
 
 import platform
 import random
@@ -10,11 +10,11 @@ from vllm.platforms.interface import Platform
 
 
 class CurrentPlatform:
-    """The device that an engine takes where its arguments name none.
+    """The device that an engine uses if its arguments name none.
 
     Attributes:
-        device_type: of `torch.device`: "cpu" or "hpu".
-        device_name: as in `--device`.
+        device_type: type of the `torch.device`: "cpu" or "hpu".
+        device_name: name as in `--device`.
     """
 
     def __init__(self, platform: Platform) -> None:
@@ -23,29 +23,29 @@ class CurrentPlatform:
         self.device_name = platform.name
 
     def is_cpu(self) -> bool:
-        """Whether the device is the machine's own processor."""
+        """Return whether the device is the machine's own processor."""
         return self.device_type == "cpu"
 
     def is_hpu(self) -> bool:
-        """Whether the device is a Gaudi card, real or simulated."""
+        """Return whether the device is a Gaudi card, real or simulated."""
         return self.device_type == "hpu"
 
     def is_cuda(self) -> bool:
-        """Return False: this version has no platform for CUDA."""
+        """Return False, because this version has no platform for CUDA."""
         return False
 
     is_cuda_alike = is_rocm = is_xpu = is_tpu = is_neuron = is_cuda
 
     def get_device_name(self, device_id: int = 0) -> str:
-        """Return the name of the device, such as GAUDI2; the processor's architecture on a CPU."""
+        """Return the name of the device, such as GAUDI2; on a CPU the processor's architecture."""
         if isinstance(self._platform, HPUPlatform):
             return self._platform.bridge.device_name
         return platform.processor() or platform.machine()
 
     def seed_everything(self, seed: int | None = None) -> None:
-        """Seed the generators of Python, numpy, torch and the device; None seeds nothing.
+        """Seed the random generators of Python, numpy, torch and the device; None: seed nothing.
 
-        Requests have generators of their own; their seed is `SamplingParams.seed`.
+        Requests have their own generators, whose seed is `SamplingParams.seed`.
         """
         if seed is None:
             return

@@ -1,4 +1,4 @@
-"""Intel Gaudi: static shapes, real or simulated with one bridge."""
+"""Implement the Intel Gaudi platform: static shapes, on a real or simulated card."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -57,7 +57,8 @@ class HPUPlatform(Platform):
     has_flat_cache = True
 
     def __init__(self, open_bridge: "Callable[[], HabanaBridge]") -> None:
-        """
+        """Set how the card is opened.
+
         Args:
             open_bridge: called once, when the card is first needed.
         """
@@ -65,12 +66,12 @@ class HPUPlatform(Platform):
 
     @cached_property
     def bridge(self) -> "HabanaBridge":
-        """The card. The first use loads torch and, of a real card, the driver."""
+        """The card. The first use loads torch and, for a real card, the driver."""
         return self._open_bridge()
 
     @property
     def is_simulated(self) -> bool:
-        """Return whether the card is a simulated one."""
+        """Whether the card is simulated."""
         return simulated_card() is not None
 
     def check_present(self) -> None:
@@ -80,26 +81,25 @@ class HPUPlatform(Platform):
 
     @property
     def collectives_backend(self) -> str:
-        """hccl; gloo between simulated cards."""
+        """Backend for collectives: hccl, or gloo between simulated cards."""
         return self.bridge.collectives_backend
 
     @property
     def before_collective(self) -> "Callable[[], None] | None":
-        """Return the function that a rank calls before each exchange with other cards; None:
-        nothing.
+        """Function that a rank calls before each exchange with other cards; None: nothing to call.
 
-        In lazy mode it ends the recorded graph, because a collective that is recorded behind
-        operators that have not been launched may go wrong in some builds of the bridge. So it does
-        while an HPU graph is captured: the bridge allows it, and the graph has one more part. In
-        eager mode nothing is recorded, and a compiler would have to trace the call.
+        In lazy mode it ends the recorded graph, because a collective that is recorded after
+        operators that have not been launched may go wrong in some builds of the bridge. This also
+        happens while an HPU graph is captured: the bridge allows it, and the graph gets one more
+        part. In eager mode nothing is recorded, and a compiler would have to trace the call.
         """
         return self.bridge.mark_step if self.bridge.is_lazy else None
 
     def set_replica(self, index: int, count: int, world_size: int) -> None:
-        """Use `world_size` cards of the machine; the cards of other replicas become invisible.
+        """Use `world_size` cards of the machine, and hide the cards of other replicas.
 
         Raises:
-            ConfigError: there are fewer cards.
+            ConfigError: the machine has too few cards.
         """
         needed = count * world_size
         if simulated_card() is None and num_cards() < needed:
@@ -116,11 +116,11 @@ class HPUPlatform(Platform):
         local_rank: int | None = None,
         num_local_ranks: int | None = None,
     ) -> None:
-        """Take the card of this rank.
+        """Use the card of this rank.
 
         Raises:
-            ConfigError: there are fewer cards, or a card was opened before, without collectives
-                inside of graphs.
+            ConfigError: the machine has too few cards, or a card was opened before without support
+                for collectives in graphs.
         """
         if world_size == 1:
             return
@@ -139,7 +139,7 @@ class HPUPlatform(Platform):
         env_ranks.export_rank(rank, world_size, local_rank, num_local)
 
     def card_reader(self, num_ranks: int) -> "Callable[[], Sequence[CardReading]] | None":
-        """Read real cards; a simulated one has no sensors."""
+        """Return the reader of real cards; None for a simulated card, which has no sensors."""
         if simulated_card() is not None or not num_cards():
             return None
         from vllm.platforms.habana.telemetry import CardReader
@@ -148,13 +148,12 @@ class HPUPlatform(Platform):
 
     @property
     def ops_class(self) -> str:
-        """The fused kernels, over the bridge."""
+        """Class of the operators that use the fused kernels of the bridge."""
         return "vllm.ops.hpu.operators:HPUOps"
 
     @property
     def quantizations(self) -> tuple[str, ...]:
-        """Return the quantizations that the card multiplies with, or dequantizes for each
-        matmul."""
+        """Quantizations that the card multiplies with, or dequantizes for each matmul."""
         return ("fp8", "inc", "int8", "int4", "bitsandbytes")
 
     @property
@@ -162,8 +161,11 @@ class HPUPlatform(Platform):
         return True
 
     def max_lookup_drafts(self, max_num_seqs: int) -> int:
-        """Return the number of drafts. Each decode with drafts is padded to all of them, so the
-        cost of a step depends on this number, and not on how many drafts there are."""
+        """Return the maximum number of lookup drafts.
+
+        Each decode with drafts is padded to this number, so the cost of a step depends on it, and
+        not on how many drafts there are.
+        """
         hidden = _TOKENS_OF_A_READ // max_num_seqs - 1
         return min(_MOST_LOOKUP_DRAFTS, max(_LEAST_LOOKUP_DRAFTS, hidden))
 
@@ -176,18 +178,18 @@ class HPUPlatform(Platform):
         return self.bridge.memory_info().free_bytes
 
     def allocate_cache(self, shape: tuple[int, ...], dtype: "torch.dtype") -> "torch.Tensor":
-        """Allocate zeroed memory of the card."""
+        """Allocate zeroed memory on the card."""
         return self.bridge.zeros(shape, dtype)
 
 
 class PlannedPlatform(HPUPlatform):
-    """A card that this machine need not have, to find out what an engine would do on it.
+    """A simulated card for planning, to find out what an engine would do on it.
 
-    Nothing is computed that is run in `HabanaBridge.dry_run`.
+    Operators inside `HabanaBridge.dry_run` are not computed.
 
     Args:
         card: a key of `cost_model.cards.CARDS`.
-        pool_bytes: memory of the card; None: as much as a real one has.
+        pool_bytes: memory of the card; None: the memory of a real one.
     """
 
     def __init__(self, card: str, pool_bytes: int | None = None) -> None:
@@ -204,14 +206,14 @@ class PlannedPlatform(HPUPlatform):
         local_rank: int | None = None,
         num_local_ranks: int | None = None,
     ) -> None:
-        """Take any rank."""
+        """Accept any rank."""
 
     def activated(self) -> AbstractContextManager[None]:
-        """Let the device `hpu` of this process be the card, and afterwards the one before."""
+        """Use the planned card as the device `hpu` of this process inside the context."""
         return self._simulation.activated()
 
     def recipes_launched(self) -> "AbstractContextManager[list[Recipe]]":
-        """Yield a list to which each recipe that the card launches inside is added."""
+        """Yield a list to which each recipe is added that the card launches inside the context."""
         return self._simulation.card.recipes_launched()
 
     @property
@@ -223,7 +225,7 @@ class PlannedPlatform(HPUPlatform):
 
 
 def create_hpu_platform() -> HPUPlatform:
-    """Make the platform of the simulated card if one is asked for, else of the real one."""
+    """Create the platform of the simulated card if one is requested, else of the real one."""
     model = simulated_card()
     if model is not None:
         return HPUPlatform(lambda: _open_simulation(model))
@@ -233,26 +235,30 @@ def create_hpu_platform() -> HPUPlatform:
 
 
 def simulated_card() -> str | None:
-    """Return the card that the environment asks to simulate."""
+    """Return the name of the card that the environment asks to simulate; None if it does not."""
     settings = envs.get()
     return settings.VLLM_HPU_SIM or ("gaudi2" if settings.VLLM_USE_FAKE_HPU else None)
 
 
 def has_card() -> bool:
-    """Whether the vendor library and a device node are there; opens neither."""
+    """Return whether the vendor library and a device node exist. Opens neither."""
     return has_vendor_library() and num_cards() > 0
 
 
 def num_cards() -> int:
-    """Count the cards that this machine, or container, shows. Accelerators of other vendors, such
-    as the NPU of a processor, have nodes of the same names and are none."""
+    """Count the Gaudi cards that this machine, or container, shows.
+
+    Accelerators of other vendors, such as the NPU of a processor, have nodes with the same names;
+    they are not counted.
+    """
     nodes = [node for node in _DEV.glob("accel/accel[0-9]*") if _is_gaudi(node.name)]
     return len(nodes) or len(list(_DEV.glob("hl[0-9]*")))
 
 
 def _is_gaudi(name: str) -> bool:
-    """Return whether the accelerator of a name is a Gaudi by its PCI vendor, or else by its driver;
-    True where the system says neither."""
+    """Return whether an accelerator is a Gaudi, by its PCI vendor or else its driver; True if the
+    system reports neither.
+    """
     device = _ACCEL_CLASS / name / "device"
     with suppress(OSError, ValueError):
         return int((device / "vendor").read_text(), 16) == _HABANA_LABS
@@ -307,7 +313,9 @@ def _check_card() -> None:
 
 
 def _make_bridge_settings() -> None:
-    """Set what the bridge may read while it is imported and the user has not set (`env/bridge`)."""
+    """Set environment variables that the bridge reads during its import, unless the user has set
+    them (`env/bridge`).
+    """
     is_imported = "habana_frameworks.torch" in sys.modules
     made = envs.export_bridge_settings()
     if is_imported and made:
@@ -345,14 +353,16 @@ def _open_card() -> "HabanaBridge":
 
 
 def _wants_lazy_collectives(settings: envs.Envs) -> bool:
-    """Return whether a collective inside an HPU graph has to be recorded, because there are several
-    processes."""
+    """Return whether collectives inside an HPU graph must be recorded, because there are several
+    processes.
+    """
     return settings.WORLD_SIZE > 1 or bool(settings.PT_HPU_ENABLE_LAZY_COLLECTIVES)
 
 
 def absent_parts() -> list[str]:
-    """Return the parts that the bridge of this machine lacks, of `habana.parts.PARTS`. Loads the
-    library of the vendor, and opens no card.
+    """Return the parts of `habana.parts.PARTS` that the bridge of this machine does not have.
+
+    Loads the vendor library, and opens no card.
 
     Raises:
         ImportError: the library is missing or cannot be loaded.

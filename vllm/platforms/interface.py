@@ -1,6 +1,6 @@
-"""The differences between devices.
+"""Define the differences between devices.
 
-A platform answers questions and names the classes that serve it. Code above it never asks which
+A platform answers questions and names the classes for its device. Other code never asks which
 platform it runs on: there is no `is_hpu()`.
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Platform(ABC):
-    """One kind of device. Making one loads neither torch nor a driver."""
+    """One kind of device. Creating it loads neither torch nor a driver."""
 
     name: ClassVar[str]
     """As in `--device`."""
@@ -49,18 +49,19 @@ class Platform(ABC):
         """Refuse a device that this machine does not have. Opens nothing.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: the device is not present.
         """
         return None
 
     @property
     def collectives_backend(self) -> str:
-        """Of torch.distributed, for tensors on this device."""
+        """Name of the torch.distributed backend for tensors on this device."""
         return "gloo"
 
     def set_replica(self, index: int, count: int, world_size: int) -> None:
-        """Choose the devices of this replica among the devices of the machine, before they are
-        used."""
+        """Choose the devices of this replica among the devices of the machine. Called before they
+        are used.
+        """
         return None
 
     def set_rank(
@@ -70,58 +71,61 @@ class Platform(ABC):
         local_rank: int | None = None,
         num_local_ranks: int | None = None,
     ) -> None:
-        """Choose the device of this process among several, before it is used.
+        """Choose the device of this process among several. Called before it is used.
 
         Args:
-            rank, world_size: of this process, and processes in all.
-            local_rank, num_local_ranks: the same among those that see the devices of this process;
-                None: all are on this machine.
+            rank, world_size: rank of this process, and the number of processes.
+            local_rank, num_local_ranks: the same, counted among the processes that see the same
+                devices; None: all processes are on this machine.
         """
         return None
 
     def card_reader(self, num_ranks: int) -> "Callable[[], Sequence[CardReading]] | None":
-        """Return what reads the sensors of the cards of an engine, in any process; it may block.
-        None: this device has none.
+        """Return a function that reads the sensors of an engine's cards, in any process; it may
+        block. None: the device has no sensors.
 
         Args:
-            num_ranks: processes of the engine on this machine, each with a card.
+            num_ranks: number of engine processes on this machine, each with a card.
         """
         return None
 
     @property
     @abstractmethod
     def ops_class(self) -> str:
-        """module:Class of the operator table."""
+        """Class of the operator table, as "module:Class"."""
 
     @property
     def quantizations(self) -> tuple[str, ...]:
-        """Formats that dense weights can be rounded to while they are loaded."""
+        """Formats to which unquantized weights can be rounded while they are loaded."""
         return ()
 
     @property
     def head_quantizations(self) -> tuple[str, ...]:
-        """Return the formats to which only a dense output head can be rounded while it is
-        loaded."""
+        """Formats to which only an unquantized output head can be rounded while it is loaded."""
         return ()
 
     @property
     def can_run_draft_models(self) -> bool:
-        """Its worker can run a second model, which makes drafts."""
+        """Whether its worker can run a second model for drafts."""
         return False
 
     @property
     def can_run_speculators(self) -> bool:
-        """Its runner hands hidden states of the model to a network that makes drafts."""
+        """Whether its runner can pass hidden states of the model to a network for drafts."""
         return False
 
     def max_lookup_drafts(self, max_num_seqs: int) -> int:
-        """Return the default number of drafts of a request in one step for the methods ngram and
-        suffix, by the most requests that run."""
+        """Return the default number of drafts per request and step for the methods ngram and
+        suffix.
+
+        Args:
+            max_num_seqs: maximum number of running requests.
+        """
         return LOOKUP_DRAFTS
 
     @abstractmethod
     def free_memory_bytes(self) -> int:
-        """Free device memory that this process can allocate."""
+        """Return the free device memory that this process can allocate, in bytes."""
 
     @abstractmethod
     def allocate_cache(self, shape: tuple[int, ...], dtype: "torch.dtype") -> "torch.Tensor":

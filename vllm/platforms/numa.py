@@ -1,9 +1,8 @@
-"""Nodes of memory (NUMA): finds the memory node of each core, and sets where new memory is
-allocated.
+"""Find the memory node (NUMA) of each core, and set where new memory is allocated.
 
-A core reads the memory of its own node faster than that of others, and each node has a rate of its
-own. Memory belongs to the node of the thread that first writes to it, so weights that a few
-threads have read would lie on their nodes alone. No torch.
+A core reads the memory of its own node faster than other memory, and each node has its own
+bandwidth. Memory belongs to the node of the thread that first writes to it, so weights that were
+read by a few threads would all be on the nodes of these threads. Does not import torch.
 """
 
 import ctypes
@@ -22,10 +21,10 @@ _MASK_BITS = 1024
 
 
 def node_of_cores(folder: Path = _NODES) -> dict[int, int]:
-    """Return the node of each core. Empty if the system describes none.
+    """Return the memory node of each core; empty if the system describes none.
 
     Args:
-        folder: where the system describes them.
+        folder: folder where the system describes the nodes.
     """
     found: dict[int, int] = {}
     for path in sorted(folder.glob("node*/cpulist")):
@@ -36,10 +35,10 @@ def node_of_cores(folder: Path = _NODES) -> dict[int, int]:
 
 
 def nodes_of(cores: Collection[int], folder: Path = _NODES) -> list[int]:
-    """Return the nodes of some cores, each once.
+    """Return the memory nodes of some cores, each once.
 
     Args:
-        cores: cores that the system does not describe are on no node.
+        cores: ids of cores; a core that the system does not describe belongs to no node.
         folder: as for `node_of_cores`.
     """
     of_core = node_of_cores(folder)
@@ -47,10 +46,10 @@ def nodes_of(cores: Collection[int], folder: Path = _NODES) -> list[int]:
 
 
 def interleave(nodes: Collection[int]) -> bool:
-    """Allocate new memory pages from the nodes alternately: in this thread, and the threads that it
+    """Allocate new memory pages alternately from the nodes: in this thread, and in threads that it
     starts from now on.
 
-    False, and no change, where the process was started with a policy of its own (numactl).
+    Returns False and changes nothing if the process was started with a memory policy (numactl).
 
     Raises:
         OSError: the system or the container does not allow it.
@@ -82,7 +81,7 @@ def _call(libc: ctypes.CDLL, number: int, *arguments: object) -> None:
 
 
 def _numbers(text: str) -> list[int]:
-    """Parse a list of the system such as "0-3,8"; it may be empty.
+    """Parse a list from the system such as "0-3,8"; it may be empty.
 
     >>> _numbers("0-2,8")
     [0, 1, 2, 8]

@@ -1,4 +1,4 @@
-"""From a device name to its platform."""
+"""Find the platform for a device name."""
 
 from functools import cache
 
@@ -13,7 +13,7 @@ def resolve_platform(device: str) -> Platform:
     """Return the platform of a `--device` value.
 
     Raises:
-        ConfigError: the device is not known or not usable here.
+        ConfigError: the device is not known or not usable on this machine.
     """
     if device == "auto":
         device = envs.get().VLLM_TARGET_DEVICE or detect_device()
@@ -27,5 +27,5 @@ def resolve_platform(device: str) -> Platform:
 
 
 def detect_device() -> str:
-    """Return hpu when there is a card or a simulated one, else cpu."""
+    """Return "hpu" if there is a card or a simulated one, else "cpu"."""
     return "hpu" if simulated_card() is not None or has_card() else "cpu"

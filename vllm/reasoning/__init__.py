@@ -1,4 +1,4 @@
-"""Reasoning parsers: split a model's text into reasoning and answer."""
+"""Split a model's text into reasoning and answer."""
 
 from vllm.reasoning.manager import ReasoningParserManager
 from vllm.reasoning.parsers import ReasoningParser

@@ -1,4 +1,4 @@
-"""The module from which parsers written for vLLM import their base class."""
+"""Export the base class for reasoning parsers that were written for vLLM."""
 
 from vllm.reasoning.manager import ReasoningParserManager
 from vllm.reasoning.parsers import ReasoningParser

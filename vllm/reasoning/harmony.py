@@ -1,4 +1,4 @@
-"""Reads the messages of GPT-OSS (the Harmony format): each has a channel, and may have a recipient.
+"""Parse the messages of GPT-OSS (the Harmony format): each has a channel, and may have a recipient.
 
     <|channel|>analysis<|message|>THOUGHTS<|end|><|start|>assistant<|channel|>commentary
     to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
@@ -31,7 +31,7 @@ _RECIPIENT = re.compile(r"(?:^|\s)to=([^\s=]+)")
 
 @dataclass(frozen=True)
 class Header:
-    """The fields before the text of a message."""
+    """The fields in the header of a message."""
 
     channel: str
     """Empty: it names none."""
@@ -40,10 +40,10 @@ class Header:
 
 
 def read_header(stream: TextStream, start: str) -> Wait[Header | None]:
-    """Read the header of a message up to its text. None: that is no header.
+    """Read the header of a message, up to its text; None if it is not a header.
 
     Args:
-        stream: of which `start` was just read.
+        stream: text of which `start` was just read.
         start: `START`, `CHANNEL`, or `RECIPIENT` at the beginning of an output.
     """
     words = {START: "", CHANNEL: "", CONSTRAIN: ""}
@@ -64,17 +64,17 @@ def read_header(stream: TextStream, start: str) -> Wait[Header | None]:
 
 
 def read_end(stream: TextStream) -> Wait[None]:
-    """Read the end of a message, if it is next."""
+    """Read the end marker of a message, if it is next."""
     for end in (END, CALL, RETURN):
         if (yield from stream.read_literal(end)):
             return
 
 
 class HarmonyReasoningParser(ReasoningParser):
-    """Thoughts are the messages of the channel `analysis`: GPT-OSS.
+    """Parser for GPT-OSS: reasoning is the messages of the channel `analysis`.
 
     Messages to a tool become part of the answer with their headers, for the tool parser. Several
-    messages of thoughts or of text are separated by a line break.
+    messages of reasoning or of text are separated by a line break.
     """
 
     starts = ("<|channel|>analysis<|message|>",)
@@ -83,13 +83,15 @@ class HarmonyReasoningParser(ReasoningParser):
     is_start_optional = True
 
     def grammar_start(self) -> GrammarStart:
-        """Return where a grammar for the answer begins. The model thinks in any case."""
+        """Return the position at which a grammar for the answer begins. The model always reasons
+        first.
+        """
         self._is_thinking = True
         return super().grammar_start()
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The texts that must be in an output even where they are special tokens."""
+        """The strings that must be in the output text even if they are special tokens."""
         return (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
 
     def _parse(self) -> Wait[None]:
@@ -105,7 +107,7 @@ class HarmonyReasoningParser(ReasoningParser):
             yield from self._read_message(start, is_spoken)
 
     def _read_message(self, start: str, is_spoken: set[str]) -> Wait[None]:
-        """Read a message whose start was just read."""
+        """Read a message whose start marker was just read."""
         stream = self._stream
         header = yield from read_header(stream, start)
         is_text = header is not None and not header.recipient

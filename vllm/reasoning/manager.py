@@ -1,4 +1,4 @@
-"""The reasoning parsers by name, of this package and of plug-ins."""
+"""Register the reasoning parsers by name, of this package and of plug-ins."""
 
 from vllm.reasoning.harmony import HarmonyReasoningParser
 from vllm.reasoning.parsers import (
@@ -21,7 +21,7 @@ from vllm.utils.parser_registry import ParserRegistry, load_plugin
 
 
 class ReasoningParserRegistry(ParserRegistry[ReasoningParser]):
-    """Reasoning parsers, some of them from files of the user."""
+    """Registry of reasoning parsers, including parsers from files of the user."""
 
     get_reasoning_parser = ParserRegistry.get
 

@@ -1,4 +1,4 @@
-"""Reasoning parsers split the text of a model into reasoning and answer while it grows.
+"""Split the text of a model into reasoning and answer while it grows.
 
 Independent of the server and the device.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReasoningDelta:
-    """New text of an output; it has the attributes of the chat API's `DeltaMessage`."""
+    """New text of an output, with the attributes of the chat API's `DeltaMessage`."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -26,23 +26,23 @@ class ReasoningDelta:
 
     @property
     def reasoning(self) -> str | None:
-        """The new thoughts, under their name since vLLM 0.12."""
+        """The new reasoning, under the name that vLLM uses since 0.12."""
         return self.reasoning_content
 
 
 class ReasoningParser:
-    """Reads one output: thoughts between two markers, then the answer. Never raises for a text.
+    """Splits one output: reasoning between two markers, then the answer. Never raises for any text.
 
-    Only reasoning at the beginning is recognised: everything after the first end marker is the
+    Reasoning is recognised only at the beginning: everything after the first end marker is the
     answer.
 
     Args:
-        tokenizer: the model's; None where there is none.
-        is_thinking: what the request says. False: the model was told not to think, so that all of
-            its text is the answer. None: it says nothing.
+        tokenizer: tokenizer of the model, or None.
+        is_thinking: False: the request told the model not to reason, so all of its text is the
+            answer. None: the request does not say.
 
     Attributes:
-        spans: (start, end) in characters of the output, of the thoughts so far.
+        spans: (start, end) of the reasoning so far, in characters of the output.
     """
 
     starts: ClassVar[tuple[str, ...]] = ("<think>",)
@@ -66,7 +66,7 @@ class ReasoningParser:
         self._begin()
 
     def _begin(self) -> None:
-        """Forget the output that was read, for another one."""
+        """Forget the previous output, to read another one."""
         self._stream = TextStream()
         self.spans: list[tuple[int, int]] = []
         self._reasoning: list[str] = []
@@ -75,25 +75,25 @@ class ReasoningParser:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Return the texts that must be in an output even where they are special tokens."""
+        """The strings that must be in the output text even if they are special tokens."""
         return (*self.starts, *self.ends, *self.answer_starts)
 
     @cached_property
     def vocab(self) -> dict[str, int]:
-        """Token -> id."""
+        """Map from each token to its id."""
         assert self.model_tokenizer is not None
         vocabulary: dict[str, int] = self.model_tokenizer.get_vocab()
         return vocabulary
 
     def follow(self, prompt: str, *, is_continued: bool = False) -> None:
-        """Say what the output follows, before anything is read.
+        """Set the prompt that the output follows, before any output is read.
 
-        A prompt may end inside of thoughts, or after them.
+        A prompt may end inside reasoning, or after it.
 
         Args:
-            prompt: its text, with the special tokens.
-            is_continued: the prompt ends with the beginning of the answer, and not with what the
-                chat template writes before it.
+            prompt: text of the prompt, with special tokens.
+            is_continued: whether the prompt ends with the beginning of the answer, rather than with
+                text that the chat template writes before it.
         """
         is_inside = ends_inside(prompt, self.starts, self.ends, is_continued=is_continued)
         if is_inside is None or self._is_told_not_to:
@@ -101,7 +101,9 @@ class ReasoningParser:
         self._is_thinking, self._is_start_needed = is_inside, False
 
     def grammar_start(self) -> GrammarStart:
-        """Return where a grammar for the answer begins, after the prompt of `follow`."""
+        """Return the position at which a grammar for the answer begins, after the prompt given to
+        `follow`.
+        """
         if not self._is_thinking:
             return GrammarStart()
         begin = partial(GrammarStart, thought_ends=self.ends, calls_in_thoughts=self.answer_starts)
@@ -112,45 +114,46 @@ class ReasoningParser:
     def feed(
         self, delta_text: str, delta_token_ids: Sequence[int] = ()
     ) -> tuple[str | None, str | None]:
-        """Read new text. Returns the new (thoughts, answer), each None if there is none.
+        """Read new text. Returns the new (reasoning, answer), each None if there is none.
 
         Args:
-            delta_text: what the text grows by.
-            delta_token_ids: its tokens; no format here needs them.
+            delta_text: the new text.
+            delta_token_ids: tokens of the new text; no built-in parser needs them.
         """
         self._stream.add(delta_text)
         next(self._steps, None)
         return self._take()
 
     def finish(self) -> tuple[str | None, str | None]:
-        """End the text. Returns what was held back, as `feed` does."""
+        """End the text, and return the parts that were held back, in the form of `feed`."""
         self._stream.is_complete = True
         next(self._steps, None)
         return self._take()
 
     def split(self, text: str) -> tuple[str | None, str | None]:
-        """Split a complete text into (thoughts, answer). Returns the same as feeding it in any
-        pieces."""
+        """Split a complete text into (reasoning, answer). The result is the same as for reading it
+        in pieces.
+        """
         parser = type(self)(self.tokenizer)
         parser._is_thinking, parser._is_start_needed = self._is_thinking, self._is_start_needed
         first, last = parser.feed(text), parser.finish()
         return _join(first[0], last[0]), _join(first[1], last[1])
 
     def read_whole(self, text: str, token_ids: Sequence[int] = ()) -> tuple[str | None, str | None]:
-        """Return (thoughts, answer) of a complete text, which is all of this output."""
+        """Return the (reasoning, answer) of a complete output, read by this parser."""
         first, last = self.feed(text, token_ids), self.finish()
         return _join(first[0], last[0]), _join(first[1], last[1])
 
     def extract_reasoning_content(
         self, model_output: str, request: Any = None
     ) -> tuple[str | None, str | None]:
-        """Return `split`, for programs that know this name of vLLM."""
+        """Return the result of `split`; a method name of vLLM."""
         return self.split(model_output)
 
     def extract_reasoning(
         self, model_output: str, request: Any = None
     ) -> tuple[str | None, str | None]:
-        """Return `split`, for programs that know the name since vLLM 0.12."""
+        """Return the result of `split`; a method name of vLLM since 0.12."""
         return self.split(model_output)
 
     def extract_reasoning_content_streaming(
@@ -162,21 +165,21 @@ class ReasoningParser:
         current_token_ids: Sequence[int],
         delta_token_ids: Sequence[int],
     ) -> "ReasoningDelta | None":
-        """Read new text, for programs written for vLLM.
+        """Read new text; a method for programs written for vLLM.
 
         An empty `previous_text` begins another output. Text that may be a part of a marker is held
-        back, and what is held back at the end of an output comes from `finish` only.
+        back. The text that is held back at the end of an output is returned only by `finish`.
 
         Args:
-            previous_text: not used otherwise, and neither is `current_text`.
-            current_text: the text so far.
-            delta_text: its new end.
-            previous_token_ids: not used, nor are the other ones.
-            current_token_ids: of the text so far.
-            delta_token_ids: of its new end.
+            previous_text: only checked for being empty.
+            current_text: not used.
+            delta_text: the new text.
+            previous_token_ids: not used.
+            current_token_ids: not used.
+            delta_token_ids: not used.
 
         Returns:
-            The new thoughts and the new answer; None if there is nothing.
+            The new reasoning and the new answer; None if there is nothing new.
         """
         if not previous_text:
             self._begin()
@@ -190,7 +193,7 @@ class ReasoningParser:
         return self.extract_reasoning_content_streaming(*args, **kwargs)
 
     def extract_content_ids(self, input_ids: Sequence[int]) -> list[int]:
-        """Return the output tokens after the end of the thoughts; empty before that."""
+        """Return the output tokens after the end of the reasoning; empty before that."""
         ids = list(input_ids)
         if self.tokenizer is None:
             return []
@@ -201,11 +204,13 @@ class ReasoningParser:
 
     @classmethod
     def reasoning_end_token_ids(cls, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-        """Return the tokens of the first end marker: after them the answer begins."""
+        """Return the tokens of the first end marker, after which the answer begins."""
         return list(tokenizer.encode(cls.ends[0], add_special_tokens=False))
 
     def is_reasoning_end(self, token_ids: Sequence[int]) -> bool:
-        """Whether these output tokens hold the end of the thoughts. False without a tokenizer."""
+        """Return whether these output tokens contain the end of the reasoning. False without a
+        tokenizer.
+        """
         if self.tokenizer is None:
             return False
         end = self.reasoning_end_token_ids(self.tokenizer)
@@ -223,11 +228,11 @@ class ReasoningParser:
         yield from self._read_answer()
 
     def _read_answer(self) -> Wait[None]:
-        """Read the text after the thoughts."""
+        """Read the text after the reasoning."""
         yield from self._stream.read_until(Markers(()), self._add_content)
 
     def _read_start(self) -> Wait[bool]:
-        """Read the start marker. False: the text begins with its answer."""
+        """Read the start marker. Returns False if the text begins with the answer."""
         stream = self._stream
         yield from stream.skip_space()
         for start in self.starts:
@@ -242,7 +247,7 @@ class ReasoningParser:
         return not self._is_start_needed
 
     def _add_reasoning(self, piece: str) -> None:
-        """Take text that was just read for thoughts."""
+        """Treat text that was just read as reasoning."""
         self._stream.pop_read()
         self._reasoning.append(piece)
         end = self._stream.num_read
@@ -264,63 +269,66 @@ class ReasoningParser:
 
 
 class DeepSeekR1ReasoningParser(ReasoningParser):
-    """Everything before `</think>`; `<think>` may be missing, as chat templates write it already.
+    """Parser for `reasoning</think>answer`; `<think>` may be missing, because chat templates write
+    it.
 
-    DeepSeek R1 and its distillations, QwQ, and models that always think. A text without
-    `</think>` is nothing but thoughts.
+    For DeepSeek R1 and its distillations, QwQ, and models that always reason. A text without
+    `</think>` is only reasoning.
     """
 
     is_start_optional = True
 
 
 class Qwen3ReasoningParser(ReasoningParser):
-    """`<think>...</think>`: Qwen3. A text without `<think>` has no thoughts, unless the prompt ends
-    with it.
+    """Parser for `<think>...</think>`: Qwen3. A text without `<think>` has no reasoning, unless the
+    prompt ends with it.
     """
 
 
 class GraniteReasoningParser(ReasoningParser):
-    """Thoughts and answer each after a phrase: Granite 3.2."""
+    """Parser for Granite 3.2, where reasoning and answer each follow a phrase."""
 
     starts = ("Here is my thought process:", "Here's my thought process:")
     ends = ("Here is my response:", "Here's my response:")
 
 
 class KimiK2ReasoningParser(DeepSeekR1ReasoningParser):
-    """Everything before `</think>`, or before the first call: Kimi K2 Thinking and later."""
+    """Parser for Kimi K2 Thinking and later: reasoning ends at `</think>` or at the first call."""
 
     answer_starts = ("<|tool_calls_section_begin|>",)
 
 
 class DeepSeekV3ReasoningParser(DeepSeekR1ReasoningParser):
-    """Everything before `</think>`, if the request turns thinking on: DeepSeek V3.1 and V3.2."""
+    """Parser for DeepSeek V3.1 and V3.2: reasoning ends at `</think>`, if the request turns
+    thinking on.
+    """
 
     thinks_by_default = False
 
 
 class MistralReasoningParser(ReasoningParser):
-    """`[THINK]...[/THINK]`: Magistral, Ministral 3."""
+    """Parser for `[THINK]...[/THINK]`: Magistral, Ministral 3."""
 
     starts, ends = ("[THINK]",), ("[/THINK]",)
 
 
 class SeedOssReasoningParser(ReasoningParser):
-    """`<seed:think>...</seed:think>`: Seed-OSS."""
+    """Parser for `<seed:think>...</seed:think>`: Seed-OSS."""
 
     starts, ends = ("<seed:think>",), ("</seed:think>",)
 
 
 class ApertusReasoningParser(ReasoningParser):
-    """`<|inner_prefix|>...<|inner_suffix|>`, or up to the first call: Apertus."""
+    """Parser for `<|inner_prefix|>...<|inner_suffix|>`, or up to the first call: Apertus."""
 
     starts, ends = ("<|inner_prefix|>",), ("<|inner_suffix|>",)
     answer_starts = ("<|tools_prefix|>",)
 
 
 class Gemma4ReasoningParser(ReasoningParser):
-    """`<|channel>thought`, a new line, `...<channel|>`: Gemma 4.
+    """Parser for `<|channel>thought`, a new line, `...<channel|>`: Gemma 4.
 
-    Large models that were told not to think write both markers with nothing between them.
+    Large models that were told not to reason write both markers with nothing between them.
     """
 
     starts, ends = ("<|channel>thought",), ("<channel|>",)
@@ -338,9 +346,10 @@ class Gemma4ReasoningParser(ReasoningParser):
 
 
 class AppendThinkReasoningParser(ReasoningParser):
-    """Thoughts remain in the answer, with the `<think>` that the chat template wrote: MiniMax M2.
+    """Parser for MiniMax M2: reasoning remains in the answer, with the `<think>` that the chat
+    template wrote.
 
-    The model expects its thoughts in the conversation, and not every client sends them back.
+    The model expects its reasoning in the conversation, and not every client sends it back.
     """
 
     def _parse(self) -> Wait[None]:
@@ -353,14 +362,16 @@ class AppendThinkReasoningParser(ReasoningParser):
 
 
 class WrappedAnswerReasoningParser(ReasoningParser):
-    """Thoughts, then an answer between two markers, which are left out. A subclass spells them."""
+    """Parser for reasoning, then an answer between two markers, which are removed. A subclass
+    defines the markers.
+    """
 
     answer_start: ClassVar[str]
     answer_end: ClassVar[str]
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The texts that must be in an output even where they are special tokens."""
+        """The strings that must be in the output text even if they are special tokens."""
         return (*super().markers, self.answer_start, self.answer_end)
 
     def _read_answer(self) -> Wait[None]:
@@ -379,20 +390,24 @@ class WrappedAnswerReasoningParser(ReasoningParser):
 
 
 class HunyuanReasoningParser(WrappedAnswerReasoningParser):
-    """`<think>...</think><answer>...</answer>`: Hunyuan A13B."""
+    """Parser for `<think>...</think><answer>...</answer>`: Hunyuan A13B."""
 
     answer_start, answer_end = "<answer>", "</answer>"
 
 
 class Ernie45ReasoningParser(WrappedAnswerReasoningParser):
-    """Everything before `</think>`, then `<response>...</response>`: ERNIE 4.5 Thinking and VL."""
+    """Parser for reasoning before `</think>`, then `<response>...</response>`: ERNIE 4.5 Thinking
+    and VL.
+    """
 
     is_start_optional = True
     answer_start, answer_end = "<response>", "</response>"
 
 
 class CohereReasoningParser(WrappedAnswerReasoningParser):
-    """`<|START_THINKING|>...<|END_THINKING|>`, then the answer between such markers: Command A."""
+    """Parser for `<|START_THINKING|>...<|END_THINKING|>`, then the answer between similar markers:
+    Command A.
+    """
 
     starts, ends = ("<|START_THINKING|>",), ("<|END_THINKING|>",)
     answer_start, answer_end = "<|START_RESPONSE|>", "<|END_RESPONSE|>"
@@ -405,10 +420,11 @@ def _join(first: str | None, last: str | None) -> str | None:
 def ends_inside(
     prompt: str, starts: Sequence[str], ends: Sequence[str], *, is_continued: bool
 ) -> bool | None:
-    """Return whether a prompt ends inside of thoughts (True), after them (False), or neither.
+    """Return True if a prompt ends inside reasoning, False if it ends after reasoning, and None
+    otherwise.
 
-    A template writes a marker at the very end of the prompt; a marker further up is part of what
-    somebody wrote. Of a message that is continued the last marker counts.
+    A template writes a marker at the very end of the prompt; an earlier marker is ordinary text. If
+    a message is continued, the last marker in it decides.
     """
     if is_continued:
         start, end = (max(map(prompt.rfind, texts), default=-1) for texts in (starts, ends))

@@ -1,15 +1,15 @@
-"""Reductions over the vocabulary in blocks: maximum, argmax, top k, one random draw.
+"""Compute reductions over the vocabulary in blocks: maximum, argmax, top k, one random draw.
 
-A vocabulary of V tokens is B blocks of 128. One fast pass reduces each block to a number; the rest
-looks at B numbers and at the few blocks that matter:
+A vocabulary of V tokens is divided into B blocks of 128. One fast pass reduces each block to a
+value; the other steps read these B values and the few blocks that matter:
 
     logits   [n, V]   | 128 | 128 | 128 | ... |      one vectorised pass
     maxima   [n, B]   |  *  |     |  *  | ... |      argmax, top k or cumsum here
     chosen   [n, k, 128]                             and then here
 
 On a CPU this is several times faster than argmax, topk and cumsum over V. Every step has a shape
-known beforehand, reads nothing back to the host, and treats each row alone: a row gives the same
-bits in any batch.
+that is known beforehand, reads nothing back to the host, and handles each request separately: the
+result for a request is the same, bit by bit, in any batch.
 """
 
 import torch
@@ -27,9 +27,9 @@ _BLOCKS_PER_CANDIDATE = 6
 def padded_copy(logits: Tensor, buffers: Buffers | None) -> Tensor:
     """Copy [n, V] of any float dtype to [n, P] float32 in the buffer "logits".
 
-    P is a multiple of the block size and above V, so that there is a column that is no token.
-    Columns from V on are -inf. Without buffers it is new memory, and no part of it is written
-    through a view, which a card would do by a copy.
+    P is a multiple of the block size and above V, so that there is a column that is not a token.
+    Columns from V on are -inf. Without buffers the result is new memory, and no part of it is
+    written through a view, because a Gaudi card would copy it.
     """
     num_rows, vocab_size = logits.shape
     width = (vocab_size // BLOCK_SIZE + 1) * BLOCK_SIZE
@@ -57,7 +57,7 @@ def split_blocks(values: Tensor) -> Tensor:
 
 
 def block_max(logits: Tensor) -> Tensor:
-    """Reduce [n, V] to the largest value of each block, [n, B]; the last block may be short.
+    """Return the largest value of each block of logits [n, V]: [n, B]. The last block may be short.
 
     NaN in a block gives NaN.
     """
@@ -70,11 +70,12 @@ def block_max(logits: Tensor) -> Tensor:
 
 
 def argmax(logits: Tensor, maxima: Tensor) -> Tensor:
-    """Return the index [n] int32 of each row's largest value, the first one if there are several.
+    """Return the index [n] int32 of the largest value of each request, the first one if there are
+    several.
 
     Args:
         logits: [n, V].
-        maxima: [n, B] of `block_max(logits)`.
+        maxima: [n, B], result of `block_max(logits)`.
     """
     start = maxima.argmax(-1, keepdim=True).int() * BLOCK_SIZE
     offsets = torch.arange(BLOCK_SIZE, dtype=torch.int32, device=logits.device)
@@ -86,14 +87,14 @@ def argmax(logits: Tensor, maxima: Tensor) -> Tensor:
 
 
 def top_values(logits: Tensor, maxima: Tensor, k: int) -> Tensor:
-    """Return the k largest values of each row, largest first: [n, k].
+    """Return the k largest values of each request, largest first: [n, k].
 
-    The k largest values lie in the k blocks with the largest maxima, so only those are searched
-    when k is small.
+    The k largest values are in the k blocks with the largest maxima, so only these are searched if
+    k is small.
 
     Args:
         logits: [n, V], V a multiple of the block size.
-        maxima: [n, B] of `block_max(logits)`.
+        maxima: [n, B], result of `block_max(logits)`.
         k: at most V.
     """
     candidates = _candidates(maxima, k)
@@ -103,11 +104,11 @@ def top_values(logits: Tensor, maxima: Tensor, k: int) -> Tensor:
 
 
 def top_tokens(logits: Tensor, maxima: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest values of each row and their indices.
+    """Return the k largest values of each request and their indices.
 
     Returns:
-        [n, k] values and [n, k] int32 indices. Which of several equal values is at the end of
-        the list is not defined.
+        [n, k] values and [n, k] int32 indices. If several values at the end of the list are equal,
+        it is not defined which are included.
     """
     candidates = _candidates(maxima, k)
     if candidates is None:
@@ -119,8 +120,9 @@ def top_tokens(logits: Tensor, maxima: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _candidates(maxima: Tensor, k: int) -> Tensor | None:
-    """Return the indices [n, k * 128] int32 of the k most promising blocks; None: search all of
-    them."""
+    """Return the token indices [n, k * 128] int32 of the k blocks with the largest maxima; None:
+    search all blocks.
+    """
     if k * _BLOCKS_PER_CANDIDATE > maxima.shape[-1]:
         return None
     blocks = maxima.topk(k, dim=-1).indices.int()
@@ -129,27 +131,29 @@ def _candidates(maxima: Tensor, k: int) -> Tensor | None:
 
 
 def num_draws(vocab_size: int) -> int:
-    """Return how many random numbers `draw` needs per row: one per block, and one per token of a
-    block."""
+    """Return how many random numbers `draw` needs per request: one per block, and one per token of
+    a block.
+    """
     return vocab_size // BLOCK_SIZE + 1 + BLOCK_SIZE
 
 
 def draw(weights: Tensor, exponentials: Tensor) -> Tensor:
-    """Draw one index per row, with probability proportional to its weight.
+    """Draw one index per request, with probability proportional to its weight.
 
-    An exponential race (the Gumbel-max trick in other words, Maddison et al., arXiv:1411.0030):
-    of waiting times e / w, with e exponentially distributed, the first is that of index i with
-    probability w_i / sum(w). First among the blocks, then among the tokens of the winner.
+    This is an exponential race (equivalent to the Gumbel-max trick, Maddison et al.,
+    arXiv:1411.0030): of waiting times e / w, with e exponentially distributed, the smallest has the
+    index i with probability w_i / sum(w). The race runs first among the blocks, then among the
+    tokens of the winning block.
 
-    The inverse of the cumulative distribution would need one number instead of these few hundred.
-    But each of its thousands of boundaries moves with every rounding error before it, so a token
-    would depend on the batch a thousand times more often than here, where an error matters only
-    if it changes who comes first.
+    The inverse of the cumulative distribution would need one random number instead of a few
+    hundred. But each of its thousands of boundaries moves with every rounding error before it, so a
+    token would depend on the batch a thousand times more often than here, where an error matters
+    only if it changes the winner.
 
     Args:
-        weights: [n, B, 128] float32, at least 0, with a positive one in each row.
-        exponentials: [n, K] float32 above 0, K at least B + 128: for block b number b, for the
-            tokens inside a block the last 128.
+        weights: [n, B, 128] float32, at least 0, with a positive one for each request.
+        exponentials: [n, K] float32 above 0, K at least B + 128: the first B for the blocks, the
+            last 128 for the tokens inside a block.
 
     Returns:
         [n] int32 in [0, B * 128). Never an index of weight 0.

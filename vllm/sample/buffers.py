@@ -1,4 +1,4 @@
-"""Memory that temporaries share."""
+"""Share memory between temporary tensors."""
 
 import math
 from collections.abc import Callable
@@ -15,9 +15,9 @@ ToDevice = Callable[[npt.NDArray[Any]], Tensor]
 class Buffers:
     """Named float32 buffers. Each grows to its largest use and is kept.
 
-    On a CPU, a new temporary of some megabytes is new memory from the system each time, and mapping
-    its pages takes as long as computing it. A tensor from a buffer is valid until the next call
-    with the same name.
+    On a CPU, a new temporary tensor of some megabytes is new memory from the system each time, and
+    mapping its pages takes as long as computing it. A tensor from a buffer is valid until the next
+    call with the same name.
     """
 
     def __init__(self) -> None:
@@ -33,5 +33,5 @@ class Buffers:
         return memory[:size].view(shape)
 
     def get_like(self, name: str, values: Tensor) -> Tensor:
-        """Return an uninitialised tensor of the shape and on the device of another."""
+        """Return an uninitialised tensor with the shape and device of another one."""
         return self.get(name, tuple(values.shape), values.device)

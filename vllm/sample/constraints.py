@@ -1,7 +1,7 @@
-"""logit_bias, bad_words and min_tokens: values that are added to the logits of some tokens.
+"""Apply logit_bias, bad_words and min_tokens: add values to the logits of some tokens.
 
-Each row has a few (token, value) pairs; a banned token gets -inf. Constraints that may cover the
-whole vocabulary are in `masks`.
+Each request has a few (token, value) pairs; a banned token gets -inf. Constraints that may cover
+the whole vocabulary are in `masks`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,18 +19,18 @@ _MAX_BIAS = 1e30
 
 
 class BiasTable:
-    """Bias and banned tokens of a request, prepared for the steps. Immutable.
+    """Bias and banned tokens of a request, prepared for all its steps. Immutable.
 
     Args:
-        request: whose `logit_bias` token ids are inside the vocabulary.
+        request: request whose `logit_bias` token ids are inside the vocabulary.
         vocab_size: stop tokens and bad words outside of it cannot be generated and are ignored.
 
     Attributes:
         always: token ids, and the values to add to their logits in every step.
-        early: the same while the output has fewer than `min_tokens` tokens.
-        min_tokens: 0 when end tokens are never banned.
-        last_tokens: tokens of a bad word but the last -> the banned last tokens.
-        prefix_lengths: last token of such a prefix -> the lengths of the prefixes that end so.
+        early: token ids and values to use while the output has fewer than `min_tokens` tokens.
+        min_tokens: 0 if end tokens are never banned.
+        last_tokens: all tokens of a bad word except the last -> banned last tokens.
+        prefix_lengths: last token of such a prefix -> lengths of the prefixes that end with it.
     """
 
     def __init__(self, request: EngineRequest, vocab_size: int) -> None:
@@ -59,7 +59,7 @@ class BiasTable:
     def banned_after(self, tail: list[int]) -> set[int]:
         """Return the last tokens of the bad words whose other tokens are the end of this output.
 
-        One look-up per length of a prefix, however many bad words there are.
+        This needs one look-up per prefix length, however many bad words there are.
         """
         found = [
             self.last_tokens.get(tuple(tail[-length:]))
@@ -69,7 +69,7 @@ class BiasTable:
 
 
 class BiasTables:
-    """Makes tables and keeps the newest one, because the samples of a request share it."""
+    """Creates bias tables and keeps the newest one, because the samples of a request share it."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -83,7 +83,9 @@ class BiasTables:
 
 
 def _have_same_bias(one: EngineRequest, other: EngineRequest) -> bool:
-    """Whether both requests have the same parameter objects, so that their tables are equal."""
+    """Return whether both requests have the same parameter objects, so that their tables are
+    equal.
+    """
     a, b = one.sampling_params, other.sampling_params
     return (
         one.bad_words_token_ids is other.bad_words_token_ids
@@ -99,8 +101,8 @@ class RowConstraints:
     """Bias and banned tokens of one request, with the end of its output, which bad words need.
 
     Args:
-        table: of the request.
-        output_token_ids: generated so far.
+        table: bias table of the request.
+        output_token_ids: tokens generated so far.
     """
 
     def __init__(self, table: BiasTable, output_token_ids: Sequence[int]) -> None:
@@ -131,8 +133,8 @@ class RowConstraints:
         """Return distinct token ids [m], and the values to add to their logits [m].
 
         Args:
-            num_output_tokens: generated so far.
-            ahead: the last of them, if they are not recorded yet.
+            num_output_tokens: number of tokens generated so far.
+            ahead: the last of these tokens, if they are not recorded yet.
         """
         table = self._table
         pairs = table.early if num_output_tokens < table.min_tokens else table.always
@@ -148,7 +150,7 @@ class RowConstraints:
 
 @dataclass(frozen=True)
 class LogitEdits:
-    """Values to add to some logits of each row. E is the longest list of the launch."""
+    """Values to add to some logits of each request. E is the longest list in the batch."""
 
     token_ids: Tensor
     """[n, E] int32; padding is token 0."""
@@ -163,11 +165,12 @@ class LogitEdits:
         width: int,
         to_device: ToDevice,
     ) -> "LogitEdits":
-        """Build the edits from each index in the launch -> its pairs; other rows are not changed.
+        """Build the edits from `pairs`: index in the batch -> token ids and values. Other requests
+        are not changed.
 
         Args:
-            num_rows: n.
-            pairs: none of them longer than `width`.
+            num_rows: number of requests n.
+            pairs: edits, none longer than `width`.
             width: E.
             to_device: copies an array to the device of the logits.
         """
@@ -179,11 +182,11 @@ class LogitEdits:
         return cls(to_device(token_ids), to_device(values))
 
     def __getitem__(self, rows: Tensor) -> "LogitEdits":
-        """Select rows [m] int64."""
+        """Select the edits of requests [m] int64."""
         return LogitEdits(self.token_ids[rows], self.values[rows])
 
     def apply(self, logits: Tensor) -> None:
-        """Add to logits [n, P] float32 in place."""
+        """Add the values to logits [n, P] float32 in place."""
         logits.scatter_add_(-1, self.token_ids.long(), self.values)
 
 

@@ -1,4 +1,4 @@
-"""The sampler of the CPU: C++ kernels, and torch for what they do not support."""
+"""Sample on the CPU with C++ kernels, and with torch for what they do not support."""
 
 from dataclasses import replace
 
@@ -22,12 +22,12 @@ Tokens = tuple[Tensor, Tensor]
 def make_sampler(
     max_num_seqs: int, vocab_size: int, device: torch.device
 ) -> tuple[SamplingState, Sampler]:
-    """Make the sampling state and its sampler, for a device without static shapes.
+    """Create the sampling state and its sampler, for a device without static shapes.
 
     Args:
-        max_num_seqs: number of rows.
+        max_num_seqs: maximum number of requests.
         vocab_size: V of the logits.
-        device: of the logits.
+        device: device of the logits.
     """
     kernels = load_sampling_kernels() if device.type == "cpu" else None
     if kernels is None:
@@ -36,13 +36,13 @@ def make_sampler(
 
 
 class CPUSampler(Sampler):
-    """A `Sampler` for logits on the host that samples all rows in one call of a C++ kernel.
+    """A `Sampler` for logits on the host that samples all requests in one call of a C++ kernel.
 
-    The tokens are those of a `Sampler`, with one exception: likelihoods, their sums and random
-    numbers may differ from those of torch and numpy in the last bits. So a token may differ when
-    two tokens are equal in the draw, or a token is exactly at the limit of top_p or min_p, to
-    within about 1e-6. A token depends neither on the other rows of a launch, nor on the
-    number of threads, nor on the instruction set.
+    The tokens are the same as for a `Sampler`, with one exception: likelihoods, their sums and
+    random numbers may differ from torch and numpy in the last bits. So a token may differ if two
+    tokens are equal in the draw, or a token is exactly at the limit of top_p or min_p, within about
+    1e-6. A token does not depend on the other requests of a batch, the number of threads or the
+    instruction set.
     """
 
     def __init__(self, kernels: SamplingKernels) -> None:
@@ -55,8 +55,9 @@ class CPUSampler(Sampler):
             )
 
     def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-        """Sample as `Sampler` does; float32 and bfloat16 logits are read directly, others are
-        processed by torch."""
+        """Sample tokens. float32 and bfloat16 logits are read directly, others are processed by
+        torch.
+        """
         if not self._kernels.supports(logits):
             return super().__call__(logits, for_torch(metadata, logits.shape[-1]))
         if metadata.rules is not None:
@@ -84,8 +85,9 @@ class CPUSampler(Sampler):
     def gather_logprobs(
         self, logits: Tensor, token_ids: Tensor, num_logprobs: int
     ) -> LogprobTensors:
-        """Gather log-probabilities as `Sampler` does; float32 and bfloat16 logits are read
-        directly, others are processed by torch."""
+        """Return log-probabilities. float32 and bfloat16 logits are read directly, others are
+        processed by torch.
+        """
         if not self._kernels.supports(logits):
             return super().gather_logprobs(logits, token_ids, num_logprobs)
         return LogprobTensors(*self._kernels.gather_logprobs(logits, token_ids, num_logprobs))
@@ -93,7 +95,7 @@ class CPUSampler(Sampler):
     def _sample_rows(
         self, logits: Tensor, metadata: SamplingMetadata, out: Tokens, rows: IndexArray | None
     ) -> None:
-        """Sample some rows, or all."""
+        """Sample some requests of a batch, or all."""
         if metadata.features is None:
             self._kernels.sample(logits, out)
             return
@@ -116,7 +118,9 @@ class CPUSampler(Sampler):
     def _sample_processed(
         self, logits: Tensor, metadata: SamplingMetadata, out: Tokens, errors: dict[int, str]
     ) -> IndexArray:
-        """Sample the rows with logits processors, from a copy; returns the others."""
+        """Sample the requests with logits processors, from a copy of their logits, and return the
+        other requests.
+        """
         indices = np.array([index for index, _ in metadata.processors], np.int64)
         rows = torch.from_numpy(indices)
         copy = logits[rows].float()
@@ -156,7 +160,9 @@ def _changes(metadata: SamplingMetadata) -> RowChanges | None:
 
 
 def for_torch(metadata: SamplingMetadata, vocab_size: int) -> SamplingMetadata:
-    """Return the metadata with random numbers instead of their keys, as a `Sampler` needs it."""
+    """Return the metadata with random numbers instead of their keys, as torch operators need
+    them.
+    """
     keys, params, features = metadata.draw_keys, metadata.params, metadata.features
     if keys is None or params is None or features is None:
         return metadata

@@ -1,4 +1,4 @@
-"""The features of the sampler that a row can use, as bits, and their parameters, as an array."""
+"""Represent the sampling features of a request as bits, and their parameters as an array."""
 
 from enum import IntEnum
 from functools import reduce
@@ -6,7 +6,9 @@ from operator import or_
 
 
 class Feature:
-    """Bits that say what a row uses. A greedy row that asks for nothing has none."""
+    """Bits for the sampling features that a request uses. A greedy request without other features
+    has none.
+    """
 
     RANDOM = 1
     TEMPERATURE = 2
@@ -32,12 +34,13 @@ down."""
 
 
 class Param(IntEnum):
-    """The parameters of a row, in the order of the first dimension of `SamplingMetadata.params`.
+    """The parameters of a request, in the order of the first dimension of
+    `SamplingMetadata.params`.
 
-    Each has the name of its field of `SamplingParams`, the value that changes nothing, and the bit
-    of rows with another value. A greedy row that asks for nothing has the first values only. The
-    C++ kernels have the same order (`Param` of csrc/cpu/sampling_args.h), which is checked when
-    they are loaded.
+    Each has the name of its field of `SamplingParams`, the neutral value that changes nothing, and
+    the feature bit of requests with another value. A greedy request without other features has only
+    neutral values. The C++ kernels have the same order (`Param` of csrc/cpu/sampling_args.h), which
+    is checked when they are loaded.
     """
 
     neutral: float

@@ -1,11 +1,13 @@
-"""min_p, top_k and top_p as thresholds: a row keeps the tokens whose logit is at least its floor.
+"""Apply min_p, top_k and top_p as thresholds: a request keeps the tokens whose logit is at least
+its floor.
 
-Applied in this order, each to the distribution that the one before left. A threshold cannot tell
-equal logits apart, so tokens that tie at the edge are all kept (and top_p counts just k of them).
+They are applied in this order, each to the distribution that the previous one left. A threshold
+cannot distinguish equal logits, so all tokens that tie at the limit are kept (and top_p counts only
+k of them).
 
-Nothing sorts the vocabulary. top_k finds the k-th value. top_p after top_k looks at those k values.
-top_p alone bisects for the threshold of the wanted mass: a fixed number of passes over the weights,
-the same for every input.
+Nothing sorts the vocabulary. top_k finds the k-th value. top_p after top_k reads these k values.
+top_p without top_k bisects for the threshold of the wanted mass: a fixed number of passes over the
+weights, the same for every input.
 """
 
 import math
@@ -25,17 +27,17 @@ _NUM_BISECTIONS = 18
 def logit_floor(
     logits: Tensor, maxima: Tensor, top: Tensor, metadata: SamplingMetadata
 ) -> Tensor | None:
-    """Return the least logit that each row keeps after min_p, top_k, and top_p in rows with a
-    top_k.
+    """Return the smallest logit that each request keeps after min_p, top_k, and top_p if the
+    request has a top_k.
 
     Args:
         logits: [n, P] float32 before temperature, P a multiple of the block size.
-        maxima: [n, B] of `block_max(logits)`.
+        maxima: [n, B], result of `block_max(logits)`.
         top: [n, 1] largest logit.
-        metadata: of the launch.
+        metadata: metadata of the batch.
 
     Returns:
-        [n, 1], -inf for rows that keep all; None when no row drops a token here.
+        [n, 1], -inf for requests that keep all tokens; None if no request drops a token here.
     """
     floor = None
     if (min_p := metadata.param(Param.MIN_P)) is not None:
@@ -56,8 +58,9 @@ def _top_k_floor(
     top_k: Tensor,
     metadata: SamplingMetadata,
 ) -> Tensor:
-    """Return the floor [n, 1] of top_k [n, 1], and of top_p among the k; -inf for rows without
-    top_k."""
+    """Return the floor [n, 1] of top_k [n, 1], and of top_p among these k tokens; -inf for requests
+    without top_k.
+    """
     assert metadata.max_top_k is not None
     width = min(metadata.max_top_k, logits.shape[-1])
     values = top_values(logits, maxima, width)
@@ -83,12 +86,13 @@ def _top_k_floor(
 def nucleus_floor(
     weights: Tensor, top_p: Tensor, vocab_size: int, buffers: Buffers | None
 ) -> Tensor:
-    """Return the least weight in the smallest set of tokens with the fraction top_p of the mass.
+    """Return the smallest weight in the smallest set of tokens that has the fraction top_p of the
+    mass.
 
-    The threshold of nucleus sampling (Holtzman et al., arXiv:1904.09751) without a sort: the mass
-    of the tokens above a threshold falls with the threshold, so it is found by bisection, on the
-    logarithm. Tokens whose probability differs from that of the last one by less than 1/10,000
-    count as equal.
+    This is the threshold of nucleus sampling (Holtzman et al., arXiv:1904.09751) without a sort:
+    the mass of the tokens above a threshold decreases as the threshold grows, so it is found by
+    bisection on the logarithm. Tokens whose probability differs from the last one's by less than
+    1/10,000 count as equal.
 
     Args:
         weights: [n, P] float32 likelihoods relative to the most likely token, which has 1.
@@ -97,7 +101,7 @@ def nucleus_floor(
         buffers: see `keep_from`.
 
     Returns:
-        [n, 1], at most 1; 0 where top_p is 1.
+        [n, 1], at most 1; 0 if top_p is 1.
     """
     total = _mass(weights)
     target = top_p[:, None] * total
@@ -120,9 +124,9 @@ def likelihoods(
 
     Args:
         logits: [n, m] float32.
-        top: [n, 1] largest logit of each row.
-        temperature: [n], or None for 1.
-        out: [n, m] to write to, or None for new memory.
+        top: [n, 1] largest logit of each request.
+        temperature: [n]; None: 1.
+        out: [n, m] output; None: allocate it.
     """
     # Subtract first: the difference of two close values is exact. On a CPU, exp2 takes a third of
     # the time of exp.
@@ -136,9 +140,10 @@ def keep_from(values: Tensor, floor: Tensor, buffers: Buffers | None) -> Tensor:
     Args:
         values: float32.
         floor: float32.
-        buffers: on a CPU; the result is in the buffer "mask". torch vectorises a comparison into
-            floats and a multiplication by them there, which is ten times faster than with bools.
-            None: a comparison gives bools, as the compiler of a card fixes its type.
+        buffers: buffers of a CPU; the result is in the buffer "mask". There torch vectorises a
+            comparison to floats and a multiplication by them, which is ten times faster than with
+            bools. None: the comparison gives bools, because the compiler of a Gaudi card fixes its
+            type.
     """
     if buffers is None:
         return (values >= floor).to(values.dtype)
@@ -146,9 +151,9 @@ def keep_from(values: Tensor, floor: Tensor, buffers: Buffers | None) -> Tensor:
 
 
 def _mass(weights: Tensor) -> Tensor:
-    """Sum [n, P] to [n, 1], in an order that neither n nor padding changes.
+    """Sum [n, P] to [n, 1], in an order that does not depend on n or on padding.
 
-    torch splits a plain sum of a single row over threads, and the order of a vectorised sum
+    torch divides a plain sum of a single row among threads, and the order of a vectorised sum
     depends on its length.
     """
     return split_blocks(weights).sum(-1).cumsum(-1)[:, -1:]

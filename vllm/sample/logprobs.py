@@ -1,4 +1,6 @@
-"""Log-probabilities of the model's own distribution, before any sampling parameter."""
+"""Compute log-probabilities of the model's own distribution, before any sampling parameter is
+applied.
+"""
 
 from typing import NamedTuple
 
@@ -17,7 +19,7 @@ _PASS_ELEMENTS = 2**20
 
 
 class LogprobTensors(NamedTuple):
-    """Log-probabilities of n rows, on the device of the logits; see `LogprobRows`."""
+    """Log-probabilities of n requests, on the device of the logits; see `LogprobRows`."""
 
     token_ids: Tensor
     """[n, 1 + k] int32: the given token, then the most likely ones, most likely first."""
@@ -35,18 +37,19 @@ def gather_logprobs(
     pass_elements: int | None = _PASS_ELEMENTS,
     buffers: Buffers | None = None,
 ) -> LogprobTensors:
-    """Gather log-probabilities of given tokens and of the most likely ones.
+    """Return log-probabilities of given tokens and of the most likely ones.
 
     Args:
-        logits: [n, V] any float dtype, as the model made them.
+        logits: [n, V] any float dtype, unchanged from the model.
         token_ids: [n] int32 or int64.
-        num_logprobs: k, at most V are given.
-        pass_elements: logits to work on at a time; None is all, for a device with static shapes.
-        buffers: for temporaries, on a CPU; None is new memory.
+        num_logprobs: number k of most likely tokens; at most V are returned.
+        pass_elements: number of logits to process at a time; None: all, for a device with static
+            shapes.
+        buffers: for temporaries, on a CPU; None: new memory.
 
     Returns:
-        Tensors of n rows. The rank is 1 + the number of tokens with a larger logit, so tokens
-        that tie have the same.
+        Tensors for n requests. The rank is 1 + the number of tokens with a larger logit, so tokens
+        that tie have the same rank.
     """
     num_rows, vocab_size = logits.shape
     size = num_rows if pass_elements is None else max(1, pass_elements // vocab_size)
@@ -87,12 +90,14 @@ def _gather(
 
 
 def split_rows(found: LogprobTensors, rows: IntArray, plan: LogprobPlan) -> dict[int, LogprobRows]:
-    """Return the positions of each row that asked: one for each time that it is in the launch.
+    """Return the log-probabilities of each request that asked for them, one position for each time
+    that it is in the batch.
 
     Args:
-        found: of the rows of `plan`, in that order, or of all. Waits for the device.
-        rows: [n] rows of the launch; the same ones follow each other.
-        plan: of the launch.
+        found: log-probabilities of the requests of `plan`, in this order, or of all. Waits for the
+            device.
+        rows: [n] batch indices; equal ones are consecutive.
+        plan: plan of the batch.
     """
     token_ids, logprobs, ranks = (values.cpu().numpy() for values in found)
     places = plan.indices if plan.rows is None else np.arange(len(plan.indices))

@@ -1,4 +1,6 @@
-"""The sampling parameters of the n rows of one launch. Independent of requests and history."""
+"""Define the sampling parameters of the n requests in one batch. Independent of requests and
+history.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -23,7 +25,7 @@ _Rows = TypeVar("_Rows", Tensor, LogitEdits, Penalties)
 
 @dataclass(frozen=True)
 class LogprobPlan:
-    """The rows of a launch that want log-probabilities, and how many."""
+    """The requests of a batch that want log-probabilities, and how many."""
 
     indices: IndexArray
     """[m] rows of the launch that want them, on the host."""
@@ -37,7 +39,7 @@ class LogprobPlan:
 
 @dataclass(frozen=True)
 class RandomKeys:
-    """Keys and positions of the random numbers of n rows, on the host."""
+    """Keys and positions of the random numbers of n requests, on the host."""
 
     keys: KeyArray
     """[n] of `random.stream_keys`."""
@@ -45,16 +47,16 @@ class RandomKeys:
     """[n]"""
 
     def exponentials(self, count: int) -> npt.NDArray[np.float32]:
-        """Compute the random numbers [n, count]."""
+        """Compute the exponentially distributed random numbers [n, count]."""
         return exponentials_at(self.keys, self.positions, count)
 
     def __getitem__(self, indices: IndexArray) -> "RandomKeys":
-        """Select rows [m]."""
+        """Select the keys of requests [m]."""
         return RandomKeys(self.keys[indices], self.positions[indices])
 
 
 class OperatorChoice(NamedTuple):
-    """Host fields of `SamplingMetadata` by which torch operators are chosen."""
+    """Host fields of `SamplingMetadata` that decide which torch operators run."""
 
     all_random: bool = False
     max_top_k: int | None = None
@@ -62,7 +64,7 @@ class OperatorChoice(NamedTuple):
 
     @classmethod
     def of(cls, features: FeatureArray, top_k: npt.NDArray[np.float32]) -> "OperatorChoice":
-        """Choose operators for rows [n] on a device whose shapes are not static."""
+        """Choose the operators for requests [n] on a device without static shapes."""
         has_top_k = len(features) and np.bitwise_or.reduce(features) & Feature.TOP_K
         return cls(
             all_random=bool(np.bitwise_and.reduce(features) & Feature.RANDOM),
@@ -73,13 +75,14 @@ class OperatorChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingMetadata:
-    """Per-row parameters of one launch. A field that no row of the launch needs is None.
+    """Sampling parameters of one batch, per request. A field that no request of the batch needs is
+    None.
 
     With `draw_keys`, for a sampler that does not run torch operators, the fields of
     `OperatorChoice` are left out.
 
-    The default is n greedy rows that ask for nothing, for any n. Tensors are on the device of
-    the logits, as they were copied there: no operator has run on them, so that none is recorded
+    The default is n greedy requests without other features, for any n. Tensors are on the device of
+    the logits. They were only copied there: no operator has run on them, so that none is recorded
     before the sampler's first stage. "Host" fields decide which operators run.
     """
 
@@ -114,12 +117,12 @@ class SamplingMetadata:
 
     @property
     def all_greedy(self) -> bool:
-        """Whether all rows are greedy."""
+        """Whether all requests are greedy."""
         return not self.active & Feature.RANDOM
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the distribution of a row differs from the model's."""
+        """Whether the distribution of a request differs from the model's."""
         # `is not None` and not the truth of the objects: torch.compile of torch 2.6 cannot trace
         # that.
         changes = (self.edits, self.masks, self.penalties)
@@ -127,7 +130,7 @@ class SamplingMetadata:
 
     @property
     def greedy_mask(self) -> Tensor | None:
-        """[n] bool; None when all rows are of one kind."""
+        """[n] bool, True for greedy requests; None if all requests are greedy or none is."""
         if self.all_random:
             return None
         is_greedy = self.param(Param.IS_GREEDY)
@@ -135,20 +138,22 @@ class SamplingMetadata:
 
     @property
     def top_k(self) -> Tensor | None:
-        """[n] int32; 0 is off."""
+        """[n] int32 top_k of each request, 0 if off; None if no request has it."""
         top_k = self.param(Param.TOP_K)
         return None if top_k is None else top_k.int()
 
     def param(self, param: Param) -> Tensor | None:
-        """Return a parameter of the rows: [n] float32; None when it changes nothing in any."""
+        """Return a parameter of the requests: [n] float32; None if it changes nothing for any
+        request.
+        """
         return self.params[param] if self.params is not None and self.active & param.bit else None
 
     def select(self, indices: IndexArray, rows: Tensor) -> "SamplingMetadata":
-        """Return the metadata of some rows, without `logprobs`, `rules` and fields that none of
+        """Return the metadata of some requests, without `logprobs`, `rules` and fields that none of
         them needs.
 
         Args:
-            indices: [m] rows of the launch, on the host.
+            indices: [m] indices in the batch, on the host.
             rows: [m] int64, the same on the device.
         """
         if self.features is None:
@@ -189,11 +194,11 @@ ALL_GREEDY = SamplingMetadata()
 
 
 def needs_params(active: int) -> bool:
-    """Whether these bits of `Feature` need parameters."""
+    """Return whether these bits of `Feature` need parameters."""
     return bool(active & (Feature.RANDOM | Feature.PENALTIES))
 
 
 def has_unbounded_top_p(features: FeatureArray) -> bool:
-    """Whether a row has top_p and no top_k."""
+    """Return whether a request has top_p and no top_k."""
     bits = Feature.TOP_P | Feature.TOP_K
     return bool(((features & bits) == Feature.TOP_P).any())

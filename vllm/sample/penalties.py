@@ -1,8 +1,8 @@
-"""Presence, frequency and repetition penalties over the tokens a request has seen.
+"""Apply presence, frequency and repetition penalties to the tokens that a request has seen.
 
-Only the logits of tokens in the prompt or the output change. So a row keeps a list of its distinct
-tokens with their counts: a few thousand numbers. A count per token of the vocabulary would need a
-pass over the whole vocabulary for every row and step.
+Only the logits of tokens in the prompt or the output change. So each request keeps a list of its
+distinct tokens with their counts, which has a few thousand entries. A count per token of the
+vocabulary would need a pass over the whole vocabulary for every request and step.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,9 @@ _MIN_WIDTH = 64
 
 @dataclass(frozen=True)
 class Penalties:
-    """Tokens to penalise in one launch of n rows. T is the most distinct tokens in a row."""
+    """Tokens to penalise in one batch of n requests. T is the largest number of distinct tokens of
+    a request.
+    """
 
     token_ids: Tensor
     """[n, T] int32 distinct tokens; padding is the vocabulary size."""
@@ -30,27 +32,27 @@ class Penalties:
 
     @classmethod
     def build(cls, token_ids: IntArray, counts: FloatArray, to_device: ToDevice) -> "Penalties":
-        """Make it from arrays [n, T] on the host, which must not change afterwards.
+        """Create the penalties from arrays [n, T] on the host, which must not change afterwards.
 
         `to_device` copies an array to the device of the logits.
         """
         return cls(to_device(token_ids), to_device(counts))
 
     def __getitem__(self, rows: Tensor) -> "Penalties":
-        """Select rows [m] int64."""
+        """Select the penalties of requests [m] int64."""
         return Penalties(self.token_ids[rows], self.counts[rows])
 
     def apply(self, logits: Tensor, params: Tensor) -> None:
-        """Change logits in place.
+        """Apply the penalties to logits in place.
 
         Repetition divides positive and multiplies negative logits of tokens in the prompt or the
         output (CTRL, arXiv:1909.05858). Then frequency is subtracted for each time a token was
-        generated, and presence once if it was.
+        generated, and presence once if it was generated.
 
         Args:
-            logits: [n, P] float32. P is above the vocabulary size and that column is -inf, so
+            logits: [n, P] float32. P is above the vocabulary size and the last column is -inf, so
                 that padding changes nothing.
-            params: [params, n] of the launch, in the order of `Param`.
+            params: [params, n] of the batch, in the order of `Param`.
         """
         token_ids = self.token_ids.long()
         values = logits.gather(-1, token_ids)
@@ -62,11 +64,11 @@ class Penalties:
 
 
 class TokenCounts:
-    """The distinct tokens of each row with penalties, with their counts in the output. On the host.
+    """Counts the distinct tokens of each request with penalties, on the host.
 
     Args:
-        max_num_seqs: rows.
-        vocab_size: also the id of padding.
+        max_num_seqs: maximum number of requests.
+        vocab_size: size of the vocabulary, which is also the id of padding.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
@@ -79,10 +81,10 @@ class TokenCounts:
     def add(
         self, row: int, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> None:
-        """Start to count the tokens of a row.
+        """Start to count the tokens of a request.
 
         Args:
-            row: whose tokens are not counted yet.
+            row: batch index whose tokens are not counted yet.
             prompt_token_ids: listed with count 0.
             output_token_ids: listed and counted.
         """
@@ -97,13 +99,13 @@ class TokenCounts:
         self._counts[row, : len(output)] = list(output.values())
 
     def remove(self, row: int) -> None:
-        """Stop counting the tokens of a row."""
+        """Stop counting the tokens of a request."""
         width = len(self._columns.pop(row))
         self._token_ids[row, :width] = self._vocab_size
         self._counts[row, :width] = 0
 
     def record(self, row: int, token_id: int) -> None:
-        """Count a generated token of a row."""
+        """Count a generated token of a request."""
         columns = self._columns[row]
         column = columns.get(token_id)
         if column is None:
@@ -113,25 +115,28 @@ class TokenCounts:
         self._counts[row, column] += 1
 
     def max_distinct(self, rows: Sequence[int]) -> int:
-        """Return the most distinct tokens in any of the rows; rows that are not counted have
-        none."""
+        """Return the largest number of distinct tokens of these requests; requests that are not
+        counted have none.
+        """
         return max((len(self._columns[row]) for row in rows if row in self._columns), default=0)
 
     def gather(self, rows: IntArray, width: int) -> tuple[IntArray, FloatArray]:
-        """Return [n, width] token ids and counts; rows that are not counted are padding."""
+        """Return token ids and counts [n, width] of requests; requests that are not counted have
+        only padding.
+        """
         self._reserve(width)
         return self._token_ids[rows, :width], self._counts[rows, :width]
 
     def gather_behind(
         self, rows: IntArray, ahead: Sequence[Sequence[int]], width: int
     ) -> tuple[IntArray, FloatArray]:
-        """Gather like `gather`, with tokens of each entry that are counted as if they were
-        generated.
+        """Return token ids and counts as `gather` does, with additional tokens of each entry
+        counted as generated.
 
         Args:
-            rows: [n] rows may repeat.
-            ahead: n lists.
-            width: at least `max_distinct` and the longest list together, or the vocabulary.
+            rows: [n] batch indices, which may repeat.
+            ahead: n lists of additional tokens.
+            width: at least the sum of `max_distinct` and the longest list, or the vocabulary size.
         """
         token_ids, counts = self.gather(rows, width)
         for index, (row, more) in enumerate(zip(rows.tolist(), ahead, strict=True)):
@@ -147,7 +152,7 @@ class TokenCounts:
         return token_ids, counts
 
     def _reserve(self, width: int) -> None:
-        """Enlarge the arrays to this many distinct tokens."""
+        """Enlarge the arrays to `width` distinct tokens."""
         num_rows, have = self._token_ids.shape
         if width <= have:
             return

@@ -1,8 +1,8 @@
-"""Random numbers that depend only on the seed of a request and a position.
+"""Generate random numbers that depend only on the seed of a request and a position.
 
-A generator with state would give a request other numbers when the other rows of the batch change.
-Here number p of a seed is a function of the seed and p, so a request samples the same tokens alone,
-in any batch, and after a preemption. Pure numpy.
+A generator with state would give a request different numbers when the other requests of the batch
+change. Here number p of a seed is a function of the seed and p, so a request samples the same
+tokens alone, in any batch, and after a preemption. Pure numpy.
 
 The function is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom
 Number Generators", OOPSLA 2014), applied twice to the seed and once to the position.
@@ -23,14 +23,14 @@ _1, _27, _30, _31, _41 = (np.uint64(n) for n in (1, 27, 30, 31, 41))
 
 
 def stream_keys(seeds: npt.NDArray[Any], stream: int = 0) -> KeyArray:
-    """Compute the part of a random number that depends on the seed only; once per request.
+    """Compute the part of a random number that depends only on the seed. Called once per request.
 
     Args:
         seeds: [n] int64 or uint64; a negative seed is its two's complement.
-        stream: numbers of different streams are independent of each other.
+        stream: index of a stream; different streams are independent of each other.
 
     Returns:
-        [n] for `exponentials_at`.
+        [n] keys for `exponentials_at`.
     """
     # Mixed twice, so that neither a larger seed nor another stream gives a shifted copy of one
     # sequence.
@@ -44,7 +44,7 @@ def exponentials_at(
     """Return several exponentially distributed numbers at each position of each key's stream.
 
     Args:
-        keys: [n] from `stream_keys`.
+        keys: [n], result of `stream_keys`.
         positions: [n] integers, at least 0.
         count: numbers per position; asking for more does not change the first ones.
 
@@ -72,7 +72,7 @@ def _fractions(bits: KeyArray) -> npt.NDArray[np.float32]:
 
 
 def _mix(z: KeyArray) -> KeyArray:
-    """Mix 64-bit numbers by a bijection in which each bit depends on all."""
+    """Mix 64-bit integers by a bijection in which each result bit depends on all input bits."""
     z = (z ^ (z >> _30)) * _FIRST_FACTOR
     z = (z ^ (z >> _27)) * _SECOND_FACTOR
     return z ^ (z >> _31)

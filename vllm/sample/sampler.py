@@ -1,18 +1,18 @@
-"""Logits to tokens.
+"""Sample tokens from logits.
 
-For each row, in this order:
+For each request, in this order:
 
     rules of the model                                                   forbid
     processors, logit_bias, allowed_token_ids, bad_words, min_tokens     change logits, or forbid
     repetition, frequency and presence penalty
-    argmax, if the row is greedy; else
+    argmax, if the request is greedy; else
     temperature -> min_p -> top_k -> top_p                               each on what is left
-    one draw by the row's random numbers                                 an exponential race
+    one draw by the request's random numbers                             an exponential race
 
-Log-probabilities are of the logits as they came, after the rules of the model. Nothing here waits
-for the device or has a shape that depends on values, and a row's token does not depend on the rows
-around it. The exception are logits processors, which are Python functions of a user: elsewhere than
-on a CPU, a launch with one waits for its logits and copies them to the host and back.
+Log-probabilities are computed from the model's logits, after the rules of the model. Nothing here
+waits for the device or has a shape that depends on values, and the token of a request does not
+depend on the other requests. The exception is logits processors, which are Python functions of a
+user: except on a CPU, a batch with one waits for its logits and copies them to the host and back.
 
 On a device that compiles shapes this is a sequence of stages; see `static_shapes`.
 """
@@ -41,7 +41,7 @@ _SPLIT_ELEMENTS = 2**16
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """Tokens of n rows. The tensors are on the device and may not be computed yet."""
+    """Sampled tokens of n requests. The tensors are on the device and may not be computed yet."""
 
     token_ids: Tensor
     """[n] int32, always in the vocabulary; meaningless where `invalid` or in `errors`."""
@@ -55,23 +55,23 @@ class SamplerOutput:
 
     @property
     def invalid(self) -> Tensor:
-        """[n] bool: the row's logits hold NaN or +inf, or no token is allowed."""
+        """[n] bool: the logits of the request contain NaN or +inf, or no token is allowed."""
         return self.host_ids < 0
 
 
 def _no_stages() -> None:
-    """Return no stages: for devices that run operators as they are called."""
+    """Do nothing at the end of a stage; for devices that run operators when they are called."""
 
 
 class Sampler:
-    """Samples one token for each row. It has no state except buffers.
+    """Samples one token for each request. It has no state except buffers.
 
     Args:
-        pass_elements: on a CPU, rows are sampled in passes of about this many logits, so that
-            temporaries stay in the cache and rows pay for no feature of other rows. None is one
-            pass over all rows, for a device with static shapes. The tokens are the same.
-        end_stage: called before the first stage and after each one, for a device that compiles
-            what was recorded until then: its `mark_step`. None: there are no stages.
+        pass_elements: on a CPU, requests are sampled in passes of about this many logits, so that
+            temporaries stay in the cache and no request pays for features of others. None: one pass
+            over all requests, for a device with static shapes. The tokens are the same.
+        end_stage: called before the first stage and after each one, for a device that compiles the
+            operators recorded until then: its `mark_step`. None: there are no stages.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class Sampler:
 
     @torch.inference_mode()
     def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-        """Sample.
+        """Sample one token for each of n requests.
 
         Args:
             logits: [n, V] float32, bfloat16 or float16; only read.
-            metadata: of the same n rows.
+            metadata: metadata of the same n requests.
         """
         errors: dict[int, str] = {}
         if metadata.rules is not None:
@@ -119,10 +119,10 @@ class Sampler:
     def gather_logprobs(
         self, logits: Tensor, token_ids: Tensor, num_logprobs: int
     ) -> LogprobTensors:
-        """Gather log-probabilities of given tokens, such as the tokens of a prompt.
+        """Return log-probabilities of given tokens, such as the tokens of a prompt.
 
         Args:
-            logits: [n, V] any float dtype, as the model made them.
+            logits: [n, V] any float dtype, unchanged from the model.
             token_ids: [n] int32 or int64, on the device of the logits.
             num_logprobs: number of most likely tokens; at most V are returned.
         """
@@ -130,7 +130,9 @@ class Sampler:
         return gather_logprobs(logits.float(), token_ids, num_logprobs, buffers=buffers)
 
     def _passes(self, logits: Tensor, features: FeatureArray | None) -> list[IndexArray]:
-        """Return the rows of each pass; none or one means all rows at once."""
+        """Return the requests of each pass; an empty list or one pass means all requests at
+        once.
+        """
         num_rows, vocab_size = logits.shape
         if self._pass_elements is None or features is None or num_rows == 1:
             return []
@@ -157,7 +159,7 @@ class Sampler:
         errors: dict[int, str],
         buffers: Buffers | None,
     ) -> tuple[Tensor, Tensor]:
-        """Sample like `_sample`, in several passes over parts of the rows."""
+        """Sample like `_sample`, in several passes over parts of the requests."""
         num_rows = logits.shape[0]
         token_ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
         top = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -182,10 +184,10 @@ class Sampler:
         errors: dict[int, str],
         buffers: Buffers | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return [n] int32 token ids and [n] largest processed logits, which are not finite in a
-        bad row.
+        """Return [n] int32 token ids and [n] largest processed logits, which are not finite for a
+        failed request.
 
-        The last stage, that of the distribution, is not ended yet.
+        The last stage (distribution) is not ended yet.
         """
         vocab_size = logits.shape[-1]
         if metadata.changes_logits:
@@ -211,7 +213,9 @@ class Sampler:
     def _change_logits(
         self, x: Tensor, vocab_size: int, metadata: SamplingMetadata, errors: dict[int, str]
     ) -> None:
-        """Change the first `vocab_size` columns of x in place, a stage for each kind of change."""
+        """Change the first `vocab_size` columns of x in place, with one stage for each kind of
+        change.
+        """
         if metadata.processors:
             _run_processors(x, vocab_size, metadata.processors, errors)
         if metadata.edits is not None:
@@ -227,8 +231,9 @@ class Sampler:
 
 
 def _split_rows(features: FeatureArray, size: int) -> list[IndexArray]:
-    """Split rows into groups of at most `size` rows of similar cost and features; each row is in
-    one group."""
+    """Split requests into groups of at most `size` requests with similar cost and features. Each
+    request is in one group.
+    """
     is_random = (features & Feature.RANDOM) > 0
     bits = Feature.TOP_P | Feature.TOP_K
     is_expensive = ((features & bits) == Feature.TOP_P) | ((features & Feature.LARGE_TOP_K) > 0)

@@ -1,7 +1,8 @@
-"""Sampling parameters of each row of the batch, and the history that sampling depends on.
+"""Store the sampling parameters of each request, and the history that sampling depends on.
 
-Lives on the host. A structure of arrays over rows, so that a launch is a few numpy gathers and one
-copy to the device; rarely used parameters are in dictionaries by row, and cost nothing if unused.
+The state is on the host. It consists of arrays over batch indices, so that a batch takes a few
+numpy gathers and one copy to the device. Rarely used parameters are in dictionaries by batch index,
+and cost nothing if unused.
 """
 
 from collections import Counter
@@ -58,21 +59,22 @@ _EXTREME = 1e30
 
 
 class SamplingState:
-    """Sampling parameters and history of every row.
+    """Sampling parameters and history of every request.
 
     Args:
-        max_num_seqs: number of rows.
+        max_num_seqs: maximum number of requests.
         vocab_size: V of the logits.
-        device: of the logits.
-        static_shapes: for a device that compiles shapes: launches are of the finite set that
+        device: device of the logits.
+        static_shapes: for a device that compiles shapes: batches belong to the finite set that
             `static_shapes` describes.
-        max_model_len: tokens of the longest request, and
-        max_logprobs: the most that a request may ask for: bounds of that set. None: the
-            vocabulary.
-        has_rules: the model has rules for its outputs, which launches of that set follow.
-        draw_keys: launches carry the keys of random numbers and not the numbers, for a sampler
-            that makes them itself.
-        to_device: copies an array to the device, best without waiting; None: waits.
+        max_model_len: tokens of the longest request; limits this set.
+        max_logprobs: largest number that a request may ask for; limits this set. None: the
+            vocabulary size.
+        has_rules: the model has rules for its outputs.
+        draw_keys: batches contain the keys of random numbers instead of the numbers, for a sampler
+            that computes them.
+        to_device: copies an array to the device, preferably without waiting; None: a copy that
+            waits.
     """
 
     def __init__(
@@ -122,14 +124,18 @@ class SamplingState:
 
     @property
     def padding_row(self) -> int:
-        """A row that is never assigned: in a launch it is greedy, and its token is ignored."""
+        """A batch index that is never assigned: in a batch it is greedy, and its token is
+        ignored.
+        """
         return self._padding_row
 
     @property
     def row_arrays(self) -> tuple[FeatureArray, FloatArray, KeyArray]:
-        """Return [rows + 1] `Feature` bits, [params, rows + 1] values in the order of `Param`, and
-        [rows + 1] keys of random numbers: read-only views of this object's arrays, which are never
-        replaced."""
+        """Read-only views of this object's arrays, which are never replaced.
+
+        They are `Feature` bits [requests + 1], parameters [params, requests + 1] in the order of
+        `Param`, and keys of random numbers [requests + 1].
+        """
         return self._features, self._params, self._keys
 
     @property
@@ -144,14 +150,14 @@ class SamplingState:
         output_token_ids: list[int],
         matcher: TokenMatcher | None = None,
     ) -> None:
-        """Place a request.
+        """Add a request.
 
         Args:
-            row: free.
-            request: token ids of its prompt, logit_bias and allowed_token_ids are inside the
+            row: a free batch index.
+            request: request whose prompt tokens, logit_bias and allowed_token_ids are inside the
                 vocabulary.
-            output_token_ids: generated before a preemption; only read.
-            matcher: of a request with structured output; it also applies allowed_token_ids.
+            output_token_ids: tokens generated before a preemption; only read.
+            matcher: matcher of a request with structured output; it also applies allowed_token_ids.
         """
         self.add_distribution(row, request)
         params, features = request.sampling_params, int(self._features[row])
@@ -192,11 +198,11 @@ class SamplingState:
         self._features[row] = features
 
     def add_distribution(self, row: int, request: EngineRequest) -> None:
-        """Place a request of which no more than `distribution` is asked for: others sample it, and
-        here are drafts made.
+        """Add a request of which only `distribution` will be used, to make drafts; another sampler
+        samples its tokens.
 
         Args:
-            row: free.
+            row: a free batch index.
             request: see `add`.
         """
         assert row not in self._taken, f"row {row} is already in use"
@@ -205,14 +211,15 @@ class SamplingState:
         self._features[row] = self._add_distribution(row, request.sampling_params)
 
     def _allowed_mask(self, token_ids: list[int]) -> IntArray:
-        """Return the mask [W] of allowed_token_ids; it is only read."""
+        """Return the mask [W] of allowed_token_ids, which must not be changed."""
         if self._last_mask is None or self._last_mask[0] is not token_ids:
             self._last_mask = token_ids, pack_allowed(token_ids, self._vocab_size)
         return self._last_mask[1]
 
     def _add_distribution(self, row: int, params: SamplingParams) -> int:
-        """Write the parameters that become tensors. Returns the features of a random row, 0 for a
-        greedy one."""
+        """Store the parameters that become tensors. Returns the features of a random request, 0 for
+        a greedy one.
+        """
         values = _DEFAULTS.copy()
         values[Param.PRESENCE_PENALTY] = params.presence_penalty
         values[Param.FREQUENCY_PENALTY] = params.frequency_penalty
@@ -236,7 +243,7 @@ class SamplingState:
         return features
 
     def remove(self, row: int) -> None:
-        """Free the row: its request has finished, was cancelled or preempted."""
+        """Free a batch index, because its request has finished, was cancelled or preempted."""
         self._taken.discard(row)
         if self._features[row] & Feature.PENALTIES:
             self._counts.remove(row)
@@ -251,7 +258,7 @@ class SamplingState:
         self._num_logprobs[row] = 0
 
     def record(self, rows: IntArray, token_ids: IntArray) -> None:
-        """Record the generated tokens [n] of rows [n]."""
+        """Record the generated tokens [n] of requests [n]."""
         if not self._recorded:
             return
         for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
@@ -269,17 +276,17 @@ class SamplingState:
                 self._filler.accept(row, token_id)
 
     def follows_output(self, rows: IntArray) -> bool:
-        """Whether the next token of any of these rows depends on the recorded tokens."""
+        """Return whether the next token of any of these requests depends on the recorded tokens."""
         return bool(self._recorded) and not self._recorded.isdisjoint(rows.tolist())
 
     def start_masks(self, rows: IntArray, drafts: RowDrafts | None = None) -> None:
         """Start to fill the masks of structured outputs, in other threads.
 
-        To be called before the forward pass; `metadata` waits for them.
+        Call this before the forward pass; `metadata` waits for the masks.
 
         Args:
-            rows: [n] that will sample.
-            drafts: of rows that have any; `metadata` is given the same.
+            rows: [n] requests that will sample.
+            drafts: drafts of the requests that have any; `metadata` must get the same.
         """
         self._filler.start(rows, drafts)
 
@@ -290,14 +297,15 @@ class SamplingState:
         padded_size: int | None = None,
         drafts: RowDrafts | None = None,
     ) -> SamplingMetadata:
-        """Make the metadata of a launch for the rows that sample.
+        """Return the sampling metadata of a batch.
 
         Args:
-            rows: [n] in the order of the logits; `padding_row` may be among them, and repeatedly.
-            num_output_tokens: [n] how many tokens each has generated; any number for padding.
-            padded_size: logits have this many rows; those from n on are padding and greedy.
-            drafts: of rows whose sampling depends on which tokens were generated: the first time
-                that such a row is in `rows` it samples its next token, then what follows its first
+            rows: [n] batch indices in the order of the logits; `padding_row` may be among them, and
+                repeatedly.
+            num_output_tokens: [n] number of tokens that each has generated; any number for padding.
+            padded_size: number of logits rows; rows from n on are padding and greedy.
+            drafts: drafts of requests whose sampling depends on the generated tokens: at its first
+                position in `rows`, a request samples its next token, then the token after its first
                 draft, and so on.
         """
         rows, num_output_tokens = self._pad(rows, num_output_tokens, padded_size)
@@ -313,8 +321,7 @@ class SamplingState:
         num_output_tokens: IntArray,
         padded_size: int | None = None,
     ) -> SamplingMetadata:
-        """Make metadata like `metadata`, with no more than `DISTRIBUTION` of the features of each
-        row."""
+        """Return metadata like `metadata`, limited to the features of `DISTRIBUTION`."""
         rows, num_output_tokens = self._pad(rows, num_output_tokens, padded_size)
         own = self._features[rows] & DISTRIBUTION
         active = int(np.bitwise_or.reduce(own))
@@ -375,12 +382,12 @@ class SamplingState:
         )
 
     def logprob_rows(self, rows: IntArray, sampled: SamplerOutput) -> dict[int, LogprobRows]:
-        """Return a position for each time that a row is in the launch, by row, for rows that asked.
-        Wait for the device.
+        """Return the log-probabilities of requests that asked for them, by batch index, one
+        position for each time that a request is in the batch. Waits for the device.
 
         Args:
             rows: [n] as given to `metadata`.
-            sampled: from its metadata.
+            sampled: sampler output for this metadata.
         """
         if sampled.logprobs is None or sampled.logprob_plan is None:
             return {}
@@ -389,13 +396,13 @@ class SamplingState:
     def errors_of(
         self, rows: IntArray, sampled: SamplerOutput, host_ids: IntArray | None = None
     ) -> dict[int, str]:
-        """Return why rows have no token, by row; nothing about `padding_row`.
+        """Return the reasons why requests have no token, by batch index, except for `padding_row`.
 
         Args:
             rows: [n] as given to `metadata`.
-            sampled: from its metadata.
-            host_ids: [n or more] `sampled.host_ids` on the host; None: copy them, which waits
-                for the device.
+            sampled: sampler output for this metadata.
+            host_ids: [n or more] `sampled.host_ids` on the host; None: copy them, which waits for
+                the device.
         """
         if host_ids is None:
             host_ids = sampled.host_ids.cpu().numpy()
@@ -406,11 +413,11 @@ class SamplingState:
         return errors
 
     def _device_params(self, rows: IntArray) -> torch.Tensor:
-        """Copy all parameters of the launch to the device at once, [8, n] float32."""
+        """Copy all parameters of the batch to the device at once, [8, n] float32."""
         return self.to_device(self._params.take(rows, axis=1))
 
     def _exponentials(self, keys: RandomKeys) -> torch.Tensor:
-        """Copy the random numbers of each row's next token to the device, [n, K] float32."""
+        """Copy the random values for each request's next token to the device, [n, K] float32."""
         return self.to_device(keys.exponentials(num_draws(self._vocab_size)))
 
     def _copy(self, array: npt.NDArray[Any]) -> torch.Tensor:
@@ -471,7 +478,7 @@ class SamplingState:
     def _as_masks(
         self, rows: IntArray, found: npt.NDArray[np.int64], masks: list[IntArray]
     ) -> TokenMasks:
-        """Bring masks [W] of some indices of a launch to the device."""
+        """Copy the masks [W] of some requests of a batch to the device."""
         if self.shapes is not None:
             padding = class_of(len(found), len(rows)) - len(found)
             found = np.concatenate([found, np.repeat(found[-1:], padding)])
@@ -481,7 +488,9 @@ class SamplingState:
         return TokenMasks(found, words, self._bit_values, device_rows)
 
     def _row_masks(self, row: int, drafts: RowDrafts) -> Iterable[IntArray]:
-        """Return the mask [W] of each token of the launch, on the host, one after another."""
+        """Return the mask [W] for each position of a request in the batch, on the host, one after
+        another.
+        """
         if row not in self._filler:
             return repeat(self._masks[row])
         return self._filler.masks(row, drafts)
@@ -512,7 +521,7 @@ class SamplingState:
 
 
 def _tokens_ahead(rows: IntArray, drafts: RowDrafts) -> list[Sequence[int]]:
-    """Return the drafts that each entry of a launch follows."""
+    """Return for each entry of a batch the drafts that precede it."""
     num_seen: Counter[int] = Counter()
     ahead: list[Sequence[int]] = []
     for row in rows.tolist():
@@ -522,6 +531,7 @@ def _tokens_ahead(rows: IntArray, drafts: RowDrafts) -> list[Sequence[int]]:
 
 
 def invalid_rows(rows: IntArray, host_ids: IntArray) -> dict[int, str]:
-    """Return why rows have no token, by row, for the rows [n] whose `SamplerOutput.host_ids` [n]
-    are negative."""
+    """Return an error by batch index for the requests [n] whose `SamplerOutput.host_ids` [n] are
+    negative.
+    """
     return {int(rows[i]): NO_TOKEN_LEFT for i in np.flatnonzero(host_ids < 0)}

@@ -1,7 +1,7 @@
-"""Defines the finite set of launches on a device that compiles shapes.
+"""Define the finite set of sampling shapes on a device that compiles shapes.
 
-There, sampling is a sequence of stages, each of which is a recipe of its own (or, in eager mode, a
-few operators with shapes of their own). A stage that no row needs is skipped:
+On such a device, sampling is a sequence of stages, each of which is a separate recipe (or, in eager
+mode, a few operators with separate shapes). A stage that no request needs is skipped:
 
     rules          one for each number of rows with rules of the model, if it has any
     start          copy the logits, if they are going to change
@@ -15,11 +15,11 @@ The recipes of a stage depend only on the padded batch and on its own class, so 
 recipes is a sum over the stages, not their product. All other parameters of a request are values in
 a tensor.
 
-Both roundings cost extra work. A launch filters all of its rows by min_p, top_k and top_p when one
-of them asks for any of these, with values that change nothing for the others. And widths are powers
-of 8, up to the largest there can be, so that a launch works with at most 8 times the width it
-needs; powers of 2 would be at most 2 times and two to three times as many recipes. The stages with
-widths move few bytes next to those of the logits, while a recipe takes longer to compile than many
+Both roundings cost extra work. A batch filters all of its requests by min_p, top_k and top_p if one
+of them asks for any of these, with neutral values for the others. Widths are powers of 8, up to the
+largest possible one, so that a batch uses at most 8 times the width that it needs. Powers of 2
+would use at most 2 times the width, but need two to three times as many recipes. The stages with
+widths move few bytes compared with the logits, while a recipe takes longer to compile than many
 steps take to run.
 """
 
@@ -39,13 +39,13 @@ _KINDS = (GREEDY, RANDOM, FILTERED, FILTERED_LARGE)
 
 
 def canonical(active: int) -> int:
-    """Round up the bits of the distribution in `Feature` bits to a kind."""
+    """Round up `Feature` bits to one of the kinds of distribution."""
     wanted = active & FILTERED_LARGE
     return active | next(kind for kind in _KINDS if not wanted & ~kind)
 
 
 def size_classes(limit: int) -> tuple[int, ...]:
-    """Return the sizes that stand for 1 ... limit, ascending; the last is the limit."""
+    """Return the padded sizes for 1 ... limit in ascending order; the last one is the limit."""
     sizes = []
     size = _FACTOR
     while size < limit:
@@ -56,7 +56,7 @@ def size_classes(limit: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class StaticShapes:
-    """The limits of launches, from which their shapes follow."""
+    """The limits of batches, which determine their shapes."""
 
     vocab_size: int
     max_model_len: int
@@ -68,33 +68,36 @@ class StaticShapes:
 
     @property
     def kinds(self) -> tuple[int, ...]:
-        """The kinds of distribution that can occur; a top_k of the whole vocabulary is none."""
+        """The kinds of distribution that can occur. A top_k of the whole vocabulary does not
+        occur.
+        """
         return _KINDS if self.vocab_size - 1 > SMALL_TOP_K else _KINDS[:-1]
 
     @property
     def max_edits(self) -> int:
-        """Of one row: each token is edited at most once."""
+        """Maximum number of edits for a request: each token is edited at most once."""
         return self.vocab_size
 
     @property
     def max_penalties(self) -> int:
-        """Distinct tokens of one row."""
+        """Maximum number of distinct tokens of a request."""
         return min(self.vocab_size, self.max_model_len)
 
     @property
     def max_likeliest(self) -> int:
-        """Return how many log-probabilities of one row there can be, in addition to its token's."""
+        """Maximum number of log-probabilities of a request, in addition to its sampled token."""
         return min(self.vocab_size, max(1, self.max_logprobs))
 
     def max_top_k(self, active: int) -> int | None:
-        """Return the number of candidates to search in a launch with these bits of `Feature`; None:
-        no top_k."""
+        """Return the number of candidates to search in a batch with these `Feature` bits; None: no
+        top_k.
+        """
         if not active & Feature.TOP_K:
             return None
         return self.vocab_size if active & Feature.LARGE_TOP_K else SMALL_TOP_K
 
 
 def class_of(size: int, limit: int) -> int:
-    """Return the least of `size_classes(limit)` that holds `size`; a size of 0 counts as 1."""
+    """Return the smallest of `size_classes(limit)` that holds `size`; a size of 0 counts as 1."""
     assert size <= limit, f"{size} is above the limit of {limit}"
     return next(width for width in size_classes(limit) if width >= size)

@@ -1,10 +1,10 @@
-"""Launches without requests that compile everything the sampler needs on a device with static
-shapes, before the first request comes.
+"""Create batches without requests that compile everything the sampler needs, on a device with
+static shapes.
 
-For a vocabulary of 128,256, requests of 8,192 tokens and 20 log-probabilities, a padded batch of
-64 rows needs 24 recipes, which 10 launches compile; greedy and random sampling are two of them. No
-launch needs more memory than a real one: on the simulated card at most six times the logits as
-float32, when a row has a large top_k.
+For a vocabulary of 128,256, requests of 8,192 tokens and 20 log-probabilities, a padded batch of 64
+requests needs 24 recipes, which 10 batches compile; greedy and random sampling are two of them. No
+batch needs more memory than a real one: on the simulated card at most six times the logits as
+float32, if a request has a large top_k.
 """
 
 from collections.abc import Iterator
@@ -28,8 +28,9 @@ Stage = tuple[str, int, bool]
 
 
 def stages_of(metadata: SamplingMetadata) -> frozenset[Stage]:
-    """Return the stages that a launch compiles if nothing of it is compiled yet; see
-    `static_shapes`."""
+    """Return the stages that a batch compiles if nothing of it is compiled yet (see
+    `static_shapes`).
+    """
     changes = metadata.changes_logits
     stages: set[Stage] = {("distribution", metadata.active & FILTERED_LARGE, changes)}
     if changes:
@@ -48,9 +49,11 @@ def stages_of(metadata: SamplingMetadata) -> frozenset[Stage]:
 
 
 def basic_launches(state: SamplingState, padded_size: int) -> Iterator[SamplingMetadata]:
-    """Yield a greedy launch and a random one, of rows that ask for nothing else. A model with rules
-    for its outputs has more greedy ones: with these rules, and with the log-probabilities that
-    transcriptions with time stamps ask for."""
+    """Yield a greedy batch and a random one, without other features.
+
+    A model with rules for its outputs has more greedy batches: with these rules, and with the
+    log-probabilities that transcriptions with time tokens need.
+    """
     shapes = state.shapes
     assert shapes is not None, "shapes are not static"
     yield ALL_GREEDY
@@ -63,7 +66,7 @@ def basic_launches(state: SamplingState, padded_size: int) -> Iterator[SamplingM
 
 
 def heaviest_launch(state: SamplingState, padded_size: int) -> SamplingMetadata:
-    """Make the launch that needs the most memory: every stage in its largest class."""
+    """Return the batch that needs the most memory: every stage in its largest size class."""
     shapes = state.shapes
     assert shapes is not None, "shapes are not static"
     launch = _launch(shapes, padded_size, shapes.kinds[-1] | Feature.PENALTIES, state.to_device)
@@ -74,12 +77,13 @@ def heaviest_launch(state: SamplingState, padded_size: int) -> SamplingMetadata:
 def warmup_launches(state: SamplingState, padded_size: int) -> Iterator[SamplingMetadata]:
     """Yield batches of `padded_size` that together run every stage of sampling in each size class.
 
-    Each is made when the iterator advances. The sampled tokens have no meaning. Any finite logits
-    of the model's shape and dtype can be used. User-supplied logits processors are not warmed up.
+    Each batch is created when the iterator advances. The sampled tokens have no meaning. Any finite
+    logits of the model's shape and dtype can be used. User-supplied logits processors are not
+    warmed up.
 
     Args:
-        state: with static shapes.
-        padded_size: rows of the logits.
+        state: sampling state with static shapes.
+        padded_size: padded batch size.
     """
     shapes = state.shapes
     assert shapes is not None, "shapes are not static"
@@ -103,7 +107,7 @@ def warmup_launches(state: SamplingState, padded_size: int) -> Iterator[Sampling
 def _launch(
     shapes: StaticShapes, num_rows: int, active: int, to_device: ToDevice
 ) -> SamplingMetadata:
-    """Make rows without a feature in a launch whose operators are those that `active` needs."""
+    """Return a batch of neutral requests with the operators that `active` needs."""
     params = np.repeat(np.array(NEUTRAL, np.float32)[:, None], num_rows, 1)
     exponentials = np.ones((num_rows, num_draws(shapes.vocab_size)), np.float32)
     return SamplingMetadata(
@@ -120,7 +124,8 @@ def _with_all_stages(
     launch: SamplingMetadata, shapes: StaticShapes, sizes: list[int], state: SamplingState
 ) -> SamplingMetadata:
     """Return `launch` with edits, masks, penalties and logprobs of these sizes, which change no
-    token."""
+    token.
+    """
     num_edits, num_masks, num_penalties, num_logprobs = sizes
     to_device = state.to_device
     assert launch.features is not None
@@ -137,18 +142,18 @@ def _with_all_stages(
 
 
 def _logprobs(num_rows: int, width: int) -> LogprobPlan:
-    """Return a plan of so many log-probabilities for each row."""
+    """Return a plan of `width` log-probabilities for each request."""
     return LogprobPlan(np.arange(num_rows), np.full(num_rows, width, np.int32), width, None)
 
 
 def _masks(num_rows: int, shapes: StaticShapes, state: SamplingState) -> TokenMasks:
-    """Return masks of so many rows that allow all tokens."""
+    """Return masks for `num_rows` requests that allow all tokens."""
     words = np.full((num_rows, num_words(shapes.vocab_size)), -1, np.int32)
     rows = np.arange(num_rows)
     return TokenMasks(rows, state.to_device(words), bit_values(state.device), state.to_device(rows))
 
 
 def _rules(num_rows: int, shapes: StaticShapes, state: SamplingState) -> LogitRules:
-    """Return rules of so many rows that allow all tokens."""
+    """Return rules for `num_rows` requests that allow all tokens."""
     first_times = state.to_device(np.full(num_rows, NO_TIMES, np.int32))
     return LogitRules(_masks(num_rows, shapes, state), first_times)

@@ -1,4 +1,4 @@
-"""Structured output: JSON, a regular expression, a choice, or a grammar.
+"""Enforce structured output: JSON, a regular expression, a choice, or a grammar.
 
 In the process that takes requests:
 

@@ -1,8 +1,9 @@
-"""A grammar for the calls inside of an answer: free text, a marker, a call, free text, and so on.
+"""Apply a grammar to the tool calls inside an answer: free text, a marker, a call, free text, and
+so on.
 
-`GrammarStart.grammar_starts` has the markers. Free text before a marker is to `LateMatcher` what
-thoughts are to an answer, so each call has a `LateMatcher` of its own, with a new matcher of the
-same grammar.
+`GrammarStart.grammar_starts` has the markers. `LateMatcher` handles free text before a marker like
+reasoning before an answer. So each call has its own `LateMatcher`, with a new matcher for the same
+grammar.
 """
 
 from typing import NamedTuple
@@ -20,7 +21,7 @@ _JSON_ENDS = (b"}", b"]")
 
 
 class _Call:
-    """The matcher of one call and the free text before it, and how many tokens it was given."""
+    """The matcher of one call and the free text before it, and the number of tokens that it got."""
 
     def __init__(self, matcher: LateMatcher) -> None:
         self.matcher = matcher
@@ -28,7 +29,7 @@ class _Call:
 
 
 class _State(NamedTuple):
-    """The part of an output that is read now; a new one for each token."""
+    """State of the output after a token: the part that is being read."""
 
     call: _Call | None
     """None: thoughts, or the beginning of an output that may have them."""
@@ -40,14 +41,14 @@ class _State(NamedTuple):
 
 
 class CallMatcher:
-    """Follows one output whose calls have to be JSON objects or arrays of a grammar.
+    """Follows one output whose tool calls must be JSON objects or arrays that match a grammar.
 
-    The output may end wherever it is not inside of a call. Nothing holds for calls in thoughts.
+    The output may end anywhere outside a call. Calls inside reasoning are not restricted.
 
     Args:
-        start: with `grammar_starts`.
-        vocabulary: of the output.
-        grammar: of one call, or of one list of calls.
+        start: description of the output, with `grammar_starts`.
+        vocabulary: vocabulary of the output.
+        grammar: grammar of one call, or of one list of calls.
     """
 
     def __init__(self, start: GrammarStart, vocabulary: Vocabulary, grammar: LoadedGrammar) -> None:
@@ -72,15 +73,16 @@ class CallMatcher:
         self._history = StateHistory[_State]()
 
     def fill(self, mask: IntArray) -> None:
-        """Write the mask of the next token: any one outside of calls, but for a token with a marker
-        and the beginning of a call."""
+        """Write the mask of the next token. Outside calls all tokens are allowed, except one that
+        contains a marker and the beginning of a call.
+        """
         if self._state.call is None:
             mask[:] = -1
         else:
             self._state.call.matcher.fill(mask)
 
     def is_complete(self) -> bool:
-        """Return whether the output may end: anywhere but inside of a call."""
+        """Return whether the output may end: anywhere outside a call."""
         call = self._state.call
         return call is None or call.matcher.is_free
 
@@ -91,7 +93,7 @@ class CallMatcher:
         self._state = state
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last accepted tokens. The matcher of the call takes back its part."""
+        """Undo the last `num_tokens` accepted tokens, in the matcher of the call as well."""
         state = self._history.pop(num_tokens)
         call = state.call
         if call is not None and (num_extra := call.num_tokens - state.num_tokens):
@@ -112,7 +114,7 @@ class CallMatcher:
         return _State(call, call.num_tokens)
 
     def _read_thoughts(self, token_id: int) -> _State:
-        """Return the state after a token before the answer."""
+        """Return the state after a token of the reasoning, before the answer."""
         text = self._state.text + self._bytes_of(token_id)
         is_thinking = self._state.is_thinking
         if not is_thinking:
@@ -129,7 +131,9 @@ class CallMatcher:
         return _State(None, text=text[-self._keep :] if self._keep else b"", is_thinking=True)
 
     def _next_call(self, text: bytes = b"") -> _Call:
-        """Return a new call after this text of the answer, which may begin its marker."""
+        """Return a new call after this text of the answer, which may contain the beginning of its
+        marker.
+        """
         matcher = self._grammar.matcher()
         return _Call(LateMatcher(self._start_of_call, self._vocabulary, matcher, text))
 

@@ -1,7 +1,7 @@
-"""Compiles grammars, in processes that can be killed; see `vllm.utils.process.deadline_worker`.
+"""Compile grammars in processes that can be killed (`vllm.utils.process.deadline_worker`).
 
 A hostile request could make reading the schema or the pattern, compiling, or a step of the output
-very slow, use too much memory, or crash. So all of it is tried here first.
+very slow, use too much memory, or crash. So all of these are tried here first.
 """
 
 import json
@@ -29,11 +29,11 @@ _MAX_STEP_S = 0.5
 
 
 def serve(setup: bytes) -> Callable[[bytes], bytes]:
-    """Make a function from an encoded `GrammarSpec` to an encoded `Grammar`, or to an error
+    """Return a function that compiles an encoded `GrammarSpec` to an encoded `Grammar` or error
     message.
 
     Args:
-        setup: `Vocabulary.encoded`.
+        setup: result of `Vocabulary.encoded`.
     """
     vocabulary = Vocabulary.decode(setup)
     backends = _installed(vocabulary)
@@ -50,7 +50,7 @@ def serve(setup: bytes) -> Callable[[bytes], bytes]:
 
 
 def _installed(vocabulary: Vocabulary) -> dict[str, Backend]:
-    """Return the backends that can be imported; raise ImportError when none can."""
+    """Return the backends that can be imported; raises ImportError if none can be."""
     backends: dict[str, Backend] = {}
     failure: ImportError | None = None
     for name in BACKENDS:
@@ -66,10 +66,10 @@ def _installed(vocabulary: Vocabulary) -> dict[str, Backend]:
 def compile_spec(
     spec: GrammarSpec, vocabulary: Vocabulary, backends: dict[str, Backend]
 ) -> Grammar:
-    """Compile with the first backend that can.
+    """Compile a grammar with the first backend that can.
 
     Raises:
-        ValueError: none can; the message says why.
+        ValueError: no backend can; the message says why.
     """
     source, only_llguidance = _read(spec)
     failure: ValueError | None = None
@@ -120,7 +120,7 @@ def _order(spec: GrammarSpec, only_llguidance: str | None) -> list[str]:
 
 
 def _read(spec: GrammarSpec) -> tuple[Any, str | None]:
-    """Read the source for a backend, and the reason if only llguidance enforces it."""
+    """Return the source for a backend, and the reason if only llguidance can enforce it."""
     close = "all" if spec.close_all_objects else "named"
     if spec.kind == "json":
         prepared = PreparedSchema(_parse(spec.text), close_objects=close)
@@ -148,7 +148,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _read_structural_tag(tag: Any, close: str) -> tuple[Any, str | None]:
-    """Convert the tag to the newer format, with every schema inside it prepared."""
+    """Convert a structural tag to the newer format, with all schemas inside it prepared."""
     if isinstance(tag, dict) and "structures" in tag:
         tag = _newer_format(tag)
     if not isinstance(tag, dict) or not isinstance(tag.get("format"), dict):
@@ -206,7 +206,7 @@ def _prepare_inside(value: Any, close: str, reasons: list[str], depth: int) -> A
 
 
 def _try_out(backend: Backend, content: bytes, vocabulary: Vocabulary) -> None:
-    """Generate the beginning of an output, as the engine would.
+    """Generate the beginning of an output as the engine would, to test a compiled grammar.
 
     Raises:
         BackendError: no output is possible, the library fails, or it takes too long.

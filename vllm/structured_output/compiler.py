@@ -1,4 +1,4 @@
-"""Compiles the structured output of a request to a `Grammar`, with a cache and a deadline."""
+"""Compile the structured output of a request to a `Grammar`, with a cache and a deadline."""
 
 import queue
 import threading
@@ -47,7 +47,8 @@ _Result = Grammar | _Refusal
 
 
 class GrammarCompiler:
-    """Compiles for one tokenizer, in processes that are killed when a grammar takes too long.
+    """Compiles grammars for one tokenizer, in processes that are killed when a grammar takes too
+    long.
 
     They are forked by a process that has already loaded the libraries and the vocabulary, so that
     after a process was killed the next request does not wait for imports.
@@ -56,11 +57,11 @@ class GrammarCompiler:
 
     Args:
         config: limits and defaults.
-        tokenizer: of the outputs; None: all requests are refused.
-        vocab_size: logits of the model.
+        tokenizer: tokenizer of the outputs; None: all requests are refused.
+        vocab_size: number of logits of the model.
 
     Attributes:
-        tokenizer: the same.
+        tokenizer: tokenizer of the outputs, as given.
     """
 
     def __init__(
@@ -88,8 +89,8 @@ class GrammarCompiler:
         """Return the grammar of a request, from the cache if possible.
 
         Raises:
-            RequestError: it is not valid, no library enforces all of it, or compiling is too
-                costly; names the field.
+            RequestError: the grammar is not valid, no library can enforce all of it, or compiling
+                is too costly; names the field.
             CapacityError: (503) other grammars are being compiled, and the wait was too long.
         """
         spec, field = make_spec(params, self._config), field_of(params)
@@ -102,8 +103,11 @@ class GrammarCompiler:
         return _grammar_of(result, field)
 
     def cached(self, params: GuidedDecodingParams) -> Grammar | None:
-        """Return the grammar if it is in the cache, else None; does not block. Raises as
-        `compile`."""
+        """Return the grammar if it is in the cache, else None. Does not block.
+
+        Raises:
+            RequestError: the grammar is not valid or cannot be enforced.
+        """
         spec, field = make_spec(params, self._config), field_of(params)
         result = self._known(spec.key)
         return None if result is None else _grammar_of(result, field)

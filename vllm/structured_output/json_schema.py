@@ -1,10 +1,9 @@
-"""Finds out which library can enforce a JSON schema.
+"""Find out which library can enforce a JSON schema.
 
-A copy of the schema is made in which everything is either enforced by one of the two libraries or
-refused with the name of its keyword. The keywords that each library enforces were found by
-validating random outputs; tests/structured_output repeats that. xgrammar is preferred: it is
-faster, and supports a plain core of JSON schema. llguidance supports more, and refuses the rest
-itself.
+The schema is copied; everything in the copy can be enforced by one of the two libraries, and all
+other keywords are refused by name. The keywords that each library enforces were found by validating
+random outputs; tests/structured_output repeats that. xgrammar is preferred: it is faster, and
+supports a plain core of JSON schema. llguidance supports more, and refuses the rest itself.
 """
 
 import math
@@ -65,19 +64,19 @@ class SchemaError(ValueError):
 
 
 class PreparedSchema:
-    """A schema that can be given to a library.
+    """A JSON schema prepared for the grammar libraries.
 
     Args:
-        schema: of the user; not modified.
-        close_objects: "named": objects that name properties have no others unless the schema says
-            so; "all": nor have objects that name none.
+        schema: schema of the user; not modified.
+        close_objects: "named": objects that name properties may have no others unless the schema
+            allows them; "all": this also applies to objects that name none.
 
     Attributes:
         schema: a copy to compile.
-        only_llguidance: why xgrammar does not enforce it; None: it does.
+        only_llguidance: why xgrammar cannot enforce it; None: it can.
 
     Raises:
-        SchemaError: no library enforces it, or it is not a schema.
+        SchemaError: no library can enforce it, or it is not a schema.
     """
 
     def __init__(self, schema: object, *, close_objects: str = "named") -> None:
@@ -139,7 +138,7 @@ class PreparedSchema:
             raise SchemaError(f"'$ref' of {where} must point into the schema, got {reference!r}")
 
     def _read_strings(self, own: Schema, where: str) -> None:
-        """Read pattern, patternProperties and format."""
+        """Check the keywords pattern, patternProperties and format."""
         if "format" in own:
             _check_type(own["format"], str, f"'format' of {where}")
             is_text = "string" in (own.get("type", "string") or ())
@@ -179,7 +178,7 @@ class PreparedSchema:
     # ---- xgrammar -------------------------------------------------------------------------
 
     def _check_xgrammar(self, own: Schema) -> None:
-        """Note the reason if xgrammar does not enforce all of a schema."""
+        """Record the reason if xgrammar does not enforce all of a schema."""
         if self.only_llguidance is not None:
             return
         asserted = own.keys() & _ANY_TYPE_KEYS
@@ -203,7 +202,7 @@ class PreparedSchema:
             self._leave_xgrammar("'required' without 'properties'")
 
     def _check_values(self, asserted: set[str], kind: object, values: list[Any]) -> None:
-        """Check enum and const: xgrammar ignores all other keywords next to them."""
+        """Check enum and const. xgrammar ignores all other keywords next to them."""
         if len(asserted - {"type"}) > 1:
             self._leave_xgrammar("'enum' or 'const' together with another constraint")
         if kind is not None:
@@ -216,7 +215,9 @@ class PreparedSchema:
 
 
 def _tuple_items(own: Schema) -> None:
-    """Draft 7: items is a list, additionalItems the rest."""
+    """Convert the tuples of draft 7 (items is a list, additionalItems the rest) to prefixItems and
+    items.
+    """
     if isinstance(own.get("items"), list):
         own["prefixItems"] = own.pop("items")
         if "additionalItems" in own:
@@ -225,7 +226,7 @@ def _tuple_items(own: Schema) -> None:
 
 
 def _boolean_bounds(own: Schema) -> None:
-    """Draft 4: exclusiveMinimum is a boolean."""
+    """Convert the exclusive bounds of draft 4, where exclusiveMinimum is a boolean, to numbers."""
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if isinstance(is_exclusive := own.get(exclusive), bool):
             del own[exclusive]
@@ -234,7 +235,7 @@ def _boolean_bounds(own: Schema) -> None:
 
 
 def _conditions(own: Schema) -> None:
-    """Refuse keywords that have no meaning without others."""
+    """Refuse keywords that have no meaning without others (such as `then` without `if`)."""
     if "if" not in own:
         own.pop("then", None)
         own.pop("else", None)
@@ -251,7 +252,7 @@ def _conditions(own: Schema) -> None:
 
 
 def _property_names(own: Schema) -> None:
-    """Convert propertyNames of an object without other rules for names to patternProperties."""
+    """Convert propertyNames to patternProperties, if the object has no other rules for names."""
     names = own.get("propertyNames")
     if not isinstance(names, Mapping) or own.get("properties") or own.get("patternProperties"):
         return
@@ -326,7 +327,9 @@ def _is_plain_pointer(reference: str) -> bool:
 
 
 def _combines_objects(schema: object) -> bool:
-    """Whether an object may have to satisfy several schemas, each with properties of its own."""
+    """Return whether an object may have to satisfy several schemas, each with its own
+    properties.
+    """
     pending = [schema]
     while pending:
         item = pending.pop()

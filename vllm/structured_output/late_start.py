@@ -1,6 +1,6 @@
-"""A grammar that begins later than its output: after thoughts, or never if tools are called.
+"""Apply a grammar that begins later than the output: after reasoning, or never if tools are called.
 
-`GrammarStart` says what may come before. An output is in one of four phases:
+`GrammarStart` describes what may come before. An output is in one of four phases:
 
     thoughts     any text; the answer begins after an end marker
     opening      a marker of thoughts or calls, or the grammar, whichever fits; white space before
@@ -32,19 +32,19 @@ _StateT = TypeVar("_StateT")
 
 
 class StateHistory(Generic[_StateT]):
-    """Keeps the last states of a matcher."""
+    """Stores the last states of a matcher."""
 
     def __init__(self) -> None:
         self._states: list[_StateT] = []
 
     def add(self, state: _StateT) -> None:
-        """Keep the state before an accepted token."""
+        """Store the state before an accepted token."""
         self._states.append(state)
         if len(self._states) > 2 * _MAX_ROLLBACK:
             del self._states[:_MAX_ROLLBACK]
 
     def pop(self, num_tokens: int) -> _StateT:
-        """Return the state before the last `num_tokens` tokens, and forget the later ones."""
+        """Return the state before the last `num_tokens` tokens, and drop the later ones."""
         state = self._states[-num_tokens]
         del self._states[-num_tokens:]
         return state
@@ -58,7 +58,7 @@ class _Phase(IntEnum):
 
 
 class _State(NamedTuple):
-    """The phase of an output, and its details; a new one for each token."""
+    """State of the output after a token: its phase and details."""
 
     phase: _Phase
     text: bytes = b""
@@ -76,15 +76,16 @@ class _State(NamedTuple):
 
 
 class LateMatcher:
-    """Follows one output as `GrammarStart` says, with the matcher of its grammar.
+    """Follows one output as `GrammarStart` describes, with the matcher of its grammar.
 
-    Its masks also allow tokens without text where the output is free.
+    Where the output is free, its masks also allow tokens without text.
 
     Args:
         start: what may come before the grammar.
-        vocabulary: of the output.
-        grammar: at the beginning of the answer.
-        text: of thoughts, before the first token; it may begin a marker.
+        vocabulary: vocabulary of the output.
+        grammar: matcher at the beginning of the answer.
+        text: text of the reasoning before the first token, which may end with the beginning of a
+            marker.
     """
 
     def __init__(
@@ -114,13 +115,13 @@ class LateMatcher:
 
     @property
     def is_free(self) -> bool:
-        """Return whether the output is any text now, and not part of the grammar."""
+        """Whether any text is allowed now, because the output is not inside the grammar."""
         return self._state.phase in (_Phase.THOUGHTS, _Phase.CALLS)
 
     # ---- the contract -------------------------------------------------------------------------
 
     def fill(self, mask: IntArray) -> None:
-        """Write the mask of the next token, by the phase of the output."""
+        """Write the mask of the next token, depending on the phase of the output."""
         state = self._state
         if state.phase is _Phase.GRAMMAR:
             self._fill_grammar(mask, ())
@@ -132,7 +133,7 @@ class LateMatcher:
             self._fill_opening(mask, state)
 
     def is_complete(self) -> bool:
-        """Return whether the output may end: calls may at any token, thoughts never."""
+        """Return whether the output may end: never inside reasoning, always inside calls."""
         state = self._state
         if state.phase is _Phase.CALLS:
             return True
@@ -152,7 +153,7 @@ class LateMatcher:
         self._state = state
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last accepted tokens. The grammar takes back its part of them."""
+        """Undo the last `num_tokens` accepted tokens, in the grammar as well."""
         state = self._history.pop(num_tokens)
         if num_extra := self._state.num_accepted - state.num_accepted:
             self._grammar.rollback(num_extra)
@@ -161,7 +162,9 @@ class LateMatcher:
     # ---- reading ------------------------------------------------------------------------------
 
     def _after(self, token_id: int) -> _State:
-        """Return the state after a token; the grammar is given what has become its part."""
+        """Return the state after a token. Tokens that turn out to belong to the grammar are passed
+        to it.
+        """
         state = self._state
         if state.phase is _Phase.GRAMMAR:
             self._grammar.accept(token_id)
@@ -174,7 +177,7 @@ class LateMatcher:
         return self._open(state, token_id, data)
 
     def _think(self, text: bytes) -> _State:
-        """Return the state inside of thoughts that end with this text."""
+        """Return the state inside reasoning that ends with this text."""
         markers = self._ends + self._late_calls
         found = [(place, marker) for marker in markers if (place := text.find(marker)) >= 0]
         if not found:
@@ -190,7 +193,7 @@ class LateMatcher:
         return _State(_Phase.OPENING, num_spaces=len(rest))
 
     def _open(self, state: _State, token_id: int, data: bytes) -> _State:
-        """Return the state after a token with which an answer or thoughts may begin."""
+        """Return the state after a token with which an answer or reasoning may begin."""
         if not state.text and self._is_space(data, state.num_spaces):
             return state._replace(num_spaces=state.num_spaces + len(data))
         if not data:
@@ -219,7 +222,9 @@ class LateMatcher:
         return self._calls + self._thought_starts if state.may_think else self._calls
 
     def _allows(self, token_id: int, pending: Sequence[int]) -> bool:
-        """Whether the grammar allows a token after `pending`, which it has not been given yet."""
+        """Return whether the grammar allows a token after the `pending` tokens, which it has not
+        got yet.
+        """
         if not self._bytes_of(token_id):
             return False
         with _Given(self._grammar, pending):
@@ -233,7 +238,7 @@ class LateMatcher:
         return bool(data) and not data.strip() and num_before + len(data) <= self._max_spaces
 
     def _is_answer(self, rest: bytes) -> bool:
-        """Whether the rest of a token after the end of thoughts has to follow the grammar."""
+        """Return whether the rest of a token after the end of reasoning must follow the grammar."""
         return bool(rest.strip() if self._max_spaces else rest)
 
     # ---- masks --------------------------------------------------------------------------------
@@ -244,8 +249,9 @@ class LateMatcher:
         mask &= self._vocabulary.text_mask
 
     def _fill_thoughts(self, mask: IntArray, text: bytes) -> None:
-        """Allow all tokens except one with the end of thoughts and the beginning of an answer: the
-        grammar could not be given the second half."""
+        """Allow all tokens except those that contain the end of the reasoning and the beginning of
+        an answer, because a half token cannot be passed to the grammar.
+        """
         if self._free is None:
             banned = [
                 token_id
@@ -303,7 +309,7 @@ class LateMatcher:
 
 
 class _Given:
-    """A matcher that has been given some more tokens, for a while."""
+    """Passes some more tokens to a matcher inside the context, and takes them back afterwards."""
 
     def __init__(self, matcher: BackendMatcher, token_ids: Sequence[int]) -> None:
         self._matcher = matcher

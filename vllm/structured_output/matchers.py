@@ -1,4 +1,4 @@
-"""The grammars of the engine core: loaded when first used, and cached."""
+"""Load the grammars in the engine core at their first use, and cache them."""
 
 import threading
 from collections import OrderedDict
@@ -34,13 +34,13 @@ _LOADED_BYTES = 2**18
 
 
 class GrammarMatchers:
-    """Makes the matchers of one engine core.
+    """Creates the matchers of one engine core.
 
-    A library takes up to a second to import, and a grammar up to a tenth to load. Both happen in
-    threads of their own, before the request of a grammar is scheduled: `prepare`. Thread-safe.
+    Importing a library takes up to a second, and loading a grammar up to a tenth. Both happen in
+    separate threads before the request is scheduled (`prepare`). Thread-safe.
 
     Args:
-        config: of the engine; has the tokenizer, and the size of the cache.
+        config: config of the engine; has the tokenizer and the size of the cache.
     """
 
     def __init__(self, config: VllmConfig) -> None:
@@ -61,7 +61,7 @@ class GrammarMatchers:
         self._loaded_bytes = 0
 
     def preload_beside_weights(self) -> None:
-        """Import the libraries and read the vocabulary in the background, in a server.
+        """Import the libraries and read the vocabulary in the background, if this is a server.
 
         Called when the weights begin to load: the process waits for the model's files then, and an
         import cannot delay any step.
@@ -70,12 +70,13 @@ class GrammarMatchers:
             start_in_time_slices(self._preload, "grammar-preload")
 
     def end_preload(self) -> None:
-        """Note that the weights are loaded. Anything that is not preloaded yet and would stop steps
-        for a moment is made for the first request that needs it."""
+        """Record that the weights are loaded. Everything that is not preloaded yet and could delay
+        steps is now loaded by the first request that needs it.
+        """
         self._has_weights = True
 
     def prepare(self, request: EngineRequest) -> Future[None] | None:
-        """Load the grammar of a request in the background.
+        """Load the grammar of a request in the background, before it is scheduled.
 
         Returns:
             A future that is done when the grammar is loaded or has failed; its matcher then has the
@@ -97,11 +98,11 @@ class GrammarMatchers:
         return future
 
     def matcher(self, request: EngineRequest, output_token_ids: Sequence[int]) -> RowMatcher:
-        """Make the matcher of a request. The grammar is opened later.
+        """Create the matcher of a request. Its grammar is opened later.
 
         Args:
-            request: whose `guided_decoding` is set.
-            output_token_ids: generated before a preemption.
+            request: request whose `guided_decoding` is set.
+            output_token_ids: tokens generated before a preemption.
         """
         open_grammar = partial(self._open, request.grammar)
         return RowMatcher(request, output_token_ids, open_grammar)
@@ -167,15 +168,19 @@ class GrammarMatchers:
                 self._loaded_bytes -= oldest_cost
 
     def _ready_vocabulary(self) -> Vocabulary:
-        """Return the vocabulary, from tokenizer.json if possible: no step should wait until a
-        tokenizer is made, and nothing else in this process needs one."""
+        """Return the vocabulary, from tokenizer.json if possible.
+
+        Creating a tokenizer could delay a step, and nothing else in this process needs one.
+        """
         if self._vocabulary is None:
             path = Path(self._model.tokenizer or self._model.resolved_path) / "tokenizer.json"
             self._vocabulary = Vocabulary.of_file(path, self._model.resolved_arch.vocab_size)
         return self._vocabulary or self._exact_vocabulary()
 
     def _exact_vocabulary(self) -> Vocabulary:
-        """Return the vocabulary of the tokenizer itself; backends for another one are dropped."""
+        """Return the vocabulary of the tokenizer itself. Backends for a different vocabulary are
+        dropped.
+        """
         if not self._is_exact:
             vocab_size = self._model.resolved_arch.vocab_size
             exact = Vocabulary.of(load_tokenizer(self._model), vocab_size)

@@ -1,14 +1,15 @@
-"""Translates a regular expression of Python to the dialect of the grammar libraries.
+r"""Translate a Python regular expression to the dialect of the grammar libraries.
 
-`regex_dialects` lets Python's parser read what JavaScript, Rust and others write differently.
+`regex_dialects` first converts syntax of JavaScript, Rust and others, so that Python's parser can
+read it.
 
 The libraries read patterns like Rust's regex crate, in which some of Python's syntax has another
-meaning (nested classes, `\\d` of a newer Unicode) or is refused. So Python's own parser reads the
+meaning (nested classes, `\d` of a newer Unicode) or is refused. So Python's own parser reads the
 pattern, and it is written again with few elements: characters, classes, groups, alternatives,
 repetition.
 
 `re.fullmatch` of the original matches everything that the written pattern matches. The reverse does
-not always hold: `\\d`, `\\w` and `\\s` are ASCII, and `$` is only the very end.
+not always hold: `\d`, `\w` and `\s` are ASCII, and `$` is only the very end.
 """
 
 import re
@@ -56,7 +57,7 @@ _ENDS = {codes.AT_END, codes.AT_END_STRING}
 
 
 class Translation(NamedTuple):
-    """A pattern for the libraries."""
+    """A pattern for the grammar libraries."""
 
     text: str
     only_llguidance: str | None
@@ -67,9 +68,9 @@ def translate(pattern: str, *, search: bool = False) -> Translation:
     """Translate a pattern.
 
     Args:
-        pattern: of Python's `re`.
-        search: it may match anywhere in the text, as in a JSON schema: anchors are kept. Else it
-            matches the whole text, and anchors at the ends have no effect.
+        pattern: pattern in the syntax of Python's `re`.
+        search: True: it may match anywhere in the text, as in a JSON schema, and anchors are kept.
+            False: it matches the whole text, and anchors at the ends have no effect.
 
     Raises:
         RegexError: it does not parse, or has a look-around, a back-reference or an assertion inside
@@ -189,8 +190,9 @@ class _Writer:
         return text
 
     def _character(self, code_point: int, *, may_be_property: bool = False) -> str:
-        """Return the character itself, or its number if it has a special meaning, or the property
-        that it stands for."""
+        """Return a character in the written pattern: itself, its number if it has a special
+        meaning, or the property for which it stands.
+        """
         if (name := self._properties.get(code_point)) is not None:
             if not may_be_property:
                 raise RegexError(

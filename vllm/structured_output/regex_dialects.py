@@ -1,4 +1,4 @@
-r"""Converts the syntax of other regex dialects, so that Python's parser reads it.
+r"""Convert the syntax of other regex dialects, so that Python's parser can read it.
 
 JSON schemas contain patterns of JavaScript, and many users know those of Rust, PCRE or Java:
 
@@ -29,11 +29,11 @@ class RegexError(ValueError):
 
 @dataclass(frozen=True)
 class PythonPattern:
-    """A pattern as Python's parser reads it.
+    r"""A pattern that Python's parser can read.
 
     Attributes:
-        text: of the pattern.
-        properties: stand-in -> the class that it stands for, such as `\\p{L}`.
+        text: text of the pattern.
+        properties: stand-in -> the class that it stands for, such as `\p{L}`.
         positions: the position in the original of each character of the text.
     """
 
@@ -42,7 +42,7 @@ class PythonPattern:
     positions: list[int]
 
     def describe(self, error: re.error) -> str:
-        """Python's error message, in terms of the original pattern."""
+        """Return Python's error message, with positions in the original pattern."""
         message = error.msg
         for stand_in, name in self.properties.items():
             message = message.replace(chr(stand_in), name)
@@ -56,7 +56,7 @@ class PythonPattern:
 
 
 def to_python(pattern: str) -> PythonPattern:
-    """Write a pattern for Python's parser.
+    """Convert a pattern to the syntax of Python's parser.
 
     Raises:
         RegexError: an escape is malformed, or is not a character.
@@ -142,7 +142,7 @@ class _Rewriter:
         raise RegexError(f"the surrogate at position {self._at} must be part of a pair")
 
     def _write(self, size: int, text: str | None = None) -> None:
-        """Advance by `count` characters, and write them or another text."""
+        """Advance by `size` characters, and write them, or `text` instead."""
         written = self._pattern[self._at : self._at + size] if text is None else text
         self._pieces.append(written)
         for index in range(len(written)):

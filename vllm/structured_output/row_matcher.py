@@ -1,5 +1,6 @@
-"""The tokens that a request may generate next, from its grammar, end tokens and other
-parameters."""
+"""Compute the tokens that a request may generate next, from its grammar, end tokens and other
+parameters.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -29,14 +30,15 @@ ms."""
 class RowMatcher:
     """Follows one output. All work is done by `fill`, in the thread that calls it.
 
-    End tokens are only allowed when the output is complete, which it is not inside of thoughts.
-    Before `min_tokens` tokens, and always with `ignore_eos`, they are only allowed if no other is.
-    For a stop token of the user that is text, the grammar decides; it ends the output.
+    End tokens are allowed only when the output is complete, which it never is inside reasoning.
+    Before `min_tokens` tokens, and always with `ignore_eos`, they are allowed only if no other
+    token is. If a stop token of the user is text, the grammar decides whether it is allowed; it
+    ends the output.
 
     Args:
-        request: has a grammar.
-        output_token_ids: generated so far.
-        open_grammar: makes the vocabulary and the grammar; called once, by the first `fill`.
+        request: request with a grammar.
+        output_token_ids: tokens generated so far.
+        open_grammar: returns the vocabulary and the grammar; called once, by the first `fill`.
             Raises BackendError or RequestError.
     """
 
@@ -64,7 +66,7 @@ class RowMatcher:
 
     @property
     def error(self) -> str | None:
-        """Return why the output cannot continue; None if it can."""
+        """The reason why the output cannot continue; None if it can."""
         return self._error
 
     def accept(self, token_id: int) -> None:
@@ -79,8 +81,8 @@ class RowMatcher:
     def fill_along(self, masks: IntArray, drafts: Sequence[int]) -> None:
         """Write the masks [1 + d, W] of the next token, and of the tokens after each of d drafts.
 
-        No token is allowed after a draft that is an end token or is not allowed, and where the
-        matcher fails after one. Failures at the next token are stored in `error`.
+        No token is allowed after a draft that is an end token, that is not allowed, or after which
+        the matcher fails. Failures at the next token are stored in `error`.
         """
         mask = masks[0]
         try:

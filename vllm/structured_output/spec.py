@@ -1,4 +1,4 @@
-"""Checks the structured output of a request and makes it hashable. Compiles nothing."""
+"""Check the structured output of a request, and make it hashable. Compiles nothing."""
 
 import hashlib
 import json
@@ -53,12 +53,13 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> bytes:
-        """Equal for equal specifications."""
+        """Hash that is equal for equal specifications."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
 
 
 def field_of(params: GuidedDecodingParams) -> str:
-    """Return the name of the field for errors: of the request, or of `GuidedDecodingParams`.
+    """Return the name of the field for errors: a field of the request, or of
+    `GuidedDecodingParams`.
 
     Raises:
         RequestError: no field is set.
@@ -77,17 +78,17 @@ def _kind_of(params: GuidedDecodingParams) -> str:
 
 
 def _option_of(params: GuidedDecodingParams, name: str, request_name: str) -> str:
-    """Return the name of an option for errors, as in a request or in Python."""
+    """Return the name of an option for errors, as it is written in a request or in Python."""
     group = "guided_decoding.x" if params.field is None else params.field
     group, is_member, _ = group.partition(".")
     return f"{group}.{name}" if group in _GROUPS and is_member else request_name
 
 
 def make_spec(params: GuidedDecodingParams, config: StructuredOutputConfig) -> GrammarSpec:
-    """Make the spec, with the checks that are fast.
+    """Return the spec of a request's grammar, after all fast checks.
 
     Raises:
-        RequestError: the value is too large, of the wrong type, or missing; names the field.
+        RequestError: the value is too large, has the wrong type, or is missing; names the field.
     """
     field = field_of(params)
     backend_field = _option_of(params, "backend", "guided_decoding_backend")
@@ -123,7 +124,7 @@ def make_spec(params: GuidedDecodingParams, config: StructuredOutputConfig) -> G
 
 
 def _backend(name: Any, field: str) -> tuple[str, set[str]]:
-    """Return our name of a backend, and the options after its colon."""
+    """Return this package's name for a backend, and the options after its colon."""
     word, _, rest = name.partition(":") if isinstance(name, str) else ("", "", "")
     options = [option.strip() for option in rest.split(",") if option.strip()]
     if word not in _BACKENDS or not all(option in _OPTIONS for option in options):
@@ -156,7 +157,7 @@ def _text(params: GuidedDecodingParams, field: str) -> tuple[str, str]:
 
 
 def _json_text(value: Any, field: str) -> str:
-    """Return the given JSON text, or encode the object."""
+    """Return the given JSON text; an object is encoded."""
     if isinstance(value, str):
         return value
     if not isinstance(value, (dict, bool)):
@@ -176,7 +177,7 @@ def _choices(value: Any, field: str) -> str:
 
 
 def _whitespace(pattern: Any, field: str) -> str | None:
-    """Check the pattern between the tokens of JSON. It must only match whitespace."""
+    """Check the pattern for whitespace between JSON tokens. It may match only whitespace."""
     if pattern is None:
         return None
     if not isinstance(pattern, str) or len(pattern) > 256:

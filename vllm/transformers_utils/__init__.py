@@ -1,1 +1,1 @@
-"""Everything that is read with transformers: config.json, tokenizers, the hub."""
+"""Read everything that needs transformers: config.json, tokenizers, the hub."""

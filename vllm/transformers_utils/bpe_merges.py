@@ -1,4 +1,4 @@
-"""The merges of a BPE vocabulary that says only in which order its tokens are made."""
+"""Compute the merges of a BPE vocabulary that only orders its tokens."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 def merges_in_order(
     tokens: Iterable[str], vocabulary: Mapping[str, int]
 ) -> Iterator[tuple[str, str]]:
-    """Yield all pairs of tokens that make a token, in the order of the tokens that they make.
+    """Yield all pairs of tokens whose concatenation is a token, in the order of the resulting
+    tokens.
 
     Args:
-        tokens: that are made of others or not, the one that is made first at the beginning.
-        vocabulary: token -> id. Of two pairs for one token, that with the lower ids is first.
+        tokens: tokens, in the order in which merges create them.
+        vocabulary: token -> id. If several pairs give one token, the pair with the lower ids is
+            first.
     """
     for token in tokens:
         pairs = ((token[:end], token[end:]) for end in range(1, len(token)))

@@ -1,4 +1,4 @@
-"""config.json of ChatGLM 2 and 3 in the words of GLM, which transformers knows."""
+"""Convert config.json of ChatGLM 2 and 3 to the keys of GLM, which transformers knows."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +26,7 @@ _THETA = 10000.0
 
 
 def complete_chatglm_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `raw` with GLM's names in addition to its own.
+    """Return `raw` with GLM's keys in addition to its own.
 
     Raises:
         ConfigError: it is ChatGLM 1, or has a setting that is not supported.

@@ -1,4 +1,6 @@
-"""config.json of DeciLM and Llama Nemotron in the words of Llama, with a value for each layer."""
+"""Convert config.json of DeciLM and Llama Nemotron to the keys of Llama, with a value for each
+layer.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,12 +17,14 @@ _UNSUPPORTED = {
 
 
 def complete_decilm_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json with the keys of Llama. Of each layer it has the number of key/value heads
-    (`per_layer_config`) and the size of the MLP (`layer_intermediate_sizes`), and whether it has
-    attention and an MLP (`layers_with_attention`, `layers_with_mlp`).
+    """Return config.json with the keys of Llama, and with values for each layer.
+
+    For each layer it has the number of key/value heads (`per_layer_config`) and the size of the MLP
+    (`layer_intermediate_sizes`), and whether it has attention and an MLP (`layers_with_attention`,
+    `layers_with_mlp`).
 
     Raises:
-        ConfigError: a layer is described by values that are not supported.
+        ConfigError: a layer has values that are not supported.
     """
     usual = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 10000.0}
     raw = {**usual, **{key: value for key, value in raw.items() if value is not None}}

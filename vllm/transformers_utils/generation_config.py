@@ -1,4 +1,4 @@
-"""Sampling defaults of a model's generation_config.json, and its end tokens."""
+"""Read the sampling defaults and end tokens of a model's generation_config.json."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -25,13 +25,13 @@ _ALSO_IN_OVERRIDES = {"max_tokens", "eos_token_id", "bos_token_id", "pad_token_i
 
 
 def load_generation_defaults(model_config: ModelConfig) -> dict[str, Any]:
-    """Load the defaults for sampling parameters that a request does not set.
+    """Return the model's defaults for sampling parameters that a request does not set.
 
     Returns:
         Some of the fields of SamplingParams that have `Door.MODEL`, and always `eos_token_ids`:
-        list of int, the tokens that end an output, of generation_config.json or config.json. They
-        are a property of the model: they are read even when `generation_config` is "vllm" and its
-        sampling defaults are not.
+        list of int, the tokens that end an output, from generation_config.json or config.json.
+        These are a property of the model: they are read even if `generation_config` is "vllm" and
+        the sampling defaults are not.
 
     Raises:
         ConfigError: a file or an override is damaged, or a value is out of range.
@@ -81,11 +81,11 @@ def _read_sampling(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_those_of_config(ids: list[int], model_config: ModelConfig) -> list[int]:
-    """Add the end tokens of config.json, if it has all of these and more.
+    """Add the end tokens of config.json, if it has all of the given ones and more.
 
-    transformers makes a generation_config.json that is missing from config.json. A copy of a model
-    may have lost some of its end tokens in one of the two files. Defaults of a model type do not
-    count: they may be any token of the vocabulary.
+    transformers creates a missing generation_config.json from config.json. A copy of a model may
+    have lost some end tokens in one of the two files. Defaults of a model type do not count: they
+    may be any token of the vocabulary.
     """
     folder = Path(model_config.hf_config_path or model_config.resolved_path)
     if not (folder / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""Reads config.json, and completes it with the defaults of the model type from transformers."""
+"""Read config.json, and add the defaults of the model type from transformers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
@@ -44,19 +44,19 @@ def read_hf_config(
     overrides: Mapping[str, Any],
     check: Callable[[Mapping[str, Any]], None] = lambda raw: None,
 ) -> dict[str, Any]:
-    """Read config.json, or the params.json of Mistral AI, and apply `overrides`. Does not import
-    transformers.
+    """Read config.json, or the params.json of Mistral AI, and apply `overrides`.
 
-    Of a model with a part for images it is the config of the language model (`_text_config`).
+    Does not import transformers. For a multimodal model the result is the config of its language
+    model (`_text_config`).
 
     Args:
-        folder: of the file.
-        overrides: values to use instead of the ones in the file.
-        check: called before the kinds and sizes of values are checked, which other models may have
-            otherwise.
+        folder: folder of the file.
+        overrides: values that replace values of the file.
+        check: called before the types and sizes of values are checked, because unsupported models
+            may have other ones.
 
     Raises:
-        ConfigError: no config.json, broken JSON, or absurd sizes.
+        ConfigError: no config.json, broken JSON, or unreasonable sizes.
     """
     path = folder / "config.json"
     if path.is_file():
@@ -113,16 +113,15 @@ def complete_hf_config(
     code_revision: str | None = None,
     token: str | bool | None = None,
 ) -> dict[str, Any]:
-    """Complete `raw`, from `read_hf_config`, with the defaults of its model type, by its usual
-    name; plain data.
+    """Add the defaults of its model type to `raw`, under usual names; the result is plain data.
 
     Args:
-        raw: values of config.json.
-        folder: where it is.
+        raw: values of config.json, from `read_hf_config`.
+        folder: folder of config.json.
         trust_remote_code: run the model's own config class, if it has one.
-        code_folder: where that class is; None is `folder`.
-        code_revision: of the class, where it is in another repository on the hub.
-        token: for that repository.
+        code_folder: folder of that class; None: `folder`.
+        code_revision: revision of the class, if it is in another repository on the hub.
+        token: access token for that repository.
 
     Raises:
         ConfigError: an unknown model type, or values that transformers refuses.
@@ -175,8 +174,10 @@ def complete_hf_config(
 
 
 def _with_usual_types(raw: Mapping[str, Any], config_class: type[Any]) -> dict[str, Any]:
-    """Return config.json with values of the types that transformers 5 requires: other programs
-    write 1 for 1.0, or 1 for true, and the first files of Llama 4 have 4 for true."""
+    """Convert values of config.json to the types that transformers 5 requires.
+
+    Other programs write 1 for 1.0, or 1 for true, and the first files of Llama 4 have 4 for true.
+    """
     usual = dict(raw)
     for field in fields(config_class) if is_dataclass(config_class) else ():
         value, types = usual.get(field.name), get_args(field.type) or (field.type,)
@@ -194,8 +195,9 @@ def _with_usual_types(raw: Mapping[str, Any], config_class: type[Any]) -> dict[s
 def _known_to_transformers(
     raw: Mapping[str, Any], family: Family
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the installed transformers reads of a config, and the rest: version 4 refuses
-    some of what version 5 has written."""
+    """Split a config into the values that the installed transformers accepts, and the rest. Version
+    4 refuses some values that version 5 writes.
+    """
     from transformers import PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -213,10 +215,10 @@ def _known_to_transformers(
 
 
 def _without_default_ropes(completed: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a completed config without default rotations where config.json has its own.
+    """Remove default rotary settings from a completed config if config.json has its own.
 
     transformers 4 does not know `rope_parameters`, and adds its usual keys for the same values:
-    GPT-OSS would get the factor 32 of the published models, whatever the file says.
+    GPT-OSS would get the factor 32 of the published models, whatever the file contains.
     """
     if "rope_parameters" not in raw:
         return dict(completed)
@@ -225,9 +227,9 @@ def _without_default_ropes(completed: Mapping[str, Any], raw: Mapping[str, Any])
 
 
 def _config_of_decoder(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the config of the decoder of an encoder-decoder, by the usual names of decoders.
+    """Return the config of the decoder of an encoder-decoder, under the usual names of decoders.
 
-    transformers has these names for the sizes of the encoder.
+    transformers uses these names for the sizes of the encoder.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -244,12 +246,12 @@ def _config_of_decoder(raw: Mapping[str, Any], family: Family) -> dict[str, Any]
 
 
 def is_known_to_transformers(architecture: str, model_type: object = None) -> bool:
-    """Return whether the installed transformers has a decoder of this name, or the language model
-    of a checkpoint of this name.
+    """Return whether the installed transformers has a decoder for an architecture, or for its
+    language model.
 
     Args:
         architecture: name in config.json.
-        model_type: of the language model; None: the usual one.
+        model_type: type of the language model; None: the usual one.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -268,8 +270,9 @@ _QUANTIZATION_FILES = (
 
 
 def _other_quantization(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the quantization of a checkpoint that has it under another key, or in a file of its
-    own, as tools wrote it before transformers had a key for it."""
+    """Return the quantization of a checkpoint that stores it under another key or in a separate
+    file, as tools did before transformers had a key for it.
+    """
     for key, method in (("compression_config", "compressed-tensors"), ("quantization", "mlx")):
         settings = raw.get(key)
         if isinstance(settings, dict) and (method != "mlx" or "group_size" in settings):
@@ -290,7 +293,7 @@ def _other_quantization(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _with_floats(raw: dict[str, Any]) -> dict[str, Any]:
-    """Replace {"__float__": "Infinity"}, which transformers writes as JSON has no such number.
+    """Replace {"__float__": "Infinity"}, which transformers writes because JSON has no infinity.
 
     >>> _with_floats({"time_step_limit": [0.0, {"__float__": "Infinity"}]})
     {'time_step_limit': [0.0, inf]}
@@ -310,7 +313,9 @@ def _with_floats(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_overrides(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace values. Names of transformers 4 are also applied to `rope_parameters`."""
+    """Replace values by overrides. Names of transformers 4 are also applied to
+    `rope_parameters`.
+    """
     merged = {**raw, **overrides}
     rope = raw.get("rope_parameters")
     if isinstance(rope, Mapping) and "rope_parameters" not in overrides:
@@ -327,15 +332,16 @@ def _with_overrides(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[s
 def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return `raw`, or the config of the language model in it.
 
-    A checkpoint that also has a part for images has the values of its language model in
-    `text_config`; older checkpoints of Qwen have them at the top. They are read as if they were
-    those of the language model alone; only `architectures` still names the whole.
+    A multimodal checkpoint has the values of its language model in `text_config`; older checkpoints
+    of Qwen have them at the top level. They are read as if the checkpoint were a language model;
+    only `architectures` still names the multimodal model.
 
     Args:
         raw: values of config.json.
 
     Raises:
-        ConfigError: the language model is missing, or of another family than the architecture has.
+        ConfigError: the language model is missing, or does not belong to the family of the
+            architecture.
     """
     text = raw.get("text_config")
     if "architectures" not in raw and isinstance(text, Mapping) and "architectures" in text:

@@ -1,4 +1,4 @@
-"""Finds the local folder of a model or an adapter; downloads it if the name is one on the hub."""
+"""Find the local folder of a model or an adapter; download it if the name is one on the hub."""
 
 import re
 from collections.abc import Sequence
@@ -95,7 +95,9 @@ def resolve_model_folder(
 
 def resolve_adapter_folder(name: str) -> Path:
     """Return the folder of a LoRA adapter: `name` itself if it is a folder, else a download from
-    the hub, once in a process. The variables of huggingface_hub apply.
+    the hub, once per process.
+
+    The variables of huggingface_hub apply.
 
     Raises:
         ConfigError: no such folder or repository, or the download failed.
@@ -124,7 +126,7 @@ def find_folder(name: str) -> Path | None:
     """Return the local folder of this name; None for a name on the hub. Does not contact the hub.
 
     Raises:
-        ConfigError: the name is a path, and there is no such folder, or no GGUF file.
+        ConfigError: the name is a path, but the folder or GGUF file does not exist.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -143,15 +145,16 @@ def find_folder(name: str) -> Path | None:
 
 
 def is_offline() -> bool:
-    """Whether only the cache is used for models on the hub (HF_HUB_OFFLINE)."""
+    """Return whether only the local cache is used for models on the hub (HF_HUB_OFFLINE)."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
 
 
 def _split_file(name: str) -> tuple[str, str | None]:
-    """Split organisation/repository/file.gguf into the repository and the GGUF file; other names
-    have no file."""
+    """Split organisation/repository/file.gguf into the repository and the GGUF file. For other
+    names the file is None.
+    """
     parts = name.split("/", 2)
     if len(parts) < 3 or not name.endswith(SUFFIX) or parts[0] in ("", ".", "..", "~"):
         return name, None
@@ -159,12 +162,12 @@ def _split_file(name: str) -> tuple[str, str | None]:
 
 
 def _parts_pattern(file: str) -> str:
-    """Return a pattern for all files of a split model; the file itself if it is not split."""
+    """Return a pattern for all files of a split model; the file name itself if it is not split."""
     return re.sub(r"-\d{5}-of-(\d{5}\.gguf)$", r"-*-of-\1", file)
 
 
 def _looks_like_path(name: str) -> bool:
-    """Whether it cannot be a name on the hub, which is `name` or `organisation/name`."""
+    """Return whether a name cannot be a name on the hub, which is `name` or `organisation/name`."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name
 
 
@@ -204,8 +207,9 @@ def _download(
 
 
 def _reporting_bar(phase: str) -> Any:
-    """Make a class of progress bars that also reports the MiB that are on disk, if the installed
-    huggingface_hub counts bytes."""
+    """Return a class of progress bars that also reports the downloaded MiB, if the installed
+    huggingface_hub counts bytes.
+    """
     from huggingface_hub.utils import tqdm
 
     class Bar(tqdm):

@@ -1,4 +1,4 @@
-"""Models in the format of Mistral AI: `params.json` with `consolidated*.safetensors`.
+"""Read models in the format of Mistral AI: `params.json` with `consolidated*.safetensors`.
 
 The names of the tensors are in `loader/mistral_file`.
 """
@@ -43,11 +43,11 @@ def _family(kind: str) -> Family:
 
 
 def read_params(folder: Path) -> dict[str, Any]:
-    """Read `params.json` as the config.json of the same model.
+    """Read `params.json` and return it as a config.json of the same model.
 
     Raises:
-        ConfigError: broken JSON, a size is missing, or the model has parts that are not read from
-            this format.
+        ConfigError: broken JSON, a size is missing, or the model has parts that are not supported
+            in this format.
     """
     params = read_json_object(folder / PARAMS)
     given = {key for key, value in params.items() if value not in (None, False)}

@@ -1,4 +1,4 @@
-"""Reads keys and values of older config.json files by the names that transformers has for them.
+"""Convert keys and values of older config.json files to the names that transformers uses.
 
 The spellings of single families are in the table of families.
 """
@@ -22,9 +22,9 @@ _LONGROPE = "longrope"
 
 
 def with_usual_spellings(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json with the names that transformers has for its keys and values.
+    """Return config.json with the names that transformers uses for its keys and values.
 
-    A key that is there by its usual name stays.
+    A key that has its usual name already is not changed.
 
     >>> with_usual_spellings({"model_type": "RefinedWeb", "n_layer": 60})["num_hidden_layers"]
     60
@@ -53,7 +53,9 @@ def with_usual_spellings(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _model_type(raw: Mapping[str, Any]) -> object:
-    """Return the model type, which the first configs of a family may have shared with another."""
+    """Return the model type. The first configs of some families share a type with another
+    family.
+    """
     model_type, names = raw.get("model_type"), raw.get("architectures")
     if isinstance(names, list) and names and isinstance(names[0], str):
         family = family_of_architecture(names[0])
@@ -63,7 +65,9 @@ def _model_type(raw: Mapping[str, Any]) -> object:
 
 
 def _usual_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rotations with `longrope` for `su`, or `yarn` with factors of short and long texts."""
+    """Return rotary settings with `longrope` instead of `su`, or of `yarn` with factors for short
+    and long contexts.
+    """
     usual = {k: _usual_rope(v) if isinstance(v, Mapping) else v for k, v in rope.items()}
     if rope.keys() >= _FACTORS:
         usual |= {key: _LONGROPE for key in _TYPES if key in usual}

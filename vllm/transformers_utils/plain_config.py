@@ -1,8 +1,8 @@
-"""Completes the configs of common families without transformers.
+"""Complete the configs of common families without transformers.
 
-Importing the config classes of transformers takes longer than anything else at the start of a
-small model, and brings torch into processes that do not compute. Everything else is left to
-transformers: other model types, values of other types, and values that it refuses.
+Importing the config classes of transformers takes longer than anything else at the start of a small
+model, and imports torch in processes that do not compute. All other cases are left to transformers:
+other model types, values of other types, and values that it refuses.
 """
 
 from collections.abc import Mapping
@@ -47,10 +47,10 @@ _SECTIONS = ("mrope_section", "mrope_interleaved")
 
 
 def complete_plain_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Complete config.json with the defaults of its model type; None: transformers is needed.
+    """Add the defaults of its model type to config.json; None if transformers is needed.
 
     Args:
-        raw: config.json, with overrides in place.
+        raw: config.json, with overrides applied.
     """
     defaults = family_of(raw.get("model_type")).config_defaults
     if defaults is None:
@@ -83,7 +83,9 @@ def _is_plain(config: Mapping[str, Any], defaults: ConfigDefaults) -> bool:
 
 
 def _is_like(name: str, value: object, default: object) -> bool:
-    """Whether a value has the type of its default; values that are None by default are sizes."""
+    """Return whether a value has the type of its default. If the default is None, the value must be
+    a size.
+    """
     if name in _TOKENS:  # token ids are checked elsewhere
         return True
     if value is None:
@@ -122,7 +124,9 @@ def _has_plain_layer_types(config: Mapping[str, Any]) -> bool:
 
 
 def _has_plain_labels(config: Mapping[str, Any]) -> bool:
-    """Whether the labels belong to classes 0, 1, ... and match their number, or are absent."""
+    """Return whether the labels belong to classes 0, 1, ... and match their number, or are
+    absent.
+    """
     names, count = config.get("id2label"), config.get("num_labels")
     if not (count is None or _is_size(count)):
         return False

@@ -1,4 +1,4 @@
-"""The chat template of the processor of a model with images, which no tokenizer reads."""
+"""Read the chat template of a multimodal processor, which tokenizers do not read."""
 
 from pathlib import Path
 
@@ -9,8 +9,9 @@ _FILES = ("chat_template.json", "processor_config.json")
 
 
 def processor_template(folder: Path) -> str | None:
-    """Return the chat template of a model folder that is in a file of the processor; None if there
-    is none. `chat_template.jinja` has priority over these files, and tokenizers read it.
+    """Return the chat template in a file of the processor; None if there is none.
+
+    `chat_template.jinja` has priority over these files, and tokenizers read it.
 
     Raises:
         ConfigError: a file is not JSON.

@@ -1,4 +1,4 @@
-"""Reads the files of a sentence-transformers model other than config.json. Loads no model."""
+"""Read the files of a sentence-transformers model other than config.json. Loads no model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _MODES: Mapping[str, PoolingType] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SentenceTransformersConfig:
-    """The modules after the transformer."""
+    """The modules after the transformer, as modules.json describes them."""
 
     pooling_type: PoolingType
     normalize: bool
@@ -30,7 +30,7 @@ class SentenceTransformersConfig:
 
 
 def read_sentence_transformers_config(folder: Path) -> SentenceTransformersConfig | None:
-    """Read the modules of modules.json; None without that file, or without pooling in it.
+    """Return the modules in modules.json; None if the file is missing or names no pooling.
 
     Raises:
         ConfigError: a file is damaged, or has a module or a mode that is not supported.

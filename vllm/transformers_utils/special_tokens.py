@@ -1,8 +1,8 @@
-"""The special tokens of a tokenizer: the only definition of them.
+"""Define the special tokens of a tokenizer. All other code uses this definition.
 
 The text of an output, the markers of tool calls and reasoning, grammars and end tokens depend on
-it. transformers has two lists, tokens with a name and tokens that tokenizer.json flags. A token of
-either is special here.
+it. transformers has two lists: tokens with a name, and tokens that tokenizer.json flags. A token in
+either list is special here.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class SpecialTokens:
-    """The special tokens of one tokenizer; `of` makes it, once.
+    """The special tokens of one tokenizer; `of` creates the object, once per tokenizer.
 
     Args:
-        texts: id -> text, of all of them.
-        eos_token_id: the end token; None when there is none.
+        texts: id -> text of each special token.
+        eos_token_id: id of the end token; None if there is none.
     """
 
     def __init__(self, texts: Mapping[int, str], eos_token_id: int | None = None) -> None:
@@ -28,7 +28,7 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerBase | None") -> "SpecialTokens":
-        """Return the special tokens of a tokenizer; none without one."""
+        """Return the special tokens of a tokenizer; an empty object without a tokenizer."""
         if tokenizer is None:
             return cls({})
         found = _MADE.get(tokenizer)
@@ -37,7 +37,7 @@ class SpecialTokens:
         return found
 
     def parts_of(self, texts: Iterable[str]) -> dict[int, str]:
-        """Return id -> text, of the special tokens that one of these texts contains."""
+        """Return id -> text of the special tokens that contain one of these texts."""
         wanted = tuple(texts)
         if not wanted:
             return {}

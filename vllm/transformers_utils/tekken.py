@@ -1,9 +1,10 @@
-"""Tokenizers in the format of Mistral AI: `tekken.json`, byte-level BPE as ranks of byte strings.
+"""Load tokenizers in the format of Mistral AI: `tekken.json`, byte-level BPE as ranks of byte
+strings.
 
-The file has no merges: two neighbours merge if their bytes together are a token, the token with the
-lowest rank first. Special tokens have the first ids; the ids of the other tokens follow in the
-order of their ranks. The file has no chat template either, so the version that it names chooses
-one.
+The file has no merges: two neighbours merge if their bytes together are a token; the token with the
+lowest rank is created first. Special tokens have the first ids; the ids of the other tokens follow
+in the order of their ranks. The file has no chat template either, so the version that it names
+selects one.
 """
 
 import base64
@@ -41,9 +42,9 @@ _MAX_TOKENS = 2**24
 def load_tekken(folder: Path) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of a folder with a `tekken.json`.
 
-    Its chat template is the folder's own (`chat_template.jinja`, `chat_template.json`,
-    `tokenizer_config.json`), else that of the version in the file; None for a version that is not
-    known.
+    Its chat template comes from the folder (`chat_template.jinja`, `chat_template.json`,
+    `tokenizer_config.json`), or else belongs to the version in the file; None for an unknown
+    version.
 
     Raises:
         ConfigError: the file is damaged.
@@ -71,8 +72,7 @@ def load_tekken(folder: Path) -> "PreTrainedTokenizerBase":
 def _special_tokens(
     path: Path, content: dict[str, Any], config: dict[str, Any]
 ) -> list[tuple[str, bool]]:
-    """Return the text of each special token in the order of ids, and whether it controls the
-    model."""
+    """Return (text, whether it is a control token) of each special token, in the order of ids."""
     listed = content.get("special_tokens")
     if listed is None:
         listed = [{"rank": i, "token_str": text} for i, text in enumerate(_OLD_SPECIAL_TOKENS)]
@@ -98,7 +98,7 @@ def _special_tokens(
 def _tokens(
     path: Path, content: dict[str, Any], config: dict[str, Any], num_special: int
 ) -> list[str]:
-    """Return the other tokens in the order of ranks, as byte-level BPE writes them."""
+    """Return the other tokens in the order of ranks, written as in byte-level BPE."""
     listed = content.get("vocab")
     if not isinstance(listed, list):
         raise _damaged(path, "has no list 'vocab'")
@@ -191,7 +191,9 @@ def _template_of(folder: Path) -> str | None:
 
 
 def _template_for(version: object) -> str | None:
-    """Return the format of conversations that models with such a tokenizer were trained on."""
+    """Return the chat template on which models with a tokenizer of this version were trained; None
+    if it is unknown.
+    """
     number = _TEMPLATE_VERSIONS.get(version) if isinstance(version, str) else None
     if number is None:
         return None

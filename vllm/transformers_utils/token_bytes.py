@@ -1,8 +1,8 @@
-"""The UTF-8 bytes that each token stands for.
+"""Find the UTF-8 bytes of each token.
 
 Nearly every tokenizer of a language model decodes by joining the bytes of its tokens: byte-level
 BPE (GPT-2, Llama 3, Qwen) and SentencePiece with byte fallback (Llama 2, Mistral, Gemma). For
-those, text is made token by token with a dictionary look-up, and no prefix is decoded twice.
+these, text is created token by token with a dictionary look-up, and no prefix is decoded twice.
 """
 
 import json
@@ -30,12 +30,12 @@ _STRIP_ONE_SPACE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
 class TokenBytes(dict[int, bytes]):
-    """Token id -> bytes, computed at the first use; empty for an id without a token.
+    """Maps token ids to bytes, computed at the first use; empty for an id without a token.
 
     Args:
-        backend: the tokenizer of the tokenizers library.
+        backend: tokenizer of the tokenizers library.
         is_byte_level: tokens are written in the alphabet of byte-level BPE.
-        hidden: ids of tokens that have no bytes here, such as special ones.
+        hidden: ids of tokens to treat as having no bytes, such as special tokens.
 
     Attributes:
         texts: token id -> its text; None if its bytes are not complete characters.
@@ -58,7 +58,9 @@ class TokenBytes(dict[int, bytes]):
 
 
 class _WholeTexts(dict[int, str | None]):
-    """Token id -> text, computed at the first use."""
+    """Maps token ids to text, computed at the first use; None if the bytes are not complete
+    characters.
+    """
 
     def __init__(self, table: TokenBytes) -> None:
         super().__init__()
@@ -84,18 +86,17 @@ _LOSSLESS_SPLITS = {"ByteLevel", "Metaspace", "Digits"}
 
 
 class TextLengthBound:
-    """A lower bound for the number of tokens of a text, computed from its number of bytes.
+    """Computes a lower bound for the number of tokens of a text from its number of bytes.
 
-    A token stands for a bounded number of bytes. That holds for tokenizers that keep every byte
-    of a text; for tokenizers that drop white space, or map a whole word to one unknown token, the
-    bound is 0.
+    A token stands for a bounded number of bytes, if the tokenizer keeps every byte of a text. For
+    tokenizers that drop white space, or map a whole word to one unknown token, the bound is 0.
 
     Args:
-        tokenizer: whose vocabulary is read, which takes some 0.1 s.
+        tokenizer: tokenizer whose vocabulary is read, which takes about 0.1 s.
 
     Attributes:
         tokenizer: as given.
-        max_bytes: of the text that one token stands for; None: there is no bound.
+        max_bytes: largest number of text bytes for which one token stands; None: there is no bound.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -120,12 +121,12 @@ class TextLengthBound:
         self.max_bytes = max(len(to_bytes(token)) for token in backend.get_vocab(True))
 
     def min_tokens(self, text: str, num_bytes: int) -> int:
-        """Return the least number of tokens of a text, without the tokens of the template around
-        it.
+        """Return a lower bound for the number of tokens of a text, without the tokens of the
+        template around it.
 
         Args:
             text: valid Unicode.
-            num_bytes: of its UTF-8.
+            num_bytes: number of its UTF-8 bytes.
         """
         if self.max_bytes is None or any(content in text for content in self._strips):
             return 0
@@ -134,12 +135,12 @@ class TextLengthBound:
 
 
 def _spec(part: Any) -> dict[str, Any]:
-    """Return a part of a tokenizer as JSON; {} if it is missing."""
+    """Return a part of a tokenizer as a JSON object; {} if it is missing."""
     return {} if part is None else dict(json.loads(part.__getstate__()))
 
 
 def _keeps_every_byte(backend: Tokenizer) -> bool:
-    """Whether each byte of a normalised text is part of a token."""
+    """Return whether each byte of a normalised text is part of a token."""
     decoding = ByteDecoding.of(backend)
     if decoding is None or not isinstance(backend.model, models.BPE):
         return False
@@ -182,7 +183,7 @@ def _shrink_of(spec: dict[str, Any]) -> int | None:
 
 @dataclass(frozen=True)
 class ByteDecoding:
-    """Rules by which a tokenizer decodes tokens by joining bytes."""
+    """Rules for tokenizers that decode by joining the bytes of tokens."""
 
     is_byte_level: bool
     """Tokens are in the alphabet of byte-level BPE; else SentencePiece with byte fallback."""
@@ -191,14 +192,16 @@ class ByteDecoding:
 
     @classmethod
     def of(cls, backend: Tokenizer) -> "ByteDecoding | None":
-        """Detect the decoding of a tokenizer; None if it decodes in another way."""
+        """Return the decoding rules of a tokenizer; None if it decodes in another way."""
         if not isinstance(backend.decoder, (decoders.ByteLevel, decoders.Sequence)):
             return None
         return cls.of_spec(json.loads(backend.decoder.__getstate__()))
 
     @classmethod
     def of_spec(cls, spec: dict[str, Any]) -> "ByteDecoding | None":
-        """Read the rules from the `decoder` of tokenizer.json."""
+        """Return the decoding rules for the `decoder` of tokenizer.json; None if it decodes in
+        another way.
+        """
         steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
         if [step["type"] for step in steps] == ["ByteLevel"]:
             return cls(is_byte_level=True, strips_first_space=False)
@@ -208,8 +211,9 @@ class ByteDecoding:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each character: printable Latin-1 stands for itself, the rest for 256,
-    257, ..."""
+    """Return the byte for each character: printable Latin-1 characters stand for themselves, the
+    other bytes are written as characters from 256 on.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
@@ -222,7 +226,7 @@ _CHARACTERS = {byte: character for character, byte in _ALPHABET.items()}
 
 
 def byte_level_text(token: bytes) -> str:
-    """Write a token as byte-level BPE does: a character for each byte."""
+    """Write the bytes of a token as byte-level BPE does: one character for each byte."""
     return "".join(map(_CHARACTERS.__getitem__, token))
 
 
@@ -245,18 +249,19 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def read_token_bytes(path: Path, num_tokens: int) -> list[bytes] | None:
-    """Read the bytes of each token from tokenizer.json only.
+    """Read the bytes of each token from tokenizer.json, without creating a tokenizer.
 
-    A tenth of the time that it takes to make the tokenizer, and another thread waits for a moment
-    only: the tokenizers library lets no other one run until it has built its tables.
-    Changes by a class of transformers are missing.
+    This takes a tenth of the time of creating the tokenizer, and blocks other threads only for a
+    moment: the tokenizers library lets no other thread run until it has built its tables. Changes
+    by a tokenizer class of transformers are not included.
 
     Args:
         path: tokenizer.json.
         num_tokens: length of the result. Special tokens, and ids without a token, have no bytes.
 
     Returns:
-        None: it is not there, has another form, or its text is not the bytes of its tokens.
+        The bytes of each token. None: the file does not exist or has another form, or its tokens do
+            not decode by joining bytes.
     """
     try:
         found = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)

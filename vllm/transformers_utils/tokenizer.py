@@ -1,4 +1,4 @@
-"""Loads tokenizers. transformers is imported at the first call, because that is slow."""
+"""Load tokenizers. transformers is imported at the first call, because that is slow."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +36,7 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase | None":
     """Load the tokenizer of an engine; None with skip_tokenizer_init.
 
     Raises:
-        ConfigError: there is none, or its files are damaged.
+        ConfigError: there is no tokenizer, or its files are damaged.
     """
     if model.skip_tokenizer_init:
         return None
@@ -60,15 +60,15 @@ def get_tokenizer(
 
     Args:
         tokenizer_name: folder or hub name.
-        tokenizer_mode: "auto", "mistral" for `tekken.json` even if there is another file, or
-            "slow" to prefer the Python implementation where the installed transformers has one.
+        tokenizer_mode: "auto", "mistral" for `tekken.json` even if there is another file, or "slow"
+            to prefer a Python implementation if the installed transformers has one.
         trust_remote_code: run Python code that comes with the tokenizer.
         revision: branch, tag or commit on the hub.
-        download_dir: folder for downloads; None is the Hugging Face cache.
+        download_dir: folder for downloads; None: the Hugging Face cache.
         kwargs: passed on to `AutoTokenizer.from_pretrained`.
 
     Raises:
-        ConfigError: there is none, or its files are damaged.
+        ConfigError: there is no tokenizer, or its files are damaged.
     """
     folder = Path(tokenizer_name)
     try:
@@ -114,7 +114,7 @@ def get_tokenizer(
 
 
 def _is_tekken(folder: Path, tokenizer_mode: str) -> bool:
-    """Whether `tekken.json` is read: the only file there, or asked for."""
+    """Return whether to read `tekken.json`, because it is the only file or was requested."""
     has_tekken = (folder / TEKKEN).is_file()
     if tokenizer_mode == "mistral" and not has_tekken:
         raise ConfigError(
@@ -128,7 +128,7 @@ def check_tokenizer_files(folder: Path) -> None:
     """Refuse a folder without tokenizer files. Does not open the files.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the folder has no tokenizer files.
     """
     reason = _missing_tokenizer_reason(folder)
     if reason is not None:
@@ -149,8 +149,9 @@ def _missing_tokenizer_reason(folder: Path) -> str | None:
 
 
 def _damage(folder: Path) -> str | None:
-    """Return what is wrong with the structure of `tokenizer.json`; None: nothing, or it does not
-    exist."""
+    """Describe the damage in the structure of `tokenizer.json`; None if there is none, or the file
+    does not exist.
+    """
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
@@ -165,7 +166,9 @@ def _damage(folder: Path) -> str | None:
 
 
 def _of_mistral(folder: Path) -> str | None:
-    """Return why a tokenizer that exists only in the format of Mistral AI cannot be read."""
+    """Return why a tokenizer that exists only in the format of Mistral AI cannot be read; None if
+    it can.
+    """
     names = sorted(p.name for pattern in _MISTRAL_FILES for p in folder.glob(pattern))
     if not names or (folder / "tokenizer.json").is_file():
         return None
@@ -176,8 +179,9 @@ def _of_mistral(folder: Path) -> str | None:
 
 
 def _of_sentencepiece(folder: Path) -> str | None:
-    """Return why `tokenizer.model` cannot be read: a package that is not installed; None: another
-    file is there, or no package lacks."""
+    """Return why `tokenizer.model` cannot be read, because a package is not installed; None if it
+    can, or another file exists.
+    """
     if not (folder / "tokenizer.model").is_file() or (folder / "tokenizer.json").is_file():
         return None
     missing = [name for name, module in _SENTENCEPIECE.items() if not _is_installed(module)]

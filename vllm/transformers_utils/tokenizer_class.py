@@ -1,8 +1,8 @@
-"""Finds the tokenizer class that `AutoTokenizer` chooses for a model folder, without importing it.
+"""Find the tokenizer class that `AutoTokenizer` chooses for a model folder, without importing it.
 
-The import of `AutoTokenizer` loads torch and the configurations of all models, which takes seconds.
-The tokenizer classes themselves do not. Two small files and the table of families give the same
-choice for the families of the registry; for anything else it is None, and `AutoTokenizer` is asked.
+Importing `AutoTokenizer` loads torch and the configurations of all models, which takes seconds;
+importing a tokenizer class does not. Two small files and the table of families give the same choice
+for the supported families; for any other model it is None, and `AutoTokenizer` is used.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ _NAMES_OF_GENERIC = {
 
 
 def tokenizer_class(folder: Path) -> "type[PreTrainedTokenizerFast] | None":
-    """Return the class that `AutoTokenizer.from_pretrained(folder)` would make; None: unknown.
+    """Return the class that `AutoTokenizer.from_pretrained(folder)` would create; None: unknown.
 
     Raises:
         ConfigError: tokenizer_config.json or config.json is not a JSON object.
@@ -53,8 +53,11 @@ def tokenizer_class(folder: Path) -> "type[PreTrainedTokenizerFast] | None":
 
 
 def special_tokens_of_version_5(folder: Path) -> dict[str, Any]:
-    """Return arguments with which transformers 4 reads the special tokens of a folder that version
-    5 has written: a list, where version 4 expects names. Empty: it reads the folder as it is.
+    """Return arguments with which transformers 4 can read special tokens that version 5 has
+    written.
+
+    Version 5 writes a list where version 4 expects names. Empty: version 4 can read the folder
+    unchanged.
 
     Raises:
         ConfigError: tokenizer_config.json is not a JSON object.
@@ -88,7 +91,8 @@ def _chosen_by_version_5(named: str, model_type: object, folder: Path) -> str | 
 
 
 def _has_byte_level(folder: Path) -> bool | None:
-    """Whether tokenizer.json is of byte-level BPE; None: this transformers does not look.
+    """Return whether tokenizer.json is byte-level BPE; None if the installed transformers does not
+    check this.
 
     `LlamaTokenizer` would split the text at spaces, as SentencePiece does.
     """

@@ -1,4 +1,4 @@
-"""Finds the weight files of a model folder. Does not open them, and does not import torch."""
+"""Find the weight files of a model folder. Does not open them, and does not import torch."""
 
 from pathlib import Path
 
@@ -19,13 +19,14 @@ _SHARDS = "model-rank-*-part-0.safetensors"
 
 
 def shard_name(rank: int) -> str:
-    """Return the file with the weights of one rank (`sharded_state`)."""
+    """Return the name of the file with the weights of one rank (`sharded_state`)."""
     return _SHARDS.replace("*", str(rank))
 
 
 def find_index(folder: Path, load_format: str) -> Path | None:
-    """Return the file that lists the shards of a checkpoint; None: it has none, or a single file
-    has all weights."""
+    """Return the file that lists the shards of a checkpoint; None if there is no list, or a single
+    file has all weights.
+    """
     for name in ("safetensors", "pt") if load_format == "auto" else (load_format,):
         single, index, _ = _INDEX_NAMES.get(name, (None, None, None))
         if single is None or index is None or (folder / single).is_file():
@@ -36,12 +37,12 @@ def find_index(folder: Path, load_format: str) -> Path | None:
 
 
 def find_files(folder: Path, load_format: str) -> list[Path]:
-    """Return the files with the weights.
+    """Return the weight files of a model.
 
     Args:
-        folder: the model's folder.
-        load_format: "safetensors", "pt", "gguf", "mistral", "auto" for the first of them that is
-            there, or "sharded_state" for the files of all ranks.
+        folder: folder of the model.
+        load_format: "safetensors", "pt", "gguf", "mistral", "auto" for the first of these that
+            exists, or "sharded_state" for the files of all ranks.
 
     Raises:
         WeightLoadError: the folder has no weights, or the index names a file that is missing.
@@ -121,7 +122,7 @@ def _read_index(path: Path) -> list[Path]:
 
 
 def name_some(names: list[str], most: int = 10) -> str:
-    """List names in one line; after `most` names only the number of the others.
+    """List names in one line: at most `most` names, then the number of the others.
 
     >>> name_some(["a", "b", "c"], most=2)
     'a, b and 1 more'

@@ -1,4 +1,4 @@
-"""The data type and the names of the weights of a checkpoint, by the headers of its files."""
+"""Read the data type and the names of a checkpoint's weights from the headers of its files."""
 
 import json
 import struct
@@ -16,15 +16,15 @@ _MOST_HEADER_BYTES = 100 << 20
 
 
 def dtype_of_files(folder: Path, load_format: str) -> str | None:
-    """Return the data type that most weights have.
+    """Return the data type of most weights.
 
     Args:
-        folder: of the checkpoint.
-        load_format: of its files.
+        folder: folder of the checkpoint.
+        load_format: format of its files.
 
     Returns:
-        Name of a torch dtype; None: the files are of another kind, not there, or damaged, which
-        is reported where they are loaded.
+        Name of a torch dtype. None: the files have another format, do not exist, or are damaged,
+            which is reported when they are loaded.
     """
     try:
         files = find_files(folder, load_format)
@@ -42,11 +42,12 @@ def names_of_tensors(folder: Path, load_format: str) -> set[str]:
     """Return the names of the weights of a checkpoint.
 
     Args:
-        folder: of the checkpoint.
-        load_format: of its files.
+        folder: folder of the checkpoint.
+        load_format: format of its files.
 
     Returns:
-        Empty: the files are of a kind that cannot tell, not there, or damaged.
+        The names. Empty: the headers of the files have no names, or the files do not exist or are
+            damaged.
     """
     index = find_index(folder, load_format)
     if index is not None:
@@ -60,8 +61,9 @@ def names_of_tensors(folder: Path, load_format: str) -> set[str]:
 
 
 def _tensors_in(path: Path) -> list[tuple[str, str, int]]:
-    """Return the name, the data type and the size in bytes of each tensor; empty: it is no such
-    file."""
+    """Return (name, data type, size in bytes) of each tensor in a file; empty if it is not such a
+    file.
+    """
     if path.suffix != ".safetensors":
         return []
     try:

@@ -1,6 +1,6 @@
 """Frame messages in a stream of bytes between processes or machines.
 
-length of the content (8 bytes, little endian), kind (1 byte), content
+    length of the content (8 bytes, little endian), kind (1 byte), content
 
 The two ends define the meaning of kinds and contents. ZMQ is not framed by this module.
 """

@@ -1,15 +1,19 @@
-"""Slopes of attention with linear biases (ALiBi; Press et al. 2021, arXiv 2108.12409)."""
+"""Compute the slopes of attention with linear biases (ALiBi; Press et al. 2021, arXiv
+2108.12409).
+"""
 
 import torch
 from torch import Tensor
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """Return the slope of each head, which is subtracted from the score for each token of distance:
-    [num_heads] float32, on the host even if models are built without memory.
+    """Return the ALiBi slopes [num_heads] float32. A score is reduced by slope * distance in
+    tokens.
 
-    For n heads, n a power of two, they are 2^(-8/n), 2^(-16/n), ... 2^-8. Other counts take those
-    of the next lower power of two, then every second one of the next higher, as the authors do.
+    The tensor is on the host, even if models are built without memory. For n heads, n a power of
+    two, the slopes are 2^(-8/n), 2^(-16/n), ... 2^-8. For other counts they are the slopes for the
+    next lower power of two, then every second slope for the next higher one, as in the paper's
+    code.
 
     Args:
         num_heads: query heads of the model, over all ranks.

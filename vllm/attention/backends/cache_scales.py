@@ -1,4 +1,6 @@
-"""Scales of an fp8 KV cache on the device, and the conversion of what is written and read."""
+"""Keep the scales of an FP8 KV cache on the device, and convert values that are written and
+read.
+"""
 
 from dataclasses import dataclass
 
@@ -10,15 +12,16 @@ from vllm.ops import get_ops
 
 
 def is_one_number(scales: Tensor) -> bool:
-    """Whether all heads have the same scale."""
+    """Return whether all heads have the same scale."""
     return bool((scales == scales[0]).all())
 
 
 @dataclass(frozen=True)
 class CacheScale:
-    """The scale of one tensor of a layer, or one for each of its heads.
+    """The scale of the keys or values of a layer: one for all heads, or one per head.
 
-    Tensors and not numbers: graphs that differ in their numbers would be compiled apart.
+    Scales are tensors and not Python numbers, because each Python number would be compiled as a
+    separate graph.
     """
 
     scale: Tensor
@@ -42,8 +45,8 @@ class CacheScale:
         """Use these scales [G] from now on.
 
         Raises:
-            WeightLoadError: there was one number for all heads, and now there are several: what is
-                compiled multiplies with one.
+            WeightLoadError: there was one scale for all heads, and now there are several, but the
+                compiled code multiplies with one.
         """
         new = CacheScale.on(self.scale.device, scales)
         if self.by_head is None and new.by_head is not None:
@@ -82,7 +85,9 @@ class CacheScales:
 
 @dataclass(frozen=True)
 class PromptScales:
-    """The scales of a layer whose prompts may attend in fp8; each is one number for all heads."""
+    """The scales of a layer whose prompts may run attention in FP8; each is one value for all
+    heads.
+    """
 
     query: CacheScale
     cache: CacheScales

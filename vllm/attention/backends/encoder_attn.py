@@ -1,7 +1,8 @@
-"""Attention in both directions over whole prompts: any device, no padding.
+"""Compute bidirectional attention over whole prompts: any device, no padding.
 
-A launch is ragged like those of decoders, so the same operators and the same recorded programs run
-it. Only a layer that runs reads what is kept of the tokens, so all layers write to the same memory.
+A ragged batch has the same form as for decoders, so the same operators and recorded programs run
+it. The stored keys and values are read only while their layer runs, so all layers share the same
+memory.
 """
 
 from collections.abc import Iterable
@@ -21,10 +22,10 @@ _BLOCK_SIZE = 16
 def make_prompt_caches(
     num_tokens: int, num_prompts: int, num_heads: int, head_size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return memory for the keys and the values of any launch of so many tokens and prompts.
+    """Allocate memory for the keys and values of any batch up to this many tokens and prompts.
 
     Returns:
-        Twice [blocks, tokens of a block, num_heads, head_size], undefined.
+        Two uninitialised tensors [blocks, tokens of a block, num_heads, head_size].
     """
     num_blocks = -(-(num_tokens + (_BLOCK_SIZE - 1) * num_prompts) // _BLOCK_SIZE)
     shape = (num_blocks, _BLOCK_SIZE, num_heads, head_size)
@@ -32,10 +33,10 @@ def make_prompt_caches(
 
 
 def whole_prompts(num_tokens: Iterable[int] | IntArray) -> RaggedMetadata:
-    """Describe a launch of whole prompts of which every token sees all of its own.
+    """Return the metadata of a batch of whole prompts, in which every token sees its whole prompt.
 
     Args:
-        num_tokens: of each prompt, 1 or more.
+        num_tokens: tokens of each prompt, 1 or more.
     """
     counts = np.asarray(num_tokens, np.int32)
     num_blocks = -(-counts // _BLOCK_SIZE)
@@ -57,7 +58,7 @@ def whole_prompts(num_tokens: Iterable[int] | IntArray) -> RaggedMetadata:
 def full_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Attend from every query to every key that the mask allows.
+    """Compute attention from every query to every key that the mask allows.
 
     Args:
         query: [B, L, H, D].

@@ -1,17 +1,19 @@
-"""Flat paged attention: a decode as one list of blocks, whatever request they belong to.
+"""Compute decode attention over one flat list of blocks, whatever request they belong to (flat
+paged attention).
 
-Knows tensors. Work and shapes depend on how many blocks the batch has together, not on its
-longest row. Every block attends with the query of its row; then the partial softmaxes of a row are
-brought to one maximum, and a product with a one-hot matrix adds them up. That matrix also
-spreads the queries, so that both run on the matrix engine.
+This module works on tensors only. Work and shapes depend on the total number of blocks in the
+batch, not on the longest request. Every block computes attention with the query of its request.
+Then the partial softmaxes of a request are rescaled to a common maximum, and a matmul with a
+one-hot matrix adds them up. The same matrix distributes the queries, so both run on the matrix
+engine.
 
-Nothing reads a tensor on the host, and no shape depends on the content of one.
+Nothing reads a tensor on the host, and no shape depends on the content of a tensor.
 
-A decode that verifies drafts has Q queries of a row. They are so many more heads: each entry
-attends with all queries of its row, and only the mask tells them apart.
+A decode that verifies drafts has Q queries per request. They are treated like additional heads:
+each entry runs with all queries of its request, and only the mask distinguishes them.
 
-Letters: B rows, H query heads, G key/value heads, R = H / G, D head size, S block size, N entries
-of the block list.
+Letters: B requests (rows), H query heads, G key/value heads, R = H / G, D head size, S block size,
+N entries of the block list.
 """
 
 import warnings
@@ -47,8 +49,9 @@ with warnings.catch_warnings():
 
 @dataclass(frozen=True)
 class DecodeBlocks:
-    """The tensors that all layers with one window need of a launch; derived on the device, once per
-    forward pass."""
+    """Tensors that all layers with one window need for a batch; computed on the device, once per
+    forward pass.
+    """
 
     block_list: Tensor
     """[N - sliced] int32, of the metadata."""
@@ -73,7 +76,7 @@ class DecodeBlocks:
 
     @property
     def block_size(self) -> int:
-        """S"""
+        """Block size S."""
         return self.age.shape[-1]
 
 
@@ -84,7 +87,7 @@ same for all blocks of a row. See `normalisers`."""
 
 @dataclass(frozen=True)
 class FusedBlocks:
-    """Kernels of a card for the softmax of blocks."""
+    """Fused kernels of a Gaudi card for the softmax of blocks."""
 
     kernels: FusedKernels
     """They have `block_softmax_adjustment`."""
@@ -104,15 +107,15 @@ def derive_decode_blocks(
     options: AttentionOptions = PLAIN_ATTENTION,
     indices: Tensor | None = None,
 ) -> DecodeBlocks:
-    """Derive masks and one-hot matrix of a launch.
+    """Compute the masks and the one-hot matrix of a batch.
 
     Args:
-        metadata: the launch.
+        metadata: metadata of the batch.
         block_size: S.
-        dtype: of the queries.
-        options: of layers; which keys a query sees is used.
-        indices: [B, Q] int32 of the new tokens in their requests, ascending; padding repeats the
-            last. None: one token each, and the options need none.
+        dtype: dtype of the queries.
+        options: options of the layers, which define the keys that a query sees.
+        indices: [B, Q] int32 positions of the new tokens in their requests, ascending; padding
+            repeats the last one. None: one token per request, and the options need no positions.
     """
     groups = metadata.block_groups
     query_len = 1 if indices is None else indices.shape[1]
@@ -168,37 +171,39 @@ def flat_paged_attention(
     normaliser: Softmax = None,
     scales: CacheScales | None = None,
 ) -> Tensor:
-    """Attend from the new tokens of each request to its blocks.
+    """Compute attention from the new tokens of each request to its blocks.
 
     Matmuls have the dtype of the query, the softmax is float32.
 
     Args:
-        query: [B * Q, H, D], all finite: a sum over a one-hot matrix meets every row.
-        key_cache: [num_blocks * S, G, D], the new tokens' keys included.
-        value_cache: [num_blocks * S, G, D], all finite, also what no query sees: it is read as it
-            is, and gets the weight 0. `write_kv_cache` sees to that. A number V: the first V
-            numbers of the keys, which are finite.
-        blocks: the launch.
-        options: of the layer; the blocks know which keys its queries see.
+        query: [B * Q, H, D], all finite, because the matmul with the one-hot matrix multiplies
+            every query.
+        key_cache: [num_blocks * S, G, D], including the keys of the new tokens.
+        value_cache: [num_blocks * S, G, D]. All values must be finite, even those that no query
+            sees: they are multiplied by the weight 0 (`write_kv_cache` ensures this). An integer V:
+            the values are the first V elements of the keys, which are finite.
+        blocks: the batch, with the keys that its queries see.
+        options: options of the layer.
         alibi_slopes: [H] float32; None without ALiBi.
-        sinks: [H] float32, the score of one more key of each head, whose value is zero; None
-            without.
-        is_pipelined: True multiplies with the values under the maximum of each block and
-            corrects for that of the row afterwards, so that nothing waits for the latter; False
-            finds the maximum of the row first. The results are the same but for rounding.
-        normaliser: None as above. Else what the scores are taken relative to, with no correction
-            afterwards; a float saves looking for a maximum at all. Right as long as the highest
-            scores of a row are within about 80 of it: far above it weights overflow, and a row
-            far below it becomes zero. `FusedBlocks` is as None, with kernels of the card; they
-            know no sinks, with which it is None.
-        scales: of an fp8 cache; None for one of the dtype of the query.
+        sinks: [H] float32, score of one additional key per head, whose value is zero; None without.
+        is_pipelined: True: multiply with the values relative to the maximum of each block, and
+            correct for the maximum of the request afterwards, so that no operation waits for it.
+            False: find the maximum of the request first. The results are the same except for
+            rounding.
+        normaliser: value that is subtracted from the scores before the exponential. None: the
+            maximum, as above. A function or a float: no correction follows, and with a float no
+            maximum is needed. The results are right if the highest scores of a request are within
+            about 80 of this value: far above it weights overflow, and far below it the result
+            becomes zero. `FusedBlocks`: as None, with kernels of the card; these do not support
+            sinks, with which None is used.
+        scales: scales of an FP8 cache; None if the cache has the dtype of the query.
 
     Returns:
-        [B * Q, H, D], or [B * Q, H, V]. Padded rows are zero. What hidden slots hold (of the keys
-        even NaN) has no effect.
+        [B * Q, H, D], or [B * Q, H, V]. Padded requests are zero. The content of hidden slots (for
+        keys even NaN) has no effect.
 
     Raises:
-        ValueError: the launch slices more blocks than the cache has.
+        ValueError: the batch slices more blocks than the cache has.
     """
     num_kv_heads, head_size = key_cache.shape[1:]
     value_size = value_cache if isinstance(value_cache, int) else value_cache.shape[-1]
@@ -243,24 +248,25 @@ def flat_paged_attention(
 
 
 def _queries_as_heads(query: Tensor, num_kv_heads: int, query_len: int) -> Tensor:
-    """Arrange [B * Q, H, D] as [B, G * Q * R, D]: the queries of one key/value head are
-    neighbours."""
+    """Rearrange [B * Q, H, D] to [B, G * Q * R, D], so that the queries of one key/value head are
+    neighbours.
+    """
     by_row = query.unflatten(0, (-1, query_len)).unflatten(2, (num_kv_heads, -1))
     return by_row.transpose(1, 2).flatten(1, 3)
 
 
 def _numbers_of_heads(numbers: Tensor, num_kv_heads: int, query_len: int) -> Tensor:
-    """Arrange [H] as [G * Q * R], one for each of `_queries_as_heads`."""
+    """Rearrange [H] to [G * Q * R], one value for each head of `_queries_as_heads`."""
     return numbers.view(num_kv_heads, 1, -1).expand(-1, query_len, -1).flatten()
 
 
 def _sum_with_sinks(
     total: Tensor, sinks: Tensor | None, offset: Tensor | float, blocks: DecodeBlocks
 ) -> Tensor:
-    """Return [N, H, 1], the sum of all weights of each entry's request and of the weight of its
-    sink. Never zero.
+    """Return the sum of all weights of each entry's request, including the weight of its sink: [N,
+    H, 1]. Never zero.
 
-    A sink so far above the scores that its weight overflows takes all: the factor is zero.
+    If a sink is so far above the scores that its weight overflows, all other factors become zero.
     """
     total = sum_of_rows(total, blocks) + _TINY
     if sinks is None:
@@ -271,25 +277,28 @@ def _sum_with_sinks(
 
 
 def max_of_rows(x: Tensor, blocks: DecodeBlocks) -> Tensor:
-    """Return for every entry the maximum over all entries of its request; [N, H, 1] as given."""
+    """Return for every entry the maximum over all entries of its request, in the shape of x, [N, H,
+    1].
+    """
     maxima = x.new_full((blocks.summing.shape[0], *x.shape[1:]), HIDDEN)
     return maxima.index_reduce_(0, blocks.rows, x, "amax").index_select(0, blocks.rows)
 
 
 def sum_of_rows(x: Tensor, blocks: DecodeBlocks) -> Tensor:
-    """Return for every entry the sum over all entries of its request; [N, H, 1] as given,
-    float32."""
+    """Return for every entry the sum over all entries of its request, in the shape of x, [N, H, 1],
+    float32.
+    """
     return (blocks.summing @ x.squeeze(-1)).index_select(0, blocks.rows).unsqueeze(-1)
 
 
 def by_block(cache: Tensor, block_size: int) -> Tensor:
-    """View [num_blocks * S, ...] as [num_blocks, S, ...], to read from."""
+    """View [num_blocks * S, ...] as [num_blocks, S, ...] for reading."""
     return cache.view(-1, block_size, *cache.shape[1:])
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Entries whose keys and values are one tensor."""
+    """Entries whose keys and values are in one tensor."""
 
     span: slice | None
     """Selection of the N entries; None for all."""
@@ -298,7 +307,7 @@ class _Part:
     values: Tensor
 
     def of(self, x: Tensor) -> Tensor:
-        """Return the rows of x for these entries."""
+        """Return the part of x that belongs to these entries."""
         return x if self.span is None else x[self.span]
 
 
@@ -309,8 +318,9 @@ def _part(
     scales: CacheScales | None,
     dtype: torch.dtype,
 ) -> _Part:
-    """Make a part of stored blocks; `values` may be the number of the key's elements that they
-    are."""
+    """Create a part from stored blocks. If `values` is an integer, the values are this many first
+    elements of the keys.
+    """
     if scales is not None:
         keys = scales.key.read(keys, dtype)
     if isinstance(values, int):
@@ -325,9 +335,10 @@ def _fetch(
     scales: CacheScales | None,
     dtype: torch.dtype,
 ) -> list[_Part]:
-    """Return the part that is a slice of the cache, and the gathered one.
+    """Return the part that is a slice of the cache, and the gathered part.
 
-    They are kept apart to the end of the maths within a block: joining them would copy the slice.
+    They are kept separate until the end of the computation within a block, because joining them
+    would copy the slice.
     """
     num_gathered, num_entries = blocks.block_list.shape[0], blocks.rows.shape[0]
     num_sliced, size = num_entries - num_gathered, blocks.block_size
@@ -378,9 +389,10 @@ def _attend(
     blocks: DecodeBlocks,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return ([N, H, V] weighted values of each entry, [N, H, 1] sum of its weights), both float32.
+    """Compute the weighted values [N, H, V] of each entry and the sum [N, H, 1] of its weights,
+    both float32.
 
-    Weights are exponentials of the scores relative to the offset, [N, H, 1] or one for all.
+    Weights are exponentials of scores minus the offset, which is [N, H, 1] or one value for all.
     """
     weighted, sums = [], []
     if isinstance(offset, Tensor):
@@ -402,11 +414,11 @@ def _attend_fused(
     num_kv_heads: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return ([N, H, V] weighted values of each entry, [N, H, 1] what they are multiplied by), both
+    """Compute the weighted values [N, H, V] of each entry and their factors [N, H, 1], both
     float32.
 
-    `block_softmax` gives a block that nothing is seen of the weight 0 if it is of no row. It takes
-    the queries of a row for one: drafts do without it.
+    `block_softmax` gives the weight 0 to a block without visible keys only if the block belongs to
+    no request. It treats all queries of a request as one, so drafts do not use it.
     """
     kernels, num_rows = fused.kernels, blocks.summing.shape[0]
     if not fused.has_softmax or blocks.query_len > 1:
@@ -441,11 +453,11 @@ def _attend_fused(
 
 
 def _by_head(x: Tensor, cached: Tensor) -> Tensor:
-    """Compute [n, G, R, K] @ [n, G, K, M] -> [n, G * R, M], in one matmul of all blocks for each of
-    the G.
+    """Compute [n, G, R, K] @ [n, G, K, M] -> [n, G * R, M], in one matmul over all blocks for each
+    of the G heads.
 
-    That reads keys and values where they are. One product would have n and G in one dimension,
-    which takes a transposed copy of all keys and values that are read.
+    This reads keys and values in place. A single matmul would need n and G in one dimension, which
+    requires a transposed copy of all keys and values.
     """
     pairs = zip(x.unbind(1), cached.unbind(1), strict=True)
     return _joined([torch.bmm(left, right) for left, right in pairs], dim=1)

@@ -1,11 +1,12 @@
-"""Attention of padded launches on HPU: store the new tokens, then attend.
+"""Compute attention of padded batches on HPU: store the new tokens, then compute attention.
 
-Pure torch with the shapes of the bucket: nothing reads a tensor on the host, so a launch can be
-captured as a graph and replayed with other metadata. A fused kernel is
-passed in as a function (`SDPAKernel`); without one the same code runs on any device.
+Pure torch with the shapes of the bucket: nothing reads a tensor on the host, so a forward pass can
+be captured as a graph and replayed with other metadata. A fused kernel is passed in as a function
+(`SDPAKernel`); without one the same code runs on any device.
 
-Letters: B rows, Q new tokens of a row, C blocks of context of a row, H query heads, G key/value
-heads, D head size, S block size, K = C * S + Q keys of a row. All sizes are padded.
+Letters: B requests (rows), Q new tokens of a request, C blocks of context of a request, H query
+heads, G key/value heads, D head size, S block size, K = C * S + Q keys of a request. All sizes are
+padded.
 """
 
 from dataclasses import dataclass
@@ -52,23 +53,24 @@ def write_kv_cache(
     slots: Tensor,
     scales: CacheScales | None = None,
 ) -> None:
-    """Store the keys and values of a padded launch, in place.
+    """Store the keys and values of a padded batch in the cache, in place.
 
-    Each cache is written as it is, not through a view of it: a compiler for cards would copy the
-    whole cache of the layer at every step. Padding is stored too, in the null block; slots there
-    may repeat, any of them wins.
+    Each cache is written directly, not through a view: a compiler for Gaudi would copy the whole
+    cache of the layer at every step. Padding is also stored, in the null block; slots there may
+    repeat, and any of their values may remain.
 
-    Values are made finite: those that are not become 0. Attention gives the weight 0 to a slot
-    that is not in use, and 0 * NaN is NaN, whoever has left it there. Keys stay as they are, so
-    that the request of such a token still gets NaN.
+    Values that are not finite are replaced by 0. Attention gives the weight 0 to a slot that is not
+    in use, and 0 * NaN is NaN. Keys are not changed, so that the request of such a token still gets
+    NaN.
 
     Args:
         key: [..., G, D].
-        value: [..., G, D]; None with a number as value_cache.
+        value: [..., G, D]; None if value_cache is an integer.
         key_cache: [num_blocks * S, G, D].
-        value_cache: [num_blocks * S, G, D]; a number V: the first V numbers of a key are its value.
+        value_cache: [num_blocks * S, G, D]; an integer V: the first V elements of a key are its
+            value.
         slots: [...] int64, block id * S + offset.
-        scales: of an fp8 cache; None for one of the dtype of the keys.
+        scales: scales of an FP8 cache; None if the cache has the dtype of the keys.
     """
     slots = slots.flatten()
     if isinstance(value_cache, int):
@@ -105,25 +107,26 @@ def decode_attention(
     scales: CacheScales | None = None,
     stores: bool = True,
 ) -> Tensor:
-    """Store one new token per row, and attend over all its row has in the cache.
+    """Store the new token of each request, and compute attention over all tokens of the request in
+    the cache.
 
     Args:
         query: [B, H, D].
         key: [B, G, D].
         value: [B, G, D]; None as for `write_kv_cache`.
         key_cache: [num_blocks * S, G, D]. Written.
-        value_cache: [num_blocks * S, G, D], finite. Written. A number as for `write_kv_cache`.
-        blocks: the launch, with the window of this layer.
+        value_cache: [num_blocks * S, G, D], finite. Written. An integer as for `write_kv_cache`.
+        blocks: the batch, with the window of this layer.
         options: see `flat_paged_attention`.
         alibi_slopes: [H] float32, or None.
         sinks: see `flat_paged_attention`.
-        is_pipelined: see there.
-        normaliser: see there.
+        is_pipelined: see `flat_paged_attention`.
+        normaliser: see `flat_paged_attention`.
         scales: as for `write_kv_cache`.
         stores: False: another layer has stored the new tokens.
 
     Returns:
-        [B, H, D], or [B, H, V]. Padded rows are zero.
+        [B, H, D], or [B, H, V]. Padded requests are zero.
     """
     if stores:
         write_kv_cache(key, value, key_cache, value_cache, blocks.slots, scales)
@@ -143,8 +146,7 @@ def decode_attention(
 
 @dataclass(frozen=True)
 class PrefillBlocks:
-    """The tensors that all layers need of a prefill; derived on the device, once per forward
-    pass."""
+    """Tensors that all layers need for a prefill; computed on the device, once per forward pass."""
 
     slots: Tensor
     """[B, Q] int64: where new keys and values go."""
@@ -159,7 +161,7 @@ class PrefillBlocks:
 
 
 def derive_prefill_blocks(metadata: HPUPrefillMetadata[Tensor], block_size: int) -> PrefillBlocks:
-    """Derive the blocks of a launch, for blocks of this size."""
+    """Compute the slots and context blocks of a prefill batch."""
     slots, lens = metadata.slot_mapping.long(), metadata.query_lens
     num_context = metadata.context_blocks.shape[1]
     if not num_context:
@@ -172,8 +174,9 @@ def derive_prefill_blocks(metadata: HPUPrefillMetadata[Tensor], block_size: int)
 
 
 def derive_merged_blocks(metadata: MergedPrefillMetadata[Tensor], block_size: int) -> PrefillBlocks:
-    """Derive the blocks of concatenated prompts: one sequence of Q tokens and C blocks of
-    context."""
+    """Compute the slots and context blocks of concatenated prompts: one sequence of Q tokens and C
+    blocks of context.
+    """
     slots = metadata.slot_mapping.long()[None]
     if not metadata.context_blocks.shape[0]:
         return PrefillBlocks(slots, block_size)
@@ -195,26 +198,28 @@ def prefill_attention(
     *,
     stores: bool = True,
 ) -> Tensor:
-    """Store the new tokens, and attend to the context of each request and to them.
+    """Store the new tokens, and compute attention over the context of each request and the new
+    tokens.
 
-    All writes come before all reads: a row may have context that another row of the launch fills.
+    All writes come before all reads, because the context of one request may be filled by another
+    request of the same batch.
 
     Args:
-        query: [B, Q, H, D]. Here and below padding has to be finite.
+        query: [B, Q, H, D]. Padding must be finite, here and below.
         key: [B, Q, G, D].
         value: [B, Q, G, D]; None as for `write_kv_cache`.
         key_cache: [num_blocks * S, G, D]. Written.
-        value_cache: [num_blocks * S, G, D], finite. Written. A number as for `write_kv_cache`.
-        blocks: the launch.
-        mask: `prefill_mask` or `derive_merged_mask` of it, with the window of this layer.
+        value_cache: [num_blocks * S, G, D], finite. Written. An integer as for `write_kv_cache`.
+        blocks: the batch.
+        mask: its `prefill_mask` or `derive_merged_mask`, with the window of this layer.
         scale: multiplies query @ key.
-        kernel: what computes it.
-        scales: as for `write_kv_cache`. New keys and values are attended to as they are.
+        kernel: computes the attention.
+        scales: as for `write_kv_cache`. New keys and values are used without rounding.
         stores: False: another layer has stored the new tokens.
 
     Returns:
-        [B, Q, H, D], or [B, Q, H, V]. Padding is finite. What slots after the context hold has no
-        effect.
+        [B, Q, H, D], or [B, Q, H, V]. Padding is finite. The content of slots after the context has
+        no effect.
     """
     if stores:
         write_kv_cache(key, value, key_cache, value_cache, blocks.slots, scales)
@@ -242,9 +247,9 @@ def prompt_attention(
     query_lens: Tensor | None = None,
     kernel: SDPAKernel = torch_sdpa,
 ) -> Tensor:
-    """Attend without a cache, in the layout of the model: [B, Q, H, D] and [B, K, G, D].
+    """Compute attention without a cache, in the layout of the model: [B, Q, H, D] and [B, K, G, D].
 
-    A mask and lengths exclude each other in fused kernels: with a mask, lengths are not passed on.
+    Fused kernels accept either a mask or lengths: with a mask, lengths are not passed on.
     """
     out = kernel(
         query.transpose(1, 2),
@@ -264,19 +269,20 @@ def prefill_mask(
     alibi_slopes: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor | None:
-    """Return which keys the queries of a launch see; derived on the device, once a forward.
+    """Return a mask of the keys that the queries of a batch see; computed on the device, once per
+    forward pass.
 
-    Keys are the padded context, then the new tokens. Padding on the right comes after every
-    real query, so that causality hides it; every query, padding too, sees itself at least.
+    The keys are the padded context, then the new tokens. Padding on the right comes after every
+    real query, so causality hides it. Every query, including padding, sees at least itself.
 
     Args:
-        metadata: the launch.
+        metadata: metadata of the batch.
         block_size: S.
         options, alibi_slopes, dtype: see `Sight.mask`.
 
     Returns:
-        [B, 1, Q, K] bool; with ALiBi [B, H, Q, K] to be added. None when plain causality says it
-        all: no context, no window, no token that sees later ones, padding on the right.
+        [B, 1, Q, K] bool; with ALiBi [B, H, Q, K] values to add. None if plain causality is
+        sufficient: no context, no window, no token that sees later ones, and padding on the right.
     """
     sees_ahead = metadata.last_keys.shape[0] > 0
     is_plain = options.sees_all and alibi_slopes is None and not sees_ahead
@@ -286,7 +292,7 @@ def prefill_mask(
 
 
 def derive_sight(metadata: HPUPrefillMetadata[Tensor], block_size: int) -> Sight:
-    """Return what masks of a launch are derived of, for blocks of this size."""
+    """Return the positions from which the masks of a batch are computed."""
     num_context, query_len = metadata.context_blocks.shape[1], metadata.slot_mapping.shape[1]
     device, context_lens = metadata.context_lens.device, metadata.context_lens[:, None]
     column = torch.arange(num_context * block_size, dtype=torch.int32, device=device)

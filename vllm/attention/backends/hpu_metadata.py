@@ -1,17 +1,18 @@
-"""The metadata of a padded launch on HPU for its attention layers, and how it is built.
+"""Build the metadata of a padded batch on HPU for its attention layers.
 
-Knows block tables and lengths. Knows no bucket (padded sizes are given) and no attention maths.
+This module handles block tables and lengths. Padded sizes are given, and attention is computed
+elsewhere.
 
-A decode is a flat list of blocks, one entry for every block that a row sees:
+A decode is a flat list of blocks, with one entry for every block that a request (row) sees:
 
     rows     len 6, table [3, 1]     len 4, table [2]          (block size 4)
     entries  block 3  block 1        block 2        padding ...
     groups   0        0              1              -1
     usage    4        2              4              1
 
-Everything a launch needs on the device is a tensor whose shape depends on the bucket alone: a
-Python number that changes from step to step would be a new graph. The builders run on the host,
-in numpy; a real row costs no Python loop.
+All data on the device are tensors whose shapes depend only on the bucket: a Python number that
+changes from step to step would create a new graph. The builders run on the host, in numpy, without
+a Python loop over requests.
 """
 
 from dataclasses import dataclass, fields
@@ -31,12 +32,15 @@ PADDING_GROUP = -1
 
 @dataclass(frozen=True)
 class HPUDecodeMetadata(Generic[Array]):
-    """Q new tokens for each of B padded rows, over N entries of the flat block list. Q is 1, or
-    the drafts to verify and one more; fewer ones are padded on the right. T is B * Q.
+    """Metadata of Q new tokens for each of B padded requests, over N entries of the flat block
+    list.
 
-    The first N - G entries are blocks 0, 1, 2, ... of the cache, in place: a slice of the cache
-    and no gather. `block_list` has the other G. A plain launch gathers all, so that G is N; a
-    contiguous one gathers only the repeats of shared blocks. All int32.
+    Q is 1, or the number of drafts to verify plus one; fewer tokens are padded on the right. T is B
+    * Q.
+
+    The first N - G entries are blocks 0, 1, 2, ... of the cache, read as a slice without a gather.
+    `block_list` has the other G entries. A plain batch gathers all blocks, so G is N; a contiguous
+    one gathers only the repeats of shared blocks. All arrays are int32.
     """
 
     block_list: Array = packed("G")
@@ -59,9 +63,10 @@ class HPUDecodeMetadata(Generic[Array]):
 
 @dataclass(frozen=True)
 class HPUPrefillMetadata(Generic[Array]):
-    """B padded rows of Q padded new tokens each, after up to C blocks of cached context.
+    """Metadata of B padded requests with Q padded new tokens each, after up to C blocks of cached
+    context.
 
-    New tokens are padded on the right. All int32.
+    New tokens are padded on the right. All arrays are int32.
     """
 
     query_lens: Array = packed("B")
@@ -83,7 +88,7 @@ class HPUPrefillMetadata(Generic[Array]):
 
 @dataclass(frozen=True)
 class DecodeBlockCounts:
-    """The sizes that a decode needs of a bucket."""
+    """Bucket sizes that a decode needs."""
 
     references: int
     """Entries of a plain launch."""
@@ -99,8 +104,9 @@ def count_decode_blocks(
     block_size: int,
     sliding_window: int | None = None,
 ) -> DecodeBlockCounts:
-    """Return the padded sizes that `build_decode_metadata` needs at least, for the same
-    arguments."""
+    """Return the smallest padded sizes with which `build_decode_metadata` accepts the same
+    arguments.
+    """
     block_list = _flatten(block_tables, seq_lens, block_size, sliding_window).block_list
     return DecodeBlockCounts(
         references=len(block_list),
@@ -123,27 +129,27 @@ def build_decode_metadata(
 ) -> HPUDecodeMetadata[IntArray]:
     """Flatten the block tables of a decode.
 
-    A contiguous launch has an entry for every block of the slice, at the index of its id. With
-    prefix caching, two rows can attend to the same block, but an entry serves one row. So the first
-    reference uses the entry, and each further reference becomes a gathered entry. The launch has
-    `padded_shared` of these. If they do not suffice, the launch is refused; the caller then builds
-    a launch that gathers all blocks.
+    A contiguous batch has an entry for every block of the slice, at the index of its id. With
+    prefix caching, two requests can share a block, but an entry serves one request. So the first
+    reference uses the entry, and each further reference becomes a gathered entry. The batch has
+    `padded_shared` of these. If they do not suffice, the batch is refused; the caller then builds
+    one that gathers all blocks.
 
     Args:
-        block_tables: [n, max_blocks]; what is after the last block of a row is not read.
-        seq_lens: [n] tokens of each row, the new one included. 0 is a padded row.
-        padded_batch: rows of the launch, B >= n.
-        padded_blocks: entries of a plain launch; size of the slice of a contiguous one, which
-            must not be above the blocks of the cache.
+        block_tables: [n, max_blocks]; entries after the last block of a request are not read.
+        seq_lens: [n] tokens of each request, the new one included. 0: a padded request.
+        padded_batch: padded number of requests, B >= n.
+        padded_blocks: entries of a plain batch; size of the slice of a contiguous one, at most the
+            number of blocks in the cache.
         block_size: S.
-        padded_shared: None for a plain launch; for a contiguous one the gathered entries.
-        sliding_window: lists only blocks with one of the W most recent tokens. For layers that
-            all have this window: an unlisted block is seen by none.
-        query_lens: [n] new tokens of each row, the last ones; None: one each.
+        padded_shared: number of gathered entries of a contiguous batch; None: a plain batch.
+        sliding_window: list only blocks with one of the W most recent tokens. For layers that all
+            have this window, because no query sees an unlisted block.
+        query_lens: [n] new tokens of each request, the last ones; None: one each.
         padded_query_len: Q.
 
     Raises:
-        ValueError: the rows do not fit the padded sizes or their tables.
+        ValueError: the requests do not fit the padded sizes or their tables.
     """
     flat = _flatten(block_tables, seq_lens, block_size, sliding_window)
     num_rows = len(flat.seq_lens)
@@ -193,20 +199,20 @@ def build_prefill_metadata(
     block_size: int,
     last_keys: IntArray | None = None,
 ) -> HPUPrefillMetadata[IntArray]:
-    """Pad the rows of a prefill.
+    """Build the padded metadata of a prefill.
 
     Args:
-        block_tables: [n, max_blocks]; what is after the last block of a row is not read.
-        context_lens: [n] tokens of each row that are in the cache.
+        block_tables: [n, max_blocks]; entries after the last block of a request are not read.
+        context_lens: [n] tokens of each request that are in the cache.
         query_lens: [n] new tokens after them.
         padded_batch: B >= n.
         padded_query_len: Q.
-        padded_context_blocks: C; 0 for a launch in which no row has context.
+        padded_context_blocks: C; 0 if no request of the batch has context.
         block_size: S.
         last_keys: see `HPUPrefillMetadata`; None: F is 0.
 
     Raises:
-        ValueError: the rows do not fit the padded sizes or their tables.
+        ValueError: the requests do not fit the padded sizes or their tables.
     """
     tables, contexts, queries = (
         np.asarray(x, np.int32) for x in (block_tables, context_lens, query_lens)
@@ -243,7 +249,7 @@ def build_prefill_metadata(
 
 @dataclass(frozen=True)
 class _FlatBlocks:
-    """The entries of a decode, unpadded, in order of the rows."""
+    """The entries of a decode without padding, in the order of the requests."""
 
     tables: IntArray
     seq_lens: IntArray
@@ -279,7 +285,7 @@ def _flatten(
 def _new_slots(
     flat: "_FlatBlocks", query_lens: IntArray | None, shape: tuple[int, int], block_size: int
 ) -> IntArray:
-    """Return the slots [T] of the new tokens of a decode, of B and Q."""
+    """Return the slots [T] of the new tokens of a decode with the shape (B, Q)."""
     slots = padding_slots(shape[0] * shape[1], block_size)
     rows = np.flatnonzero(flat.seq_lens)
     position, targets = flat.seq_lens[rows] - 1, rows * shape[1]
@@ -300,7 +306,7 @@ def check_tables(tables: IntArray, seq_lens: IntArray, block_size: int) -> None:
     """Refuse tables [n, max_blocks] that are too narrow for the n lengths.
 
     Raises:
-        ValueError: they are.
+        ValueError: a table is too narrow.
     """
     needed = -(-int(seq_lens.max(initial=0)) // block_size)
     if tables.ndim != 2 or len(tables) != len(seq_lens) or tables.shape[1] < needed:
@@ -317,6 +323,6 @@ def _padded(size: int, fill: int, places: npt.NDArray[np.int64], values: IntArra
 
 
 def padding_slots(count: int, block_size: int) -> IntArray:
-    """Return slots of the null block, repeated."""
+    """Return `count` slots of the null block, with repeats."""
     cycle = np.arange(count, dtype=np.int32) % np.int32(block_size)
     return cycle + np.int32(NULL_BLOCK_ID * block_size)

@@ -1,4 +1,5 @@
-"""Merged prefill: the prompts of a batch concatenated into one padded sequence.
+"""Build the metadata of a merged prefill: the prompts of a batch are concatenated into one padded
+sequence.
 
 This module handles block tables, lengths and masks. Padded sizes are given, and attention is
 computed elsewhere. Only the end of one sequence is padded, instead of the end of every prompt. In
@@ -9,8 +10,8 @@ return, each query is compared with the keys of all prompts.
     position   4  5  6  7  8                         0  1                    0 ...
     context    block 7, of 0, positions 0 to 3                              -1 ...
 
-Letters: P prompts, Q new tokens of all of them, C blocks of context of all of them, S block size,
-K = C * S + Q keys. All sizes are padded.
+Letters: P prompts, Q new tokens of all of them, C blocks of context of all of them, S block size, K
+= C * S + Q keys. All sizes are padded.
 """
 
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from vllm.messages import NULL_BLOCK_ID, IntArray
 
 @dataclass(frozen=True)
 class MergedPrefillMetadata(Generic[Array]):
-    """P prompts in one row. All int32."""
+    """Metadata of P prompts in one sequence. All arrays are int32."""
 
     sequence_ids: Array = packed("Q")
     """[Q] which prompt each token belongs to; PADDING_GROUP for padding."""
@@ -74,7 +75,7 @@ def build_merged_prefill_metadata(
 
     Args:
         block_tables: [n, max_blocks]; what is after the last block of a prompt is not read.
-        context_lens: [n] tokens of each prompt that are in the cache; need not fill a block.
+        context_lens: [n] tokens of each prompt that are in the cache; need not fill whole blocks.
         query_lens: [n] new tokens after them, at least 1.
         padded_prompts: P >= n.
         padded_tokens: Q, at least the sum of `query_lens`.
@@ -83,7 +84,8 @@ def build_merged_prefill_metadata(
         last_keys: see `HPUPrefillMetadata`; None: F is 0.
 
     Raises:
-        ValueError: a prompt has no new token, or they do not fit the padded sizes or their tables.
+        ValueError: a prompt has no new token, or the prompts do not fit the padded sizes or their
+            tables.
     """
     tables, contexts, queries = (
         np.asarray(x, np.int32) for x in (block_tables, context_lens, query_lens)
@@ -127,8 +129,10 @@ def build_merged_prefill_metadata(
 
 
 def derive_merged_sight(metadata: MergedPrefillMetadata[Tensor], block_size: int) -> Sight:
-    """Return what masks of a launch are derived of, for blocks of this size. Keys are the slots of
-    the context blocks, then the new tokens. Padding sees padding."""
+    """Return the positions from which the masks of a merged prefill are computed.
+
+    The keys are the slots of the context blocks, then the new tokens. Padding only sees padding.
+    """
     ids, positions = metadata.sequence_ids, metadata.positions
     key_ids, key_positions = ids, positions
     if metadata.context_blocks.shape[0]:
@@ -144,13 +148,15 @@ def derive_merged_sight(metadata: MergedPrefillMetadata[Tensor], block_size: int
 
 
 def is_context_hidden(metadata: MergedPrefillMetadata[Tensor], block_size: int) -> Tensor:
-    """Return [C, S]: the slots of the context blocks that hold no token of the context."""
+    """Return a mask [C, S] of the slots in the context blocks that contain no token of the
+    context.
+    """
     slot = torch.arange(block_size, dtype=torch.int32, device=metadata.context_usage.device)
     return slot >= metadata.context_usage[:, None]
 
 
 def _enumerate(counts: IntArray) -> tuple[IntArray, IntArray]:
-    """Return (owner, index within the owner) of all items, of which each owner has `counts`."""
+    """Return (owner, index within the owner) of all items, where owner i has `counts[i]` items."""
     owner = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     first = np.cumsum(counts, dtype=np.int32) - counts
     return owner, np.arange(len(owner), dtype=np.int32) - first[owner]

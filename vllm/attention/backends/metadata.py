@@ -1,7 +1,7 @@
-"""Facts that attention layers and launches know of each other.
+"""Define the interface between attention layers and the metadata of a batch.
 
-Only the launch knows which tokens belong to which request, whether they are padded, and how a
-device attends to them.
+Only the metadata knows which tokens belong to which request, whether they are padded, and how a
+device computes attention.
 """
 
 from typing import Protocol
@@ -13,7 +13,7 @@ from vllm.ops.attention_options import AttentionOptions
 
 
 class AttentionLayer(Protocol):
-    """The attributes of an attention layer that a launch needs."""
+    """The attributes of an attention layer that attention metadata reads."""
 
     key_cache: Tensor | None
     """[num_blocks, S, G, D], or [num_blocks * S, G, D] where the cache is flat."""
@@ -39,7 +39,7 @@ class AttentionLayer(Protocol):
 
 
 class AttentionMetadata(Protocol):
-    """Metadata by which the tokens of one launch attend, on one kind of device."""
+    """Metadata for the attention of the tokens in one batch, on one kind of device."""
 
     def attend(
         self,
@@ -49,15 +49,15 @@ class AttentionMetadata(Protocol):
         value: Tensor | None,
         stores: bool = True,
     ) -> Tensor:
-        """Store the new keys and values, and attend to everything that their requests have in the
-        cache.
+        """Store the new keys and values, and compute attention over all tokens of each request in
+        the cache.
 
         Args:
-            layer: its caches are bound.
+            layer: layer whose caches are bound.
             query: [T, H, D].
             key: [T, G, D].
-            value: [T, G, D]; None where values are a part of the keys.
-            stores: False: the cache has the new keys and values.
+            value: [T, G, D]; None if values are a part of the keys.
+            stores: False: the cache already has the new keys and values.
 
         Returns:
             [T, H, D], or [T, H, V] if values are the first V elements of the keys.

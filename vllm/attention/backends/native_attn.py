@@ -1,6 +1,6 @@
-"""Ragged attention through the operator table: any device, no padding.
+"""Compute ragged attention through the operator table: any device, no padding.
 
-The operator table chooses the code that computes it: torch, or the C++ kernels.
+The operator table chooses the implementation: torch, or the C++ kernels.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from vllm.ops.native.attention import attend_prompt
 
 @dataclass(frozen=True)
 class RaggedMetadata:
-    """A ragged launch of B requests and T tokens: decodes first, then prefills.
+    """Metadata of a ragged batch of B requests and T tokens: decodes first, then prefills.
 
-    B_d requests are decodes, with one token each: rows 0 to B_d - 1 and tokens 0 to B_d - 1.
+    B_d requests are decodes, with one token each: requests 0 to B_d - 1 and tokens 0 to B_d - 1.
     """
 
     num_decodes: int
@@ -48,7 +48,7 @@ class RaggedMetadata:
         value: Tensor | None,
         stores: bool = True,
     ) -> Tensor:
-        """Attend with the operators of the table."""
+        """Compute attention with the operators of the table."""
         assert layer.key_cache is not None and layer.value_cache is not None
         ops, num_decodes = get_ops(), self.num_decodes
         key_cache, value_cache = layer.key_cache, layer.value_cache
@@ -96,13 +96,13 @@ class RaggedMetadata:
 def prompt_attention(
     layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor | None
 ) -> Tensor:
-    """Attend causally within one prompt without a cache.
+    """Compute causal attention within one prompt, without a cache.
 
     Args:
-        layer: how to attend; its caches are not used.
+        layer: layer with the options; its caches are not used.
         query: [T, H, D].
         key: [T, G, D].
-        value: [T, G, D]; None where values are a part of the keys.
+        value: [T, G, D]; None if values are a part of the keys.
 
     Returns:
         [T, H, D], or [T, H, V] if values are the first V elements of the keys.

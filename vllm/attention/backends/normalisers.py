@@ -1,9 +1,8 @@
-"""Values that are subtracted from the scores of a decode, if that is one value per request and
-head.
+"""Compute the value that is subtracted from the scores of a decode: one value per request and head.
 
-An alternative to the maximum of each block with a correction afterwards: fewer steps, but the
-exponentials of a row whose blocks differ much may underflow. Only `index_reduce` and
-`scatter_reduce` are the maximum of the row, and exact for all scores.
+It replaces the maximum of each block with a correction afterwards. This needs fewer steps, but the
+exponentials of a request whose blocks differ much may underflow. Only `index_reduce` and
+`scatter_reduce` give the maximum of the request, and are exact for all scores.
 
 Letters: N entries of the block list, H query heads.
 """
@@ -22,18 +21,19 @@ from vllm.errors import ConfigError
 
 
 def amax(block_max: Tensor, blocks: DecodeBlocks) -> Tensor:
-    """Return the maximum of all scores."""
+    """Return the maximum of all scores, for every entry and head."""
     return block_max.amax().expand_as(block_max)
 
 
 def head_amax(block_max: Tensor, blocks: DecodeBlocks) -> Tensor:
-    """Return the maximum of each head."""
+    """Return the maximum of each head, for every entry."""
     return block_max.amax(0, keepdim=True).expand_as(block_max)
 
 
 def wsum(block_max: Tensor, blocks: DecodeBlocks) -> Tensor:
-    """Return the mean of the maxima of the blocks of each request. A block that is all hidden has
-    none."""
+    """Return the mean of the block maxima of each request. Blocks without visible keys do not
+    count.
+    """
     is_hidden = block_max == HIDDEN
     maxima = sum_of_rows(block_max.masked_fill(is_hidden, 0.0), blocks)
     return maxima / sum_of_rows((~is_hidden).float(), blocks).clamp(min=1)
@@ -47,7 +47,7 @@ def scatter_reduce(block_max: Tensor, blocks: DecodeBlocks) -> Tensor:
 
 
 def in_sequence(*steps: Normaliser) -> Normaliser:
-    """Apply each step to the result of the previous ones."""
+    """Return a normaliser that applies each step to the result of the previous one."""
 
     def normalise(block_max: Tensor, blocks: DecodeBlocks) -> Tensor:
         total = torch.zeros_like(block_max)
@@ -69,7 +69,7 @@ NORMALISERS: dict[str, Normaliser] = {
 
 
 def parse_normaliser(names: str) -> Normaliser:
-    """Make a normaliser from a comma-separated list of names, applied in sequence.
+    """Return the normaliser for a comma-separated list of names, which are applied in sequence.
 
     Raises:
         ConfigError: a name is unknown.

@@ -1,10 +1,9 @@
-"""One int32 buffer that holds the fields of a dataclass: its size, packing and unpacking.
+"""Pack the fields of a dataclass into one int32 buffer, and unpack them.
 
-The data of a padded launch are copied to the device at once. They are a dataclass, and each field
-declares its shape in padded sizes. This is the only list of the fields: the size and the order of
-the buffer, packing on the host, and the views on the device are derived from it.
-
-The same class holds numpy arrays on the host and tensors on the device.
+The data of a padded batch are copied to the device at once. They are a dataclass, in which each
+field declares its shape in padded sizes. The size and the order of the buffer, packing on the host,
+and the views on the device are all derived from these declarations. The same class holds numpy
+arrays on the host and tensors on the device.
 """
 
 from collections.abc import Mapping
@@ -30,17 +29,17 @@ _SHAPE, _DTYPE, _NESTED = "packed shape", "packed dtype", "packed class"
 
 
 def packed(letters: str, dtype: torch.dtype = torch.int32) -> Any:
-    """Define a field of a shape such as "B Q".
+    """Define a field with a shape such as "B Q".
 
     Args:
         letters: names of the padded sizes, separated by spaces.
-        dtype: of 4 bytes; other than int32 it travels bit by bit in int32.
+        dtype: a dtype of 4 bytes; its bits are stored as int32.
     """
     return field(metadata={_SHAPE: tuple(letters.split()), _DTYPE: dtype})
 
 
 def packed_fields_of(cls: type[Any]) -> Any:
-    """Define a field whose value is a dataclass of such fields."""
+    """Define a field whose value is a dataclass of packed fields."""
     return field(metadata={_NESTED: cls})
 
 
@@ -62,7 +61,7 @@ class PackedFields(Generic[Fields]):
     """Layout of the fields of a dataclass in one buffer.
 
     Args:
-        cls: every field is made by `packed` or `packed_fields_of`.
+        cls: dataclass whose fields are all defined by `packed` or `packed_fields_of`.
     """
 
     def __init__(self, cls: type[Fields]) -> None:
@@ -77,7 +76,7 @@ class PackedFields(Generic[Fields]):
             )
 
     def part_sizes(self, sizes: Sizes) -> tuple[int, ...]:
-        """Return the elements of each field, in the order of the buffer."""
+        """Return the number of elements of each field, in the order of the buffer."""
         parts: tuple[int, ...] = ()
         for f in self._fields:
             own = (prod(f.shape(sizes)),) if f.nested is None else f.nested.part_sizes(sizes)
@@ -111,7 +110,7 @@ class PackedFields(Generic[Fields]):
             parts.append(value if len(f.letters) == 1 else value.ravel())
 
     def unpack(self, buffer: Tensor, sizes: Sizes) -> Fields:
-        """Return views of the parts of a buffer, which a compiler can trace."""
+        """Return views of the parts of a buffer. A compiler can trace this."""
         parts = list(buffer.split(self.part_sizes(sizes)))
         return self._take(parts, sizes)
 

@@ -1,7 +1,7 @@
-"""Padded launches as their attention layers meet them.
+"""Provide the attention metadata of padded batches to the layers.
 
-Masks, one-hot matrices and whatever else all layers share are derived once per forward pass, on
-the device, when the launch is made.
+Masks, one-hot matrices and other tensors that all layers share are computed once per forward pass,
+on the device, when the batch is created.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,8 +30,7 @@ from vllm.errors import ConfigError
 
 
 class LayerKind(NamedTuple):
-    """Properties of a layer that decide its mask, and whether a kernel needs something else
-    instead."""
+    """Properties of a layer that decide its mask, and whether a kernel needs a different input."""
 
     sight: tuple[int | None, ...]
     """Of `AttentionOptions`."""
@@ -50,10 +49,10 @@ def _kind(layer: AttentionLayer) -> LayerKind:
 
 
 def layer_kinds(layers: Iterable[AttentionLayer]) -> dict[LayerKind, AttentionLayer]:
-    """Return a layer of each kind among these, for the masks of a launch.
+    """Return one layer of each kind, for the masks of a batch.
 
     Raises:
-        ConfigError: a layer asks for what the launches of this file do not compute.
+        ConfigError: a layer needs something that padded batches do not support.
     """
     kinds: dict[LayerKind, AttentionLayer] = {}
     for layer in layers:
@@ -67,8 +66,9 @@ def layer_kinds(layers: Iterable[AttentionLayer]) -> dict[LayerKind, AttentionLa
 
 
 def fit_kernel(kernel: SDPAKernel, kinds: Mapping[LayerKind, AttentionLayer]) -> SDPAKernel:
-    """Return the kernel with what a card can do for layers of these kinds; outside of compiled
-    code."""
+    """Return the kernel, adapted to what the card supports for layers of these kinds. Called
+    outside of compiled code.
+    """
     if not isinstance(kernel, FusedSDPA):
         return kernel
     found = [layer for kind, layer in kinds.items() if _may_be_fused(kind)]
@@ -79,13 +79,19 @@ def fit_kernel(kernel: SDPAKernel, kinds: Mapping[LayerKind, AttentionLayer]) ->
 
 
 def _may_be_fused(kind: LayerKind) -> bool:
-    """Whether a fused kernel has all but windows and sinks. It leaves scores as they are, and has a
-    mask in the dtype of the queries, which would round ALiBi far back."""
+    """Return whether a fused kernel supports everything that the layer needs, apart from windows
+    and sinks.
+
+    A fused kernel does not change scores, and its mask has the dtype of the queries, which would
+    round ALiBi for distant tokens.
+    """
     return not (kind.adjusts_scores or kind.has_alibi)
 
 
 def _takes_window(kernel: SDPAKernel, kind: LayerKind, window: int | None, query_len: int) -> bool:
-    """Whether the kernel takes the window of a prefill without context, instead of a mask."""
+    """Return whether the kernel accepts the window of a prefill without context, instead of a
+    mask.
+    """
     return (
         isinstance(kernel, FusedSDPA)
         and kernel.window_multiple is not None
@@ -107,7 +113,9 @@ def _masks(
     *,
     is_causal: bool,
 ) -> dict[LayerKind, PromptMask]:
-    """Return the masks of a launch. Without `is_causal`, even plain layers need one."""
+    """Return the masks of a batch, by kind of layer. Without `is_causal`, even plain layers need
+    one.
+    """
     query_len, key_len = sight.query_positions.shape[1], sight.key_positions.shape[1]
     at_once = query_len
     if isinstance(kernel, FusedSDPA):
@@ -129,7 +137,7 @@ def _masks(
 
 
 def _is_fused(kernel: SDPAKernel, kind: LayerKind) -> bool:
-    """Return whether the fused kernel of a card computes layers of a kind."""
+    """Return whether the fused kernel of a card computes layers of this kind."""
     return (
         isinstance(kernel, FusedSDPA)
         and _may_be_fused(kind)
@@ -138,7 +146,9 @@ def _is_fused(kernel: SDPAKernel, kind: LayerKind) -> bool:
 
 
 def _kernel_for(layer: AttentionLayer, kernel: SDPAKernel, mask: PromptMask) -> SDPAKernel:
-    """Return the kernel with what a layer has besides a mask; without one it gets the window."""
+    """Return the kernel with the inputs of a layer in addition to the mask. Without a mask it gets
+    the window.
+    """
     attend = _whole_kernel_for(layer, kernel, mask)
     fp8 = None
     # Not every version of the FP8 kernel documents windows and sinks, so they use the other
@@ -165,7 +175,9 @@ def _whole_kernel_for(layer: AttentionLayer, kernel: SDPAKernel, mask: PromptMas
 
 @dataclass(frozen=True)
 class PaddedDecode:
-    """One new token for each of B padded rows, or the drafts to verify and one more."""
+    """Metadata of one new token for each of B padded requests, or of the drafts to verify plus
+    one.
+    """
 
     blocks: Mapping[tuple[int | None, ...], DecodeBlocks]
     """Sight of `AttentionOptions` -> what all layers with it need."""
@@ -182,8 +194,10 @@ class PaddedDecode:
         normaliser: Softmax = None,
         indices: Tensor | None = None,
     ) -> "PaddedDecode":
-        """Derive the metadata of a launch for layers of these kinds and queries of this dtype;
-        `indices` see `derive_decode_blocks`."""
+        """Compute the metadata of a batch for layers of these kinds and queries of this dtype.
+
+        For `indices` see `derive_decode_blocks`.
+        """
         blocks: dict[tuple[int | None, ...], DecodeBlocks] = {}
         for layer in kinds.values():
             options = layer.options
@@ -201,7 +215,7 @@ class PaddedDecode:
         value: Tensor | None,
         stores: bool = True,
     ) -> Tensor:
-        """Store and attend with T = B * Q tokens."""
+        """Store the new keys and values, and compute attention for T = B * Q tokens."""
         assert layer.key_cache is not None and layer.value_cache is not None
         return decode_attention(
             query,
@@ -221,7 +235,9 @@ class PaddedDecode:
 
 @dataclass(frozen=True)
 class PaddedPrefill:
-    """Q padded new tokens for each of B padded rows, after up to C blocks of context."""
+    """Metadata of Q padded new tokens for each of B padded requests, after up to C blocks of
+    context.
+    """
 
     blocks: PrefillBlocks
     masks: Mapping[LayerKind, PromptMask]
@@ -235,7 +251,7 @@ class PaddedPrefill:
         block_size: int,
         kernel: SDPAKernel,
     ) -> "PaddedPrefill":
-        """Derive the metadata of a launch for layers of these kinds."""
+        """Compute the metadata of a batch for layers of these kinds."""
         is_causal = metadata.context_blocks.shape[1] == 0
         sight = derive_sight(metadata, block_size)
         masks = _masks(sight, kinds, kernel, is_causal=is_causal)
@@ -249,7 +265,7 @@ class PaddedPrefill:
         block_size: int,
         kernel: SDPAKernel,
     ) -> "PaddedPrefill":
-        """Derive the metadata of a launch of concatenated prompts, for layers of these kinds."""
+        """Compute the metadata of a batch of concatenated prompts, for layers of these kinds."""
         masks = _masks(derive_merged_sight(metadata, block_size), kinds, kernel, is_causal=False)
         return cls(derive_merged_blocks(metadata, block_size), masks, kernel)
 
@@ -261,7 +277,7 @@ class PaddedPrefill:
         value: Tensor | None,
         stores: bool = True,
     ) -> Tensor:
-        """Store and attend with T = B * Q tokens."""
+        """Store the new keys and values, and compute attention for T = B * Q tokens."""
         assert layer.key_cache is not None and layer.value_cache is not None
         shape = self.blocks.slots.shape
         query, key = query.unflatten(0, shape), key.unflatten(0, shape)

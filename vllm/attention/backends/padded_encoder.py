@@ -1,4 +1,6 @@
-"""Padded launches of whole prompts whose tokens all see each other; there is no cache."""
+"""Provide the metadata of padded batches of whole prompts whose tokens all see each other, without
+a cache.
+"""
 
 from dataclasses import dataclass
 
@@ -12,7 +14,7 @@ from vllm.attention.backends.sdpa import SDPAKernel
 
 @dataclass(frozen=True)
 class PaddedEncoder:
-    """B padded rows with Q padded tokens each."""
+    """Metadata of B padded prompts with Q padded tokens each."""
 
     shape: tuple[int, int]
     """B and Q."""
@@ -24,8 +26,7 @@ class PaddedEncoder:
     def derive(
         cls, query_lens: Tensor, shape: tuple[int, int], kernel: SDPAKernel
     ) -> "PaddedEncoder":
-        """Derive the metadata of a launch of prompts with these lengths, [B] int32, on the
-        device."""
+        """Compute the metadata of prompts with these lengths, [B] int32, on the device."""
         _, query_len = shape
         key = torch.arange(query_len, dtype=torch.int32, device=query_lens.device)
         # Padding rows attend to their first token, because softmax over no token gives NaN.
@@ -41,7 +42,9 @@ class PaddedEncoder:
         value: Tensor | None,
         stores: bool = True,
     ) -> Tensor:
-        """Attend within each prompt, T = B * Q; nothing is stored, and there is a value."""
+        """Compute attention within each prompt, T = B * Q. Nothing is stored, and `value` must be
+        given.
+        """
         assert value is not None
         attended = prompt_attention(
             query.unflatten(0, self.shape),

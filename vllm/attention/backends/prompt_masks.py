@@ -1,7 +1,7 @@
-"""Masks of a padded prefill, for all queries or for a slice of them.
+"""Compute masks of a padded prefill, for all queries or for a slice of them.
 
-Letters: B rows, Q new tokens of a row, K keys of a row: the padded slots of its context, then the
-new tokens. H query heads.
+Letters: B requests (rows), Q new tokens of a request, K keys of a request: the padded slots of its
+context, then the new tokens. H query heads.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from vllm.ops.attention_options import AttentionOptions
 
 @dataclass(frozen=True)
 class Sight:
-    """Positions of queries and keys, of which masks are derived on the device."""
+    """Positions of queries and keys, from which masks are computed on the device."""
 
     query_positions: Tensor
     """[B, Q] int32"""
@@ -35,14 +35,14 @@ class Sight:
         later_keys: Tensor,
         ids: tuple[Tensor, Tensor] | None = None,
     ) -> "Sight":
-        """Return the sight of a launch.
+        """Create the positions of a batch.
 
         Args:
             query_positions: [B, Q]
             key_positions: [B, K]
-            later_keys: [B, Q] the last key that a query sees where it is after its own; [0, Q]: no
-                query sees a later key.
-            ids: as above.
+            later_keys: [B, Q] position of the last key that a query sees, if it is after the query;
+                [0, Q]: no query sees a later key.
+            ids: prompts of the queries and of the keys, if a row has several.
         """
         last_keys = None
         if later_keys.shape[0]:
@@ -57,19 +57,19 @@ class Sight:
         queries: slice | None = None,
         keys: slice | None = None,
     ) -> Tensor:
-        """Return what queries see of keys. A query has the age 0 to itself, so that every query
-        sees something.
+        """Return the mask of the keys that queries see. Every query sees at least itself.
 
         Args:
-            options: of layers; which keys a query sees is used.
+            options: options of the layers, which define the keys that a query sees.
             alibi_slopes: [H] float32; None without ALiBi.
-            dtype: of an ALiBi mask: the dtype of the queries, as torch wants it.
-            queries: which of the Q; None: all. Defaults are no objects here: torch 2.6 cannot trace
-                such a default of a method, if its instance is made in what it traces.
-            keys: which of the K; None: all.
+            dtype: dtype of an ALiBi mask; torch requires the dtype of the queries.
+            queries: which of the Q queries; None: all. The default is None, because torch 2.6
+                cannot trace an object as the default of a method, if its instance is created in
+                traced code.
+            keys: which of the K keys; None: all.
 
         Returns:
-            [B, 1, Q, K] bool; with ALiBi [B, H, Q, K] to be added.
+            [B, 1, Q, K] bool; with ALiBi [B, H, Q, K] values to add.
         """
         queries = slice(None) if queries is None else queries
         keys = slice(None) if keys is None else keys
@@ -93,8 +93,11 @@ class Sight:
 
 @dataclass(frozen=True)
 class SlicedMask:
-    """The mask of a long prefill. It is derived for one slice of the queries after the other, in
-    each layer, so that there is never more of it than [B, 1 or H, slice, K]."""
+    """The mask of a long prefill, computed in each layer for one slice of the queries after
+    another.
+
+    So it never needs more memory than [B, 1 or H, slice, K].
+    """
 
     sight: Sight
     num_queries: int
@@ -113,8 +116,11 @@ class SlicedMask:
         scale: float,
         valid_lens: Tensor | None,
     ) -> Tensor:
-        """Attend as `SDPAKernel`, with a kernel that gets a slice of the queries at a time, and
-        only the keys that they may see. The mask and lengths that are given are not used."""
+        """Compute attention with a kernel that gets one slice of the queries at a time, and only
+        the keys that they may see.
+
+        The arguments are the same as for `SDPAKernel`; `mask` and `valid_lens` are not used.
+        """
         num_queries, num_keys = query.shape[2], key.shape[2]
         parts = []
         for start in range(0, num_queries, self.num_queries):
@@ -126,11 +132,12 @@ class SlicedMask:
         return torch.cat(parts, dim=2)
 
     def _keys(self, start: int, end: int, num_keys: int, num_queries: int) -> slice:
-        """Return the keys that the new tokens from `start` to `end` may see: none after them,
-        unless tokens see later ones, and where they see only a number of recent tokens, none before
-        these.
-        Any of several prompts in a row may see its context, which comes before the tokens of all of
-        them."""
+        """Return the keys that the new tokens from `start` to `end` may see.
+
+        These are no keys after them, unless tokens see later ones. With a sliding window, they are
+        no keys before the window. If a row has several prompts, any of them may see its context,
+        which comes before all tokens.
+        """
         reach, num_context = self.options.reach, num_keys - num_queries
         first = start + 1 - (end if reach is None else reach)
         sees_all = first <= 0 or (self.sight.ids is not None and num_context > 0)

@@ -1,9 +1,9 @@
-"""Kernels of padded prompt attention: one signature, several ways to compute it.
+"""Provide kernels for padded prompt attention, with one signature.
 
-All of them take tensors in the layout of kernels. The caller chooses one of them for its device.
+All of them take tensors in the layout of kernels. The caller chooses a kernel for its device.
 
-Letters: B rows, Q new tokens of a row, K keys of a row, H query heads, G key/value heads (H a
-multiple of G), D head size.
+Letters: B requests (rows), Q new tokens of a request, K keys of a request, H query heads, G
+key/value heads (H a multiple of G), D head size.
 """
 
 import warnings
@@ -24,7 +24,7 @@ from vllm.platforms.habana.bridge import FusedKernels
 
 
 class SDPAKernel(Protocol):
-    """Scaled dot product attention, as a fused kernel computes it."""
+    """Scaled dot product attention, with the interface of a fused kernel."""
 
     def __call__(
         self,
@@ -35,18 +35,18 @@ class SDPAKernel(Protocol):
         scale: float,
         valid_lens: Tensor | None,
     ) -> Tensor:
-        """Attend.
+        """Compute attention.
 
         Args:
             query: [B, H, Q, D].
             key: [B, G, K, D].
             value: [B, G, K, D].
-            mask: [B, 1 or H, Q, K]: bool, True where a query sees a key, or a float that is added
-                to the scores. It holds all there is, causality too, and no query sees nothing.
-                None: causal, with Q = K.
+            mask: [B, 1 or H, Q, K]: bool, True if a query sees a key, or a float that is added to
+                the scores. It must include causality, and every query must see a key. None: causal,
+                with Q = K.
             scale: multiplies query @ key.
             valid_lens: [B] int32, only without a mask: tokens before the padding on the right. A
-                kernel may use it to skip work; results after them are not used, but finite.
+                kernel may use it to skip work; results after these tokens are finite and not used.
 
         Returns:
             [B, H, Q, D].
@@ -62,7 +62,7 @@ def torch_sdpa(
     scale: float,
     valid_lens: Tensor | None,
 ) -> Tensor:
-    """Attend with the kernel of torch."""
+    """Compute attention with the kernel of torch."""
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -84,12 +84,13 @@ def naive_sdpa(
     options: AttentionOptions = PLAIN_ATTENTION,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend by matmul, float32 softmax and matmul: the reference of the other kernels.
+    """Compute attention by matmul, float32 softmax and matmul: the reference for the other kernels.
+
+    The arguments are the same as for `SDPAKernel`, and:
 
     Args:
-        options: of the layer; what is done to scaled scores before the mask is used.
-        sinks: [H] float32, the score of one more key of each head, whose value is zero; None
-            without.
+        options: options of the layer, which define how scaled scores are changed before the mask.
+        sinks: [H] float32, score of one additional key per head, whose value is zero; None without.
     """
     num_kv_heads, query_len, key_len = key.shape[1], query.shape[2], key.shape[2]
     if mask is None:
@@ -109,10 +110,10 @@ def naive_sdpa(
 
 @dataclass(frozen=True)
 class FusedSDPA:
-    """The fused kernel of a card, an `SDPAKernel`.
+    """The fused kernel of a Gaudi card, as an `SDPAKernel`.
 
-    16-bit types take its fast softmax, with an approximate exponent; float32 the exact one, and so
-    do windows and sinks.
+    16-bit types use its fast softmax, with an approximate exponential; float32, windows and sinks
+    use the exact one.
     """
 
     kernels: FusedKernels
@@ -126,7 +127,9 @@ class FusedSDPA:
     """Prompts that attend in slices of their queries."""
 
     def fitted(self, *, has_windows: bool, has_sinks: bool) -> "FusedSDPA":
-        """Return the kernel for a model, with what the card can do of what the model needs."""
+        """Return the kernel for a model, with the features that the model needs and the card
+        supports.
+        """
         multiple = None
         if has_windows and self.kernels.has("FusedSDPA window_size"):
             multiple = self.kernels.window_multiple
@@ -144,12 +147,12 @@ class FusedSDPA:
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend, see `SDPAKernel`.
+        """Compute attention. The arguments are the same as for `SDPAKernel`, and:
 
         Args:
-            window: tokens that a query sees, itself included, of as many keys as queries; without
-                a mask. None: all before it, or what the mask says.
-            sinks: [H], the score of one more key of each head, whose value is zero; None without.
+            window: number of tokens that a query sees, itself included; only without a mask and
+                with as many keys as queries. None: all tokens before it, or as the mask says.
+            sinks: [H], score of one additional key per head, whose value is zero; None without.
         """
         kernels = self.kernels
         if window is not None or sinks is not None:
@@ -174,8 +177,9 @@ def _attend(
     softmax_mode: str,
     valid_lens: Tensor | None,
 ) -> Tensor:
-    """Call a kernel of the card that takes a mask, or lengths, or neither; and see to its
-    padding."""
+    """Call a kernel of the card that accepts a mask, or lengths, or neither, and make its padding
+    finite.
+    """
     if mask is not None or valid_lens is None:
         return kernel(*inputs, mask, is_causal=mask is None, scale=scale, softmax_mode=softmax_mode)
     out = kernel(
@@ -189,7 +193,9 @@ def _attend(
 
 @dataclass(frozen=True)
 class Fp8SDPA:
-    """The fused kernel of a card for a layer whose scales were measured, an `SDPAKernel` of fp8."""
+    """The fused FP8 kernel of a card, as an `SDPAKernel`, for a layer whose scales were
+    measured.
+    """
 
     kernels: FusedKernels
     scales: PromptScales
@@ -203,7 +209,9 @@ class Fp8SDPA:
         scale: float,
         valid_lens: Tensor | None,
     ) -> Tensor:
-        """Attend, see `SDPAKernel`; of float8_e4m3fn, with a result in bfloat16."""
+        """Compute attention of float8_e4m3fn inputs; the result is bfloat16. The arguments are the
+        same as for `SDPAKernel`.
+        """
         cache, weights = self.scales.cache, self.scales.weights
         factors = (self.scales.query.scale, cache.key.scale, cache.value.scale)
         kernel = partial(self.kernels.fp8_sdpa, factors, (weights.inverse, weights.scale))
@@ -219,7 +227,7 @@ class Fp8SDPA:
         scale: float,
         valid_lens: Tensor | None,
     ) -> Tensor:
-        """Attend as `SDPAKernel`, with a kernel that gets all three in fp8."""
+        """Round query, key and value to FP8, and compute attention with the kernel `attend`."""
         scales, dtype = self.scales, torch.float8_e4m3fn
         out = attend(
             scales.query.store(query, dtype),
@@ -235,7 +243,7 @@ class Fp8SDPA:
 def bridge_sdpa(
     kernels: FusedKernels, slicing: PromptSlicing = UNSLICED, *, wants_fp8: bool = False
 ) -> SDPAKernel:
-    """Return the fused kernel of a card; where the bridge lacks it, plain torch operators."""
+    """Return the fused kernel of a card; plain torch operators if the bridge does not have it."""
     if not kernels.has("FusedSDPA"):
         return naive_sdpa
     has_fp8 = wants_fp8 and kernels.has("fp8_fused_sdpa")
@@ -250,10 +258,10 @@ def flex_sdpa(
     scale: float,
     valid_lens: Tensor | None,
 ) -> Tensor:
-    """Attend with `flex_attention` of torch; see `require_flex`.
+    """Compute attention with `flex_attention` of torch; check `require_flex` first.
 
-    For models that are compiled: elsewhere torch warns once and computes all scores. The mask
-    changes scores, and makes no block mask, which would be a sort on the device.
+    Only for compiled models: otherwise torch warns once and computes all scores. The mask changes
+    scores instead of being a block mask, which would need a sort on the device.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -289,10 +297,10 @@ def _masked_score(mask: Tensor) -> _ScoreMod:
 
 
 def require_flex(device: torch.device) -> None:
-    """Run `flex_sdpa` once on the device, on one token.
+    """Check that `flex_sdpa` runs on the device, with one token.
 
     Raises:
-        ConfigError: it does not run there, or this torch has none.
+        ConfigError: it does not run, or this torch version does not have it.
     """
     token = torch.zeros(1, 1, 1, 16, device=device)
     try:

@@ -1,1 +1,1 @@
-"""The architecture of a model, read from its config.json."""
+"""Read the architecture of a model from its config.json."""

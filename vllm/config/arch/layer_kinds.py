@@ -1,4 +1,4 @@
-"""Reads from the Hugging Face config which tokens each layer of a model attends to."""
+"""Read from the Hugging Face config which tokens each layer of a model attends to."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from vllm.errors import ConfigError
 
 
 def read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Return the window of each layer: how many of the most recent keys a query sees, itself
-    included; None: all.
+    """Return the sliding window of each layer: the number of most recent keys that a query sees,
+    itself included; None: all.
 
     Raises:
-        ConfigError: the kinds of too few layers are given, or the window is no number of tokens.
+        ConfigError: the kinds of too few layers are given, or the window is not a number of tokens.
     """
     window, family = config.get("sliding_window"), family_of(config.get("model_type"))
     is_on = config.get("use_sliding_window", family.windows != "if_switched_on")
@@ -44,16 +44,16 @@ def read_heads(
     num_heads: int,
     windows: Sequence[int | None],
 ) -> tuple[tuple[int, int], ...]:
-    """Return the size of the heads of each layer, and the number of its key/value heads.
+    """Return (head size, number of key/value heads) of each layer.
 
     Args:
-        config: of the model.
-        usual: both, where the config says nothing else of a layer.
+        config: config of the model.
+        usual: default for layers for which the config has no other values.
         num_heads: query heads of each layer.
-        windows: of the layers.
+        windows: sliding windows of the layers.
 
     Raises:
-        ConfigError: a layer has sizes that no layer can have.
+        ConfigError: the sizes of a layer are not possible.
     """
     given = config.get("per_layer_config") or {}
     if not isinstance(given, Mapping) or not all(isinstance(v, Mapping) for v in given.values()):
@@ -82,9 +82,10 @@ def read_heads(
 
 
 def read_kv_sources(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Return for each layer the earlier one whose keys and values it reads; None: it has its own.
+    """Return for each layer the earlier layer whose keys and values it reads; None: it has its own.
 
-    Each of the last layers reads the last layer before all of them that is of its kind.
+    Some of the last layers have no keys and values. Each of them reads the latest layer of the same
+    kind that has some.
 
     Raises:
         ConfigError: there is no such layer.
@@ -116,7 +117,7 @@ _PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "mo
 
 
 def read_layer_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the kinds of all layers, by the names that configs use; none if it does not say them.
+    """Return the kinds of all layers, by the names that configs use; empty if the config has none.
 
     Raises:
         ConfigError: a pattern has an unknown letter.
@@ -135,11 +136,11 @@ def read_layer_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_state_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it keeps a recurrent state, instead of keys and values or in
-    addition to them.
+    """Return for each layer whether it has a recurrent state, instead of or in addition to keys and
+    values.
 
     Raises:
-        ConfigError: the kinds of too few layers are given, or they are no list.
+        ConfigError: the kinds of too few layers are given, or they are not a list.
     """
     family = family_of(config.get("model_type"))
     if not family.has_attention or family.has_states_beside_attention:
@@ -171,8 +172,9 @@ def read_state_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool,
 
 
 def has_no_positions(config: Mapping[str, Any]) -> bool:
-    """Whether the model has neither rotations nor a table of positions, so that nothing but memory
-    limits the length of a text."""
+    """Return whether the model has neither rotary nor learned positions, so that only memory limits
+    the length of a request.
+    """
     family = family_of(config.get("model_type"))
     if family.rope_switch is not None:
         key, value = family.rope_switch

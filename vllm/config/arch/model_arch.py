@@ -1,6 +1,6 @@
-"""The architecture of a model: the facts from its Hugging Face config.
+"""Read the architecture of a model from its Hugging Face config.
 
-The only place that knows the names of config attributes: `rope_parameters` and `dtype` of
+This is the only module that knows the names of config attributes: `rope_parameters` and `dtype` of
 transformers 5, `rope_theta`, `rope_scaling` and `torch_dtype` of transformers 4.
 """
 
@@ -28,7 +28,7 @@ encoded."""
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding."""
+    """Settings of the rotary position embedding."""
 
     theta: float
     """Base of the rotary frequencies (rope_theta)."""
@@ -45,7 +45,7 @@ class RopeConfig:
     """Neighbouring pairs rotate by different positions."""
 
     def for_length(self, max_model_len: int) -> "RopeConfig":
-        """Choose the factors for this length; see `ModelArch.for_length`."""
+        """Return the config with the factors for this maximum length (longrope)."""
         if self.rope_type != "longrope":
             return self
         is_long = max_model_len > self.scaling["original_max_position_embeddings"]
@@ -96,7 +96,8 @@ class ModelArch:
         """Read a Hugging Face config given as a plain dict.
 
         Raises:
-            ConfigError: no architecture, or a required number is missing, not divisible or absurd.
+            ConfigError: there is no architecture, or a required number is missing, not divisible or
+                unreasonable.
         """
         check_sizes(config)
         architectures = config.get("architectures") or ()
@@ -155,7 +156,8 @@ class ModelArch:
     @property
     def media_module(self) -> str | None:
         """Module of `multimodal.families` and of `model_executor.media.families` for the images of
-        the model; None: it reads text only."""
+        the model; None: it reads only text.
+        """
         if self.media_config is None:
             return None
         family = family_of_architecture(self.architecture)
@@ -165,19 +167,20 @@ class ModelArch:
 
     @property
     def num_embeddings(self) -> int:
-        """Size of the table of embeddings: the vocabulary, and tokens that no output has."""
+        """Size of the embedding table: the vocabulary, plus tokens that are never sampled."""
         return self.vocab_size + family_of_architecture(self.architecture).num_unsampled_tokens
 
     @property
     def media_sees_ahead(self) -> bool:
-        """Whether a token of an image also sees the later tokens of its image."""
+        """Whether a token of an image also sees the later tokens of this image."""
         reads_images = self.media_config is not None
         return reads_images and family_of_architecture(self.architecture).media_sees_ahead
 
     @property
     def rope(self) -> RopeConfig | None:
-        """Return the rotary parameters of layers without a sliding window; layers with one may have
-        others."""
+        """Rotary parameters of the layers without a sliding window; layers with one may have
+        others.
+        """
         ropes = [
             rope
             for rope, window in zip(self.layer_ropes, self.layer_windows, strict=True)
@@ -187,8 +190,9 @@ class ModelArch:
 
     @property
     def num_positions(self) -> int:
-        """Positions that a request may give for each token of its prompt; 0: none, the position of
-        a token is its index."""
+        """Number of positions that a request may give for each prompt token; 0: none, because the
+        position of a token is its index.
+        """
         return max((len(rope.sections) for rope in self.layer_ropes if rope), default=0)
 
     def of_layer(self, index: int) -> "ModelArch":
@@ -200,8 +204,9 @@ class ModelArch:
 
     @property
     def is_one_stage(self) -> bool:
-        """Whether all layers have to be on the same ranks, as some read others, a table by token
-        ids, or an encoder, or share weights."""
+        """Whether all layers have to be on the same ranks, because some read other layers, a table
+        by token ids or an encoder, or share weights.
+        """
         family = family_of_architecture(self.architecture)
         has_table = self.hf_config.get("hidden_size_per_layer_input")
         has_sources = any(source is not None for source in self.kv_sources)
@@ -209,25 +214,24 @@ class ModelArch:
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of each layer, by the names that configs use; none if the config does not say
-        it."""
+        """The kind of each layer, by the names that configs use; empty if the config has none."""
         return read_layer_kinds(self.hf_config)
 
     @property
     def has_states(self) -> bool:
-        """Whether some layers keep a state of each request."""
+        """Whether some layers have a recurrent state."""
         return any(self.state_layers)
 
     @property
     def embedding_size(self) -> int:
-        """Size of a token's embedding; OPT may project them to `hidden_size`."""
+        """Size of a token's embedding; OPT may project embeddings to `hidden_size`."""
         return int(self.hf_config.get("word_embed_proj_dim") or self.hidden_size)
 
     def config_size(self, name: str) -> int:
         """Return a positive integer that config.json must have.
 
         Raises:
-            ConfigError: it is missing, or not a positive number.
+            ConfigError: it is missing, or not a positive integer.
         """
         value = self.hf_config.get(name)
         if type(value) is not int or value < 1:
@@ -235,18 +239,18 @@ class ModelArch:
         return value
 
     def config_count(self, name: str) -> int:
-        """Return an integer of config.json, at least 0; 0 where it is absent, null or false.
+        """Return an integer of config.json, at least 0; 0 if it is absent, null or false.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: it is not such an integer.
         """
         return _read_count(self.hf_config, name)
 
     def with_values_of_layer(self, index: int, *names: str) -> "ModelArch":
-        """Return the model with the values of one layer, where lists have one for each layer.
+        """Return the model with the values of one layer instead of lists with a value per layer.
 
         Args:
-            index: of the layer.
+            index: index of the layer.
             names: keys of config.json that may be such lists.
 
         Raises:
@@ -261,7 +265,7 @@ class ModelArch:
         return replace(self, hf_config={**self.hf_config, **values})
 
     def config_number(self, name: str, default: float = 1.0) -> float:
-        """Return a number of config.json; the default where it is absent or null.
+        """Return a number of config.json; the default if it is absent or null.
 
         Raises:
             ConfigError: it is not a finite number.
@@ -274,14 +278,17 @@ class ModelArch:
         return float(value)
 
     def for_length(self, max_model_len: int) -> "ModelArch":
-        """Return the model as it is when no request is longer than this: rotary parameters with
-        factors for short and for long contexts (longrope) are fixed to the ones that are used."""
+        """Return the model for a maximum request length.
+
+        Rotary parameters that have factors for short and for long contexts (longrope) are fixed to
+        the ones that are used.
+        """
         ropes = tuple(rope and rope.for_length(max_model_len) for rope in self.layer_ropes)
         return replace(self, layer_ropes=ropes)
 
     @property
     def derived_max_model_len(self) -> int:
-        """Longest sequence the position embedding was made for."""
+        """Longest sequence for which the position embedding was made."""
         if self.rope is None:
             return self.max_position_embeddings
         kind, factor = self.rope.rope_type, self.rope.scaling.get("factor")
@@ -310,7 +317,9 @@ _ACTIVATION = ("hidden_activation", "hidden_act", "activation_function")
 
 
 def missing_keys(config: Mapping[str, Any]) -> list[str]:
-    """Return the sizes of a decoder that a config does not have, each by its usual name."""
+    """Return the sizes that every decoder needs and this config does not have, by their usual
+    names.
+    """
     family = family_of(config.get("model_type"))
     num_layers = _NUM_LAYERS if family.num_layers_key is None else (family.num_layers_key,)
     required: list[tuple[str, ...]] = [_HIDDEN_SIZE, num_layers, ("vocab_size",)]
@@ -334,8 +343,9 @@ def _read_count(config: Mapping[str, Any], name: str) -> int:
 
 
 def _check_length(name: str, values: Sequence[Any], num_layers: int) -> None:
-    """Refuse a list with a value for each layer that is too short; it is longer if the number of
-    layers was overridden."""
+    """Refuse a list with a value for each layer that is too short. It may be longer, if the number
+    of layers was overridden.
+    """
     if len(values) < num_layers:
         raise ConfigError(
             f"config.json: {name} must have a value for each of the {num_layers} layers, got "
@@ -355,7 +365,7 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
 
 
 def _read_num_layers(config: Mapping[str, Any]) -> int:
-    """Return the number of layers; a config of Nemotron-H may only list their kinds."""
+    """Return the number of layers. A config of Nemotron-H may only list their kinds."""
     if key := family_of(config.get("model_type")).num_layers_key:
         return _number(config, key)
     if _first(config, _NUM_LAYERS) is None and (kinds := read_layer_kinds(config)):
@@ -386,14 +396,14 @@ def _read_max_positions(config: Mapping[str, Any]) -> int:
 
 
 def _num_unused_positions(config: Mapping[str, Any]) -> int:
-    """Count the rows at the start of a learned position table that no token uses."""
+    """Return the number of entries at the start of a learned position table that no token uses."""
     if family_of(config.get("model_type")).positions_follow_padding:
         return _read_count(config, "pad_token_id") + 1
     return 0
 
 
 def _read_intermediate_size(config: Mapping[str, Any]) -> Any:
-    """Return the size of the MLPs; where layers have their own, the largest."""
+    """Return the size of the MLPs; if it differs between layers, the largest."""
     value = _first(config, _INTERMEDIATE_SIZE)
     return max(value) if isinstance(value, list) else value
 
@@ -408,12 +418,12 @@ def _divide(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:
 
 
 def named_dtype(config: Mapping[str, Any]) -> str | None:
-    """Return the data type that a config names; None: it names none."""
+    """Return the data type that a config names; None if it names none."""
     return config.get("dtype") or config.get("torch_dtype")
 
 
 def _read_media(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the values that describe how images are encoded; None: the model reads text only."""
+    """Return the values that describe how images are encoded; None: the model reads only text."""
     if family_of_architecture(config["architectures"][0]).media is None:
         return None
     whole = config.get(WHOLE_CONFIG)
@@ -458,9 +468,10 @@ def _read_ropes(
 
 
 def _rotates_by_default(config: Mapping[str, Any]) -> bool:
-    """Whether a config without a base of rotations means the usual one.
+    """Return whether a config without a rotary base uses the default base.
 
-    GPT-J says only how much of a head is rotated; of Baichuan the maximum of positions says it.
+    GPT-J only sets how much of a head is rotated; for Baichuan the presence of a maximum position
+    implies it.
     """
     key = family_of(config.get("model_type")).rope_implied_by
     return bool(config.get("rotary_dim") or (key is not None and config.get(key)))

@@ -1,4 +1,4 @@
-"""Checks the ranges of values in config.json, before they are used."""
+"""Check the ranges of values in config.json, before they are used."""
 
 import math
 import sys
@@ -75,12 +75,12 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num
 
 
 def check_sizes(config: Mapping[str, Any]) -> None:
-    """Refuse values in config.json that no model has.
+    """Refuse values in config.json that are not possible for any model.
 
-    Keys that are absent or null are left to whoever reads them.
+    Keys that are absent or null are checked by the code that reads them.
 
     Raises:
-        ConfigError: one is not an integer, or out of range. Names it.
+        ConfigError: a value is not an integer, or out of range; names it.
     """
     _check_ranges("", config)
     _check_ranges(f"{_OF_STATES}.", config.get(_OF_STATES) or {})
@@ -153,12 +153,12 @@ _KINDS_OF_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def check_kinds(config: Mapping[str, Any]) -> None:
-    """Refuse values of config.json of another kind than all models have.
+    """Refuse values in config.json of the wrong type.
 
-    Keys that are absent or null are left to whoever reads them.
+    Keys that are absent or null are checked by the code that reads them.
 
     Raises:
-        ConfigError: names the key, its value, and what is accepted.
+        ConfigError: names the key, its value, and the accepted values.
     """
     given = {key: value for key, value in config.items() if value is not None}
     for keys, kind, accepted in ((_OBJECTS, Mapping, "an object"), (_TEXTS, str, "a text")):
@@ -221,7 +221,7 @@ def _check_positive(path: str, values: Mapping[str, Any], keys: Iterable[str]) -
 
 
 def _is_number(value: object, least: float) -> bool:
-    """Whether it is a number that float has; NaN compares as false."""
+    """Return whether a value is a number of at least `least` that a float can hold. NaN is not."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number and least <= value <= sys.float_info.max  # type: ignore[operator]
 
@@ -236,7 +236,7 @@ def _wrong(key: str, value: object, accepted: str) -> ConfigError:
 
 
 def check_window(window: object) -> None:
-    """Refuse a sliding window that is in use and is not a number of tokens.
+    """Refuse a sliding window that is used and is not a number of tokens.
 
     Raises:
         ConfigError: it is not an integer of 1 or more.

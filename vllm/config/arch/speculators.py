@@ -1,7 +1,7 @@
-"""Speculators: small networks that guess next tokens from hidden states of the model.
+"""Describe speculators: small networks that draft next tokens from hidden states of the model.
 
-One row per method: its files' config, as the published checkpoints have it, and the class that runs
-it. Knows no tensors.
+The table has one entry per method: how to read the config of published checkpoints, and the class
+that runs it. Independent of tensors.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ MAX_DRAFTS = 64
 
 @dataclass(frozen=True)
 class SpeculatorFile:
-    """The config of a speculator, and the model that it is for."""
+    """The config of a speculator, and the model for which it is used."""
 
     path: str
     """config.json, for messages."""
@@ -30,7 +30,7 @@ class SpeculatorFile:
         """Return a positive integer of the config.
 
         Raises:
-            ConfigError: it is missing and has no default, or is not one.
+            ConfigError: it is missing and has no default, or is not a positive integer.
         """
         value = next((self.config[n] for n in names if self.config.get(n) is not None), default)
         if type(value) is not int or value < 1:
@@ -38,10 +38,10 @@ class SpeculatorFile:
         return value
 
     def check(self, name: str, value: int, wanted: int) -> None:
-        """Refuse a size that is not the model's.
+        """Refuse a size that differs from the model's.
 
         Raises:
-            ConfigError: it is another.
+            ConfigError: the sizes differ.
         """
         if value != wanted:
             raise ConfigError(
@@ -52,7 +52,7 @@ class SpeculatorFile:
 
 @dataclass(frozen=True)
 class SpeculatorArch:
-    """A speculator, without its weights."""
+    """The architecture of a speculator, without its weights."""
 
     arch: ModelArch
     """Config of the speculator's layers. Values that it does not have are the model's."""
@@ -62,7 +62,9 @@ class SpeculatorArch:
 
 
 def _read_eagle(file: SpeculatorFile) -> SpeculatorArch:
-    """Read the config of a Llama with one layer (Li et al. 2024, arXiv 2401.15077)."""
+    """Read the config of an EAGLE head, which is a Llama with one layer (Li et al. 2024, arXiv
+    2401.15077).
+    """
     arch, target = ModelArch.from_hf(file.config), file.target
     for size in (target.hidden_size, target.embedding_size):
         file.check("hidden_size", arch.hidden_size, size)
@@ -82,8 +84,9 @@ def _read_eagle(file: SpeculatorFile) -> SpeculatorArch:
 
 
 def _read_eagle3(file: SpeculatorFile) -> SpeculatorArch:
-    """Read the config of an EAGLE head with a vocabulary of its own (Li et al. 2025, arXiv
-    2503.01840)."""
+    """Read the config of an EAGLE-3 head, which has its own vocabulary (Li et al. 2025, arXiv
+    2503.01840).
+    """
     found, num_layers = _read_eagle(file), file.target.num_layers
     size = file.size("draft_vocab_size", default=file.target.vocab_size)
     if size > file.target.vocab_size:
@@ -103,9 +106,10 @@ def _read_eagle3(file: SpeculatorFile) -> SpeculatorArch:
 
 
 def eagle3_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Return the layers of the model whose inputs an EAGLE-3 head reads:
-    `eagle_aux_hidden_state_layer_ids` names the layers before them, whose outputs these are; else
-    an early, a middle and a late one.
+    """Return the model layers whose inputs an EAGLE-3 head reads.
+
+    `eagle_aux_hidden_state_layer_ids` names the layers before them, whose outputs these inputs are.
+    Without it, an early, a middle and a late layer are used.
 
     >>> eagle3_layers({}, 32)
     (2, 16, 29)
@@ -117,8 +121,9 @@ def eagle3_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]
 
 
 def _read_mtp(file: SpeculatorFile) -> SpeculatorArch:
-    """Read the config of a model with a layer after the last one, as DeepSeek V3 has it (arXiv
-    2412.19437, section 2.2). It is run again for each further draft."""
+    """Read the config of a multi-token prediction layer after the last layer, as in DeepSeek V3
+    (arXiv 2412.19437, section 2.2). It is run again for each further draft.
+    """
     target = file.target
     facts = family_of_architecture(target.architecture).mtp
     if facts is None:
@@ -138,7 +143,7 @@ def _read_mtp(file: SpeculatorFile) -> SpeculatorArch:
 
 
 def _read_mlp(file: SpeculatorFile) -> SpeculatorArch:
-    """Read ibm-fms accelerators (Wertheimer et al. 2024, arXiv 2404.19124)."""
+    """Read the config of an ibm-fms accelerator (Wertheimer et al. 2024, arXiv 2404.19124)."""
     file.check("emb_dim", file.size("emb_dim"), file.target.hidden_size)
     file.check("vocab_size", file.size("vocab_size"), file.target.vocab_size)
     count = file.size("n_predict")
@@ -152,8 +157,9 @@ def _read_mlp(file: SpeculatorFile) -> SpeculatorArch:
 
 
 def _read_medusa(file: SpeculatorFile) -> SpeculatorArch:
-    """Read Medusa heads (Cai et al. 2024, arXiv 2401.10774), with the keys of the first checkpoints
-    or of transformers."""
+    """Read the config of Medusa heads (Cai et al. 2024, arXiv 2401.10774), with the keys of the
+    first checkpoints or of transformers.
+    """
     for name, wanted in (
         ("hidden_size", file.target.hidden_size),
         ("vocab_size", file.target.vocab_size),
@@ -168,7 +174,7 @@ def _read_medusa(file: SpeculatorFile) -> SpeculatorArch:
 
 @dataclass(frozen=True)
 class SpeculatorMethod:
-    """A row of the table."""
+    """An entry of the table of methods."""
 
     class_path: str
     """module:Class of the network."""
@@ -211,12 +217,12 @@ SPECULATORS: Mapping[str, SpeculatorMethod] = {
 
 
 def method_of_config(config: Mapping[str, Any], name: str) -> str:
-    """Return the method of a model that is to make drafts.
+    """Return the speculative method of a draft model.
 
     Args:
-        config: its config.json.
-        name: its folder or hub name. The config of an EAGLE head is the config of a Llama with one
-            layer.
+        config: config.json of the draft model.
+        name: folder or hub name of the draft model. It is needed because the config of an EAGLE
+            head equals the config of a Llama with one layer.
 
     >>> method_of_config({"model_type": "mlp_speculator"}, "a/b")
     'mlp_speculator'

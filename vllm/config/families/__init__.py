@@ -1,8 +1,8 @@
-"""The facts about each family of models, for all code that needs them: one table, `FAMILIES`.
+"""Collect the facts about each model family in one table, `FAMILIES`.
 
-The modules of a family are in `vllm.model_executor.models`. Everything that other parts have to
-know of it is here, so that nothing else in the package asks for a `model_type` by name. Knows no
-torch and no transformers.
+The modules of a family are in `vllm.model_executor.models`. All other facts that the package needs
+are here, so that no other code compares a `model_type` with a name. Imports neither torch nor
+transformers.
 """
 
 from vllm.config.families.family import ConfigDefaults, Family, GGUFFacts
@@ -60,8 +60,10 @@ def family_of_architecture(name: str) -> Family:
 
 
 def text_types_of(architecture: str) -> tuple[str, ...]:
-    """Return each `model_type` that the language model of an architecture with a part for images
-    may have, the usual one first; empty: it is no such architecture.
+    """Return each `model_type` that the language model of a multimodal architecture may have, the
+    usual one first.
+
+    Empty if the architecture is not multimodal.
 
     >>> text_types_of("Gemma3ForConditionalGeneration")
     ('gemma3_text',)
@@ -72,7 +74,7 @@ def text_types_of(architecture: str) -> tuple[str, ...]:
 
 
 def usual_architecture(name: str) -> str:
-    """Return the usual name of an architecture that is published under several.
+    """Return the usual name of an architecture, which may be published under several names.
 
     >>> usual_architecture("MPTForCausalLM")
     'MptForCausalLM'

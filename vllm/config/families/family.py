@@ -1,7 +1,8 @@
-"""The facts about a family of models other than its modules, as a class. Knows no families.
+"""Define the facts about a family of models other than its modules, as a class. Independent of
+single families.
 
-Defaults are what most families have, and what is assumed of an unknown `model_type`. Entries are
-compared by identity, which makes the classes cheaper to import.
+Defaults apply to most families, and to an unknown `model_type`. Entries are compared by identity,
+which makes the classes cheaper to import.
 """
 
 from collections.abc import Mapping
@@ -11,9 +12,9 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ConfigDefaults:
-    """Defaults of the keys that config.json may leave out, as transformers has them.
+    """Default values of keys that config.json may leave out, as in transformers.
 
-    A family that has them starts without the config classes of transformers.
+    A family with these defaults starts without the config classes of transformers.
     """
 
     class_prefix: str
@@ -28,7 +29,7 @@ class ConfigDefaults:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GGUFFacts:
-    """How GGUF files store the models of a family."""
+    """Properties of the GGUF files of a family."""
 
     architecture: str
     """`general.architecture`. Families may share it if one of them has experts."""
@@ -93,8 +94,9 @@ class GGUFFacts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MTPFacts:
-    """Names in a checkpoint of the first layer that guesses further tokens (multi-token
-    prediction). The defaults are the names of DeepSeek V3."""
+    """Checkpoint names of the first multi-token prediction layer. The defaults are the names of
+    DeepSeek V3.
+    """
 
     prefix: str = "model.layers.{}."
     """Beginning of the names of its tensors; {} is the number of layers of the model."""
@@ -112,7 +114,7 @@ class MTPFacts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FP8Scales:
-    """Treatment of the models of a family by a calibration for FP8."""
+    """Settings of a family for FP8 calibration."""
 
     blocked: tuple[str, ...] = ()
     """Regular expressions for the names of modules that are not quantized."""

@@ -1,7 +1,7 @@
-"""One entry for each `model_type`: the facts about a family other than its modules.
+"""List one entry for each `model_type`, with the facts about a family other than its modules.
 
-A family that models/ has needs its names and its module here; everything else is for families that
-are not as most are.
+A family of models/ needs only its names and its module here; all other fields are for families that
+differ from the defaults.
 """
 
 from dataclasses import replace

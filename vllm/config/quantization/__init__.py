@@ -1,1 +1,1 @@
-"""Settings of quantized checkpoints."""
+"""Define settings of quantized checkpoints."""

@@ -1,5 +1,8 @@
-"""The JSON file of `QUANT_CONFIG`: FP8 as Intel Neural Compressor describes it, measured or
-quantized. Reads the file, and knows nothing of scales or layers."""
+"""Read the JSON file of `QUANT_CONFIG`: FP8 measurement or quantization in the format of Intel
+Neural Compressor.
+
+Reads only this file, not the scales or layers.
+"""
 
 import difflib
 import json
@@ -53,7 +56,7 @@ _SCALE_PARAMS = {"input_backoff", "weight_backoff"}
 
 @dataclass(frozen=True, kw_only=True)
 class IncConfig:
-    """Settings in one of these files."""
+    """The settings in a `QUANT_CONFIG` file."""
 
     path: str
     """Path of the file, for errors."""
@@ -83,11 +86,11 @@ class IncConfig:
 
     @property
     def is_dynamic(self) -> bool:
-        """Each token has a scale of its own, so that nothing has to be measured."""
+        """Whether each token has its own scale, so that nothing has to be measured."""
         return self.scale_method in _DYNAMIC
 
     def covers(self, name: str, *type_names: str) -> bool:
-        """Whether the lists let the module of this name, which has these types, take part."""
+        """Return whether the lists include the module with this name and these types."""
         types = set(type_names)
         if types & set(self.blocked_types) or _is_match(name, self.blocked_names):
             return False
@@ -166,15 +169,15 @@ def read_inc_config(path: str) -> IncConfig:
 
 
 def read_json_object(path: str | Path, what: str, advice: str) -> dict[str, Any]:
-    """Read the object in a JSON file.
+    """Return the object in a JSON file.
 
     Args:
-        path: of the file.
-        what: the file is, for errors.
-        advice: what to do about a damaged one.
+        path: path of the file.
+        what: description of the file, for errors.
+        advice: what to do if it is damaged.
 
     Raises:
-        ConfigError: it cannot be read, is no JSON, or something else than an object.
+        ConfigError: it cannot be read, is not JSON, or is not an object.
     """
     try:
         given = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
@@ -202,7 +205,7 @@ class _Reader:
         )
 
     def choice(self, key: str, accepted: tuple[Any, ...], default: Any) -> Any:
-        """Return one of the accepted values; upper and lower case are the same."""
+        """Return one of the accepted values of a key; case does not matter."""
         value = self.given.get(key, default)
         for each in accepted:
             is_text = isinstance(value, str) and isinstance(each, str)
@@ -227,7 +230,7 @@ class _Reader:
         return float(value)
 
     def module_list(self, key: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return types and names of modules."""
+        """Return the types and the names of modules in a list."""
         value = self.given.get(key) or {}
         accepted = 'it must be {"types": [class names], "names": [parts of module names]}'
         if not isinstance(value, Mapping) or set(value) - {"types", "names"}:

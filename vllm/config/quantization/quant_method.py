@@ -1,4 +1,4 @@
-"""The name of the format of a quantized checkpoint, as its config.json says it."""
+"""Read the format of a quantized checkpoint from its config.json."""
 
 from vllm.config.arch.model_arch import ModelArch
 from vllm.config.quantization.settings_error import SettingsError, naming_settings_file, setting
@@ -7,10 +7,10 @@ _USUAL_NAMES = {"compressed_tensors": "compressed-tensors", "auto_round": "auto-
 
 
 def quant_method(arch: ModelArch) -> str | None:
-    """Return the format; None: the checkpoint is not quantized.
+    """Return the format of the checkpoint; None: it is not quantized.
 
     Raises:
-        ConfigError: `quantization_config` is no object, or does not say.
+        ConfigError: `quantization_config` is not an object, or does not name the format.
     """
     settings = arch.hf_config.get("quantization_config")
     if not settings:
@@ -25,7 +25,7 @@ def quant_method(arch: ModelArch) -> str | None:
 
 
 def usual_name(name: str) -> str:
-    """Return the name of a format as it is in the table of formats.
+    """Return the name of a format in the spelling of the table of formats.
 
     >>> usual_name("Compressed_Tensors")
     'compressed-tensors'

@@ -1,4 +1,4 @@
-"""KV blocks outside of the KV cache: in host memory, in files, and in other engines."""
+"""Store KV blocks outside of the KV cache: in host memory, in files, and in other engines."""
 
 from vllm.distributed.kv_transfer.interface import BlockData, KVConnector
 

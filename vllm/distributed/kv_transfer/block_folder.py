@@ -1,9 +1,10 @@
-"""KV blocks as files in a folder, which several engines may share.
+"""Store KV blocks as files in a folder, which several engines may share.
 
     FOLDER/NAMESPACE/ab/abcd...ef.kv     one block; the name is its key in hexadecimal
 
-A file (`block_format`) appears complete, by renaming, and is never changed. One that is damaged is
-removed, and its block counts as missing. Other files below the folder are left alone.
+A file (`block_format`) becomes visible when it is complete, by renaming, and is never changed. A
+damaged file is removed, and its block counts as missing. Other files below the folder are not
+touched.
 """
 
 import contextlib
@@ -37,17 +38,17 @@ _HOUR_S = 3600.0
 
 
 class BlockFolder:
-    """The files of blocks below one folder.
+    """Reads and writes the files of blocks in one folder.
 
     Args:
-        path: of the folder; it is made if there is none.
-        max_bytes: of all files, about. Beyond it, the least recently used files are
+        path: path of the folder, which is created if it does not exist.
+        max_bytes: approximate limit for all files. Beyond it, the least recently used files are
             removed, whoever has written them.
-        saves: files are written. False: the folder may be one that can only be read.
-        clock: seconds, as `time.time`.
+        saves: whether files are written. False: the folder may be read-only.
+        clock: returns seconds, as `time.time`.
 
     Raises:
-        ConfigError: the folder cannot be made, or cannot be used.
+        ConfigError: the folder cannot be created or used.
     """
 
     def __init__(
@@ -83,11 +84,11 @@ class BlockFolder:
         self._folder = self._root / namespace
 
     def has(self, key: bytes) -> bool:
-        """Whether there is a file; it may be damaged."""
+        """Return whether a block has a file, which may be damaged."""
         return self._path(key).is_file()
 
     def read(self, key: bytes) -> BlockData | None:
-        """Return the block of a key; None if there is none, or it is damaged."""
+        """Return the block of a key; None if it has no file, or the file is damaged."""
         path = self._path(key)
         try:
             data = path.read_bytes()
@@ -104,7 +105,9 @@ class BlockFolder:
         return block
 
     def write(self, key: bytes, block: BlockData) -> None:
-        """Write the file of a block. A failure is logged, and the block is dropped."""
+        """Write the file of a block. If it fails, the failure is logged and the block is
+        dropped.
+        """
         path = self._path(key)
         temporary = path.parent / f".{self._own_name}-{next(self._names)}.tmp"
         try:
@@ -133,8 +136,9 @@ class BlockFolder:
         return self._folder / name[:2] / f"{name}{_SUFFIX}"
 
     def _remove_oldest(self) -> None:
-        """Remove what engines that ended in the middle have left, and files until the folder has
-        room again."""
+        """Remove unfinished files of engines that exited while writing, and the oldest files until
+        the folder has room again.
+        """
         now, total, files = self._clock(), 0, []
         for entry in _entries(self._root):
             try:
@@ -158,7 +162,7 @@ class BlockFolder:
 
 
 def _warn_of_others(root: Path) -> None:
-    """Say so if others can write the folder."""
+    """Log a warning if other users can write to the folder."""
     found = root.stat()
     if found.st_uid != os.geteuid():
         logger.warning(
@@ -176,7 +180,7 @@ def _warn_of_others(root: Path) -> None:
 
 
 def _remove(path: "os.PathLike[str]") -> bool:
-    """Remove a file. Returns whether it is gone."""
+    """Remove a file, and return whether it is gone."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -200,7 +204,7 @@ def _entries(root: Path) -> Iterator["os.DirEntry[str]"]:
 
 
 def _listed(folder: "os.PathLike[str]") -> "list[os.DirEntry[str]]":
-    """Return the entries of a folder; nothing if it cannot be read."""
+    """Return the entries of a folder; an empty list if it cannot be read."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)

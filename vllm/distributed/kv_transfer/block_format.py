@@ -1,4 +1,4 @@
-"""The bytes of a KV block in a file and between machines.
+"""Encode a KV block for files and for the network.
 
 magic, key, SHA-256 of what follows, number of ranks, bytes of each rank, data
 """
@@ -17,7 +17,7 @@ MAX_HEAD_BYTES = _HEAD.size + _MAX_RANKS * _LENGTH.size
 
 
 def compose(key: bytes, block: BlockData) -> list[bytes]:
-    """Return the bytes of a block, in several parts."""
+    """Return the encoded bytes of a block, in several parts."""
     lengths = [_LENGTH.pack(len(part)) for part in block]
     digest = sha256(_LENGTH.pack(len(block)))
     for part in (*lengths, *block):
@@ -26,8 +26,9 @@ def compose(key: bytes, block: BlockData) -> list[bytes]:
 
 
 def parse(key: bytes, data: bytes) -> BlockData | None:
-    """Return the block of a key; None if it is shorter, longer, of another key, or does not match
-    its checksum."""
+    """Decode the block of a key; None if the data has the wrong length or key, or does not match
+    its checksum.
+    """
     if len(data) < _HEAD.size:
         return None
     magic, found_key, checksum, count = _HEAD.unpack_from(data)

@@ -1,11 +1,11 @@
-"""KV blocks between engines, over TCP. A connection has one request and its answer.
+"""Exchange KV blocks between engines over TCP. A connection has one request and its answer.
 
     request:  REQUEST: magic, namespace, keys of consecutive blocks
-    answer:   BLOCK (`block_format`) for each key, up to the first one that is not there; then END.
+answer:   BLOCK (`block_format`) for each key, up to the first one that is missing; then END.
               Or OTHER_NAMESPACE
 
-All are frames (`utils/frames`). Nothing is sent that can run code, and no more is read than was
-asked.
+All are frames (`utils/frames`). Nothing that is sent can run code, and no more is read than was
+requested.
 """
 
 import socket
@@ -54,19 +54,19 @@ BlocksOf = Callable[[str], HostBlocks | None]
 
 
 class PeerError(Exception):
-    """A peer does not send what it was asked for; str() says why."""
+    """A peer does not send what was requested; str() says why."""
 
 
 class BlockServer:
     """Sends blocks to other engines, in threads.
 
     Args:
-        host, port: to listen on.
-        blocks_of: the blocks of a namespace, or None if it is not in use here; called from any
-            thread.
+        host, port: address to listen on.
+        blocks_of: returns the blocks of a namespace, or None if this engine does not use the
+            namespace; called from any thread.
 
     Attributes:
-        port: the port that it listens on, even if 0 was asked for.
+        port: port on which it listens, even if 0 was requested.
 
     Raises:
         ConfigError: the address cannot be used.
@@ -87,7 +87,7 @@ class BlockServer:
         ).start()
 
     def close(self) -> None:
-        """Stop listening. Answers in flight are cut off when the process ends."""
+        """Stop listening. Answers in flight are cut off when the process exits."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -105,7 +105,9 @@ class _Server(ThreadingTCPServer):
         super().__init__(address, _Answer)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Drop only the connection of a peer that is gone, too slow, or not a peer."""
+        """Log an error in the connection of a peer that is gone, too slow, or not a peer. Only this
+        connection is dropped.
+        """
         logger.debug(
             "the connection from %s, which reads KV blocks of this engine, failed",
             client_address,
@@ -155,12 +157,12 @@ class _Answer(BaseRequestHandler):
 
 
 class BlockPeer:
-    """Another engine, which is asked for blocks. Any thread may use it.
+    """Another engine, from which blocks are requested. Any thread may use it.
 
     Args:
-        host, port: that it listens on.
-        max_bytes: that are read for one request; what is beyond is left.
-        clock: seconds, as `time.monotonic`.
+        host, port: address on which the engine listens.
+        max_bytes: limit of bytes that are read for one request; further blocks are not read.
+        clock: returns seconds, as `time.monotonic`.
     """
 
     def __init__(
@@ -175,7 +177,7 @@ class BlockPeer:
 
     @property
     def is_asked(self) -> bool:
-        """Whether it is asked now: it has not failed a moment ago."""
+        """Whether the peer is used now. It is not used for a while after a failure."""
         return self._clock() >= self._paused_until
 
     def fetch(
@@ -185,11 +187,14 @@ class BlockPeer:
         timeout_s: float,
         block_bytes: int | None = None,
     ) -> list[tuple[bytes, BlockData]]:
-        """Ask for consecutive blocks; return the blocks that arrived before anything failed. Never
-        raises.
+        """Request consecutive blocks, and return the blocks that arrived before anything failed.
+        Never raises.
 
         Args:
-            block_bytes: of a block; larger ones are not received. None: not known.
+            namespace: namespace of the blocks.
+            keys: keys of the blocks.
+            timeout_s: seconds for the whole request.
+            block_bytes: size of a block; larger ones are not received. None: not known.
         """
         found: list[tuple[bytes, BlockData]] = []
         try:
@@ -259,8 +264,9 @@ def _name(namespace: str) -> bytes:
 
 
 def _countdown(seconds: float, clock: Callable[[], float]) -> Callable[[], float]:
-    """Return a function for the seconds that are left from now on, which raises TimeoutError when
-    none are."""
+    """Return a function that returns the seconds left from now on, and raises TimeoutError when
+    none are left.
+    """
     deadline = clock() + seconds
 
     def left_s() -> float:
@@ -273,10 +279,11 @@ def _countdown(seconds: float, clock: Callable[[], float]) -> Callable[[], float
 
 
 def _receiver(connection: socket.socket, left_s: Callable[[], float]) -> Callable[[int], bytes]:
-    """Return what reads at most so many bytes.
+    """Return a function that reads at most the requested number of bytes.
 
     Args:
-        left_s: seconds until the deadline, asked before each part; it raises when it is over.
+        connection: the socket.
+        left_s: returns the seconds until the deadline before each read; raises after the deadline.
     """
 
     def read(size: int) -> bytes:

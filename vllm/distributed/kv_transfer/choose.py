@@ -1,4 +1,4 @@
-"""The connectors by name."""
+"""Choose a connector by name."""
 
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.distributed.kv_transfer.interface import KVConnector
@@ -15,10 +15,10 @@ _CONNECTORS: dict[str, type[KVConnector]] = {
 
 
 def make_connector(config: KVTransferConfig) -> KVConnector:
-    """Make the connector that a config asks for.
+    """Create the connector that a config asks for.
 
     Raises:
-        ConfigError: a class of the user cannot be used, or a folder or an address that it needs.
+        ConfigError: a class of the user, a folder or an address cannot be used.
     """
     if config.kv_connector_module_path is None:
         return _CONNECTORS[config.kv_connector](config)

@@ -1,4 +1,4 @@
-"""KV blocks in host memory."""
+"""Store KV blocks in host memory."""
 
 import threading
 from collections import OrderedDict
@@ -7,11 +7,11 @@ from vllm.distributed.kv_transfer.interface import BlockData
 
 
 class HostBlocks:
-    """Blocks by key, of a bounded size; the least recently used ones are dropped. Any thread may
-    use it.
+    """Stores blocks by key, up to a total size; the least recently used ones are dropped. Any
+    thread may use it.
 
     Args:
-        max_bytes: of all blocks together.
+        max_bytes: limit for all blocks together.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -32,7 +32,9 @@ class HostBlocks:
         return self._num_bytes
 
     def get(self, key: bytes) -> BlockData | None:
-        """Return the block with this key, which is the most recently used one from now on."""
+        """Return the block with this key, and mark it as most recently used; None if it is
+        missing.
+        """
         with self._lock:
             block = self._blocks.get(key)
             if block is not None:
@@ -40,7 +42,7 @@ class HostBlocks:
             return block
 
     def put(self, key: bytes, block: BlockData) -> None:
-        """Keep a block, which replaces the one with the same key."""
+        """Store a block, which replaces a block with the same key."""
         with self._lock:
             self._drop(key)
             self._blocks[key] = block

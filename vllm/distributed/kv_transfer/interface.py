@@ -1,4 +1,4 @@
-"""The interface for keeping KV blocks outside of the KV cache of an engine."""
+"""Define the interface for storing KV blocks outside of the KV cache of an engine."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,10 +13,11 @@ BlockData = list[bytes]
 class KVConnector(ABC):
     """A store of KV blocks by the hash of their content.
 
-    The key of a block (`vllm.core.kv.block_hash`) covers all tokens up to its end and everything
-    else that decides its content. The namespace covers model, weights and layout. So blocks with
-    equal keys are interchangeable between engines, and a lost block is computed again. `load` must
-    return exactly the saved data: a connector verifies data that could have changed.
+    The key of a block
+    (`vllm.core.kv.block_hash`) covers all tokens up to its end and everything else that determines
+    its content. The namespace covers model, weights and layout. So blocks with equal keys are
+    interchangeable between engines, and a lost block is computed again. `load` must return exactly
+    the saved data: a connector verifies data that could have changed.
 
     `prefetch` may use threads; all methods are called from one thread.
 
@@ -34,18 +35,22 @@ class KVConnector(ABC):
 
     @abstractmethod
     def open(self, namespace: str) -> None:
-        """Use this namespace from now on. Also called when the weights may have changed: blocks of
-        another namespace must not be found any more."""
+        """Use this namespace from now on.
+
+        Also called when the weights may have changed: blocks of the previous namespace must not be
+        found any more.
+        """
 
     @abstractmethod
     def prefetch(self, keys: Sequence[bytes]) -> "Future[None] | None":
-        """Bring blocks near in the background.
+        """Load blocks into fast storage in the background.
 
         Args:
             keys: consecutive blocks of one prompt.
 
         Returns:
-            Done when `load` would be quick; it never fails. None: there is nothing to do.
+            A future that is done when `load` would be fast; it never fails. None: there is nothing
+            to do.
         """
 
     @abstractmethod
@@ -58,11 +63,11 @@ class KVConnector(ABC):
 
     @abstractmethod
     def save(self, keys: Sequence[bytes], blocks: Sequence[BlockData]) -> "Future[None] | None":
-        """Keep blocks. A block that cannot be kept is dropped.
+        """Save blocks. A block that cannot be saved is dropped.
 
         Returns:
-            Done when they are where other engines find them; the requests that have computed them
-            do not end before. None: nothing has to wait.
+            A future that is done when other engines can find the blocks; the requests that computed
+            them do not finish before. None: nothing has to wait.
         """
 
     @abstractmethod

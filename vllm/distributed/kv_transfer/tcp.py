@@ -1,4 +1,4 @@
-"""The connector between engines: each keeps blocks in host memory, and sends them over TCP."""
+"""Connect engines: each stores blocks in host memory, and sends them to others over TCP."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,10 +13,10 @@ _NUM_FETCHES = 4
 
 
 class TCPConnector(KVConnector):
-    """Blocks in host memory, and in the host memory of other engines.
+    """Stores blocks in host memory, and reads blocks from the host memory of other engines.
 
-    A request waits, without a step waiting for it, until the blocks of its prompt that other
-    engines have are in host memory. Blocks that do not come are computed.
+    A request waits, without delaying steps, until the blocks of its prompt that other engines have
+    are in host memory. Blocks that do not arrive are computed.
 
     Raises:
         ConfigError: the address to listen on cannot be used.
@@ -73,7 +73,7 @@ class TCPConnector(KVConnector):
         return [index for index, key in enumerate(keys) if key not in self._host]
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[BlockData]) -> "Future[None] | None":
-        """Keep blocks in host memory."""
+        """Store blocks in host memory."""
         for key, block in zip(keys, blocks, strict=True):
             self._host.put(key, block)
         return None
@@ -91,12 +91,12 @@ class TCPConnector(KVConnector):
         self._host.clear()
 
     def _blocks_of(self, namespace: str) -> HostBlocks | None:
-        """Return the blocks of this namespace; None: it is not the one in use."""
+        """Return the blocks of this namespace; None if it is not the namespace in use."""
         name, blocks = self._in_use
         return blocks if namespace == name else None
 
     def _fetch(self, namespace: str, blocks: HostBlocks, keys: Sequence[bytes]) -> None:
-        """Ask one engine after the other for the blocks that those before it do not have."""
+        """Ask one engine after another for the blocks that the previous ones did not have."""
         keys = [key for key in keys if key not in blocks]  # some may have arrived meanwhile
         for peer in self._peers:
             if not keys:

@@ -1,4 +1,4 @@
-"""The connector of host memory and a folder."""
+"""Store blocks in host memory and in a folder."""
 
 import threading
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from vllm.distributed.kv_transfer.interface import BlockData, KVConnector
 
 
 class TieredConnector(KVConnector):
-    """Keeps blocks in host memory and, where there is a folder, in files.
+    """Stores blocks in host memory and, if there is a folder, in files.
 
-    Files are read and written in a thread. The requests of an engine that only produces blocks end
-    when these are written, so that they can be loaded elsewhere then.
+    Files are read and written in a thread. If an engine only produces blocks, its requests finish
+    when these are written, so that they can be loaded elsewhere.
 
     Raises:
         ConfigError: the folder cannot be used.
@@ -64,7 +64,9 @@ class TieredConnector(KVConnector):
         return blocks
 
     def missing(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the indices of the keys whose blocks are in neither tier, or not in the folder."""
+        """Return the indices of the keys whose blocks should be saved: those missing in the folder,
+        or in host memory if there is no folder.
+        """
         folder = self._folder
         return [
             index
@@ -73,7 +75,7 @@ class TieredConnector(KVConnector):
         ]
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[BlockData]) -> "Future[None] | None":
-        """Keep blocks in host memory, and write them to the folder in the background."""
+        """Store blocks in host memory, and write them to the folder in the background."""
         for key, block in zip(keys, blocks, strict=True):
             self._host.put(key, block)
         num_bytes = sum(len(part) for block in blocks for part in block)

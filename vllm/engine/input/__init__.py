@@ -1,1 +1,1 @@
-"""Converts users' prompts and parameters to requests of the engine core."""
+"""Convert users' prompts and parameters to requests of the engine core."""

@@ -1,7 +1,7 @@
-"""Threads for requests that are slow to prepare, so that the event loop is not blocked.
+"""Prepare slow requests in threads, so that the event loop is not blocked.
 
-A request is slow if any of its texts and lists are long. Requests wait in a queue for
-the thread; a cancelled request leaves the queue.
+A request is slow if any of its texts and lists is long. Requests wait in a queue for the thread; a
+cancelled request leaves the queue.
 """
 
 import asyncio
@@ -32,11 +32,11 @@ _WORD_CHARS = 32
 
 
 class BackgroundTokenizer:
-    """One thread with a tokenizer of its own, since a tokenizer serves one thread at a time.
+    """A thread with its own tokenizer, because a tokenizer serves one thread at a time.
 
     Args:
-        name: of the thread.
-        source: gives the processor whose tokenizer is copied when the lane is first used.
+        name: name of the thread.
+        source: returns the processor whose tokenizer is copied at the first use.
     """
 
     def __init__(self, name: str, source: Callable[[], InputProcessor]) -> None:
@@ -45,19 +45,22 @@ class BackgroundTokenizer:
         self._processor: InputProcessor | None = None
 
     def prepare(self) -> None:
-        """Copy the tokenizer now, before the first use: no other thread runs meanwhile, for half a
-        second with 128,000 tokens."""
+        """Copy the tokenizer now, before the first use. This blocks all threads, for half a second
+        with 128,000 tokens.
+        """
         self._own_processor()
 
     async def run(self, work: Callable[[InputProcessor], _Result]) -> _Result:
-        """Run `work` in the thread. If cancelled before its turn, it is not run."""
+        """Run `work` in the thread. If it is cancelled while it waits in the queue, it is not
+        run.
+        """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
             self._thread, run_in_time_slices, lambda: work(self._own_processor())
         )
 
     def shutdown(self) -> None:
-        """Accept no more work, and drop the waiting work."""
+        """Accept no more work, and drop the queued work."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _own_processor(self) -> InputProcessor:
@@ -68,7 +71,7 @@ class BackgroundTokenizer:
 
 
 def preparation_cost(prompt: PromptType, params: SamplingParams | PoolingParams) -> int:
-    """Return the cost of preparing a request, in characters of text. Cheap to compute."""
+    """Estimate the cost of preparing a request, in characters of text. Cheap to compute."""
     cost = 0
     if isinstance(params, SamplingParams):
         lists = (params.stop_token_ids, params.allowed_token_ids, params.logit_bias)
@@ -85,7 +88,7 @@ def preparation_cost(prompt: PromptType, params: SamplingParams | PoolingParams)
 
 
 def text_of(prompt: PromptType) -> str | None:
-    """Return the text that has to be tokenised, or None."""
+    """Return the text of a prompt that has to be tokenised; None if it is given as tokens."""
     if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None:
         return None
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
@@ -93,7 +96,8 @@ def text_of(prompt: PromptType) -> str | None:
 
 
 def split_at_spaces(text: str, num_chars: int) -> Iterator[str]:
-    """Split a text into pieces of at least `num_chars`, before white space if it is not far away.
+    """Split a text into pieces of at least `num_chars` characters, before white space if it is
+    near.
 
     >>> list(split_at_spaces("one two three four", 8))
     ['one two three', ' four']
@@ -108,7 +112,7 @@ def split_at_spaces(text: str, num_chars: int) -> Iterator[str]:
 
 
 def _grammar_size(guided: GuidedDecodingParams) -> int:
-    """Approximate size of a grammar or schema in characters, counted up to a limit."""
+    """Estimate the size of a grammar or schema in characters, up to a limit."""
     size = 0
     left: list[Any] = [guided.json, guided.regex, guided.choice, guided.grammar]
     left.append(guided.structural_tag)

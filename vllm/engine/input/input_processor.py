@@ -1,8 +1,8 @@
-"""Converts a user's request to an `EngineRequest`: tokenises it and checks it against model and
-limits.
+"""Convert a user's request to an `EngineRequest`: tokenise it, and check it against the model and
+the limits.
 
-All errors of a request are found here, before the core sees it. Only the core knows whether it fits
-the KV cache.
+All errors of a request are found here, before it reaches the core, with one exception: only the
+core knows whether it fits into the KV cache.
 """
 
 import copy
@@ -46,12 +46,12 @@ holds for other slow preparation."""
 
 
 class InputProcessor:
-    """Makes requests for one engine.
+    """Converts the requests of users for one engine.
 
     Args:
-        config: complete and consistent.
-        tokenizer: None: only token ids are accepted.
-        generation_defaults: see `PromptTokenizer`.
+        config: complete and consistent config.
+        tokenizer: tokenizer of the model; None: only token ids are accepted.
+        generation_defaults: defaults of the model; see `PromptTokenizer`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class InputProcessor:
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase | None":
-        """The tokenizer; may be replaced at any time."""
+        """Tokenizer of the model; may be replaced at any time."""
         return self.prompts.tokenizer
 
     @tokenizer.setter
@@ -91,7 +91,9 @@ class InputProcessor:
         return self._max_model_len
 
     def with_tokenizer(self, tokenizer: "PreTrainedTokenizerBase | None") -> "InputProcessor":
-        """Return a processor for the same engine with its own tokenizer, for another thread."""
+        """Return a processor for the same engine with another tokenizer object, for another
+        thread.
+        """
         return InputProcessor(self._config, tokenizer, self._generation_defaults)
 
     def process(
@@ -104,21 +106,21 @@ class InputProcessor:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> tuple[str | None, EngineRequest]:
-        """Check and tokenise a request. `params` is shared with the result, and not changed.
+        """Check and tokenise a request. The result shares `params`, which is not changed.
 
         Args:
-            request_id: the user's.
-            prompt: of any prompt type.
+            request_id: id that the user gave.
+            prompt: prompt of any type.
             params: how to sample; for several samples see `fan_out.fan_out`.
-            arrival_time: in seconds of `time.time()`; None is now.
-            priority: a smaller one goes first.
+            arrival_time: arrival in seconds of `time.time()`; None: now.
+            priority: smaller values run first.
             lora_request: the adapter to use; None: the model without an adapter.
 
         Returns:
-            The prompt's text, None when it is not known, and the request.
+            (text of the prompt or None if it is not known, request).
 
         Raises:
-            RequestError: the request is wrong; names the field and the accepted values.
+            RequestError: the request is not valid; names the field and the accepted values.
         """
         refuse_generation(self._pooler)
         self.sampling.check(params)
@@ -181,8 +183,9 @@ class InputProcessor:
         return tokenized.text, request
 
     def _output_rules(self, token_ids: list[int], params: SamplingParams) -> OutputRules | None:
-        """Return the rules of the model for an output; None: it has none, or the request says
-        itself which tokens are allowed."""
+        """Return the model's rules for an output; None if it has none, or if the request itself
+        restricts the tokens.
+        """
         if params.allowed_token_ids is not None or params.guided_decoding is not None:
             return None
         speech = self.media.speech(self.tokenizer)
@@ -192,11 +195,11 @@ class InputProcessor:
         """Return the tokens of a prompt, with the tokens of its media.
 
         Args:
-            prompt: of any prompt type but embeddings. Media that are not read yet are read here.
+            prompt: prompt of any type except embeddings. Media that are not read yet are read here.
             max_tokens: see `PromptTokenizer.tokenize`.
 
         Raises:
-            RequestError: the prompt is wrong, or an item of its media.
+            RequestError: the prompt or one of its media items is not valid.
         """
         prompt = self.media.joined(prompt)
         given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
@@ -228,16 +231,16 @@ class InputProcessor:
         return replace(tokenized, token_ids=media.token_ids, media=media)
 
     def adapter(self, asked: LoRARequest, is_busy: Callable[[], bool] | None = None) -> AdapterRef:
-        """Return the adapter that a request names; its files have been read and hashed, which takes
-        a while when they are new.
+        """Return the adapter that a request names. Reads and hashes its files, which takes a while
+        if they are new.
 
         Args:
-            asked: names it.
-            is_busy: whether requests run, so that the work is done in short slices. None: they
-                wait for it.
+            asked: names the adapter.
+            is_busy: returns whether other requests run, so that the work must be done in short time
+                slices. None: other work may wait.
 
         Raises:
-            RequestError: the engine accepts none, or its files are missing or wrong.
+            RequestError: the engine accepts no adapters, or the files are missing or wrong.
         """
         if not isinstance(asked, LoRARequest):
             raise RequestError(
@@ -263,7 +266,8 @@ class InputProcessor:
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> tuple[str | None, EngineRequest]:
-        """Check and tokenise a request to a pooling model; it has the arguments of `process`.
+        """Check and tokenise a request to a pooling model. The arguments are the same as for
+        `process`.
 
         Raises:
             RequestError: the request is wrong, or the model generates text.
@@ -275,8 +279,8 @@ class InputProcessor:
     def attach_grammar(self, request: EngineRequest) -> EngineRequest:
         """Return the request with its compiled grammar, if it asks for structured output.
 
-        Blocks for as long as compiling takes, within the limits of the config. To be called
-        from any thread, after `process` and before the request is sent to the core.
+        Blocks while the grammar is compiled, within the limits of the config. Call it from any
+        thread, after `process` and before the request is sent to the core.
 
         Raises:
             RequestError: the grammar is not valid, cannot be enforced, or is too costly to compile.
@@ -288,8 +292,9 @@ class InputProcessor:
         return _with_grammar(request, self.grammar_compiler.compile(guided))
 
     def attach_cached_grammar(self, request: EngineRequest) -> EngineRequest | None:
-        """Do what `attach_grammar` does if nothing has to be compiled, else return None; do not
-        block."""
+        """Return the request with its compiled grammar without blocking; None if the grammar must
+        still be compiled.
+        """
         guided = request.sampling_params.guided_decoding
         if guided is None or request.grammar is not None:
             return request
@@ -304,8 +309,9 @@ class InputProcessor:
 
     @property
     def grammar_compiler(self) -> GrammarCompiler:
-        """The compiler for the current tokenizer, made when first used. Its processes start
-        later."""
+        """Grammar compiler for the current tokenizer. Created at the first use; its processes start
+        later.
+        """
         with self._compiler_lock:
             if self._compiler is None or self._compiler.tokenizer is not self.tokenizer:
                 self._compiler = GrammarCompiler(
@@ -328,10 +334,10 @@ class InputProcessor:
 
 
 def _with_grammar(request: EngineRequest, grammar: Grammar) -> EngineRequest:
-    """Return the request with its grammar, and with a JSON schema as text.
+    """Return the request with its grammar, and with its JSON schema as a string.
 
-    The schema becomes text because it may have integers beyond 64 bits, which messages to the core
-    cannot.
+    The schema becomes a string because it may have integers beyond 64 bits, which messages to the
+    core cannot contain.
     """
     params = request.sampling_params
     guided = params.guided_decoding

@@ -1,7 +1,7 @@
-"""Tokenises texts of megabytes in a process that can be killed.
+"""Tokenise texts of megabytes in a process that can be killed.
 
-A tokenizer cannot be stopped in the middle of a text, and needs a gigabyte for 10 MB. A process can
-be killed when the client leaves, and releases all its memory when it ends.
+A tokenizer cannot be stopped in the middle of a text, and needs a gigabyte for 10 MB. The process
+is killed when the client disconnects, and releases all its memory when it ends.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _HAS_SPECIAL_TOKENS = struct.Struct("<?")
 
 
 class LongPromptTokenizer:
-    """Tokenises one text at a time."""
+    """Tokenises one text at a time, in a separate process."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -42,9 +42,9 @@ class LongPromptTokenizer:
         """Return the token ids of a text. If this is cancelled, the process is killed.
 
         Args:
-            tokenizer: a fast one (of the library tokenizers).
+            tokenizer: a fast tokenizer (of the library tokenizers).
             text: valid Unicode.
-            add_special_tokens: as the tokenizer takes it.
+            add_special_tokens: passed to the tokenizer.
 
         Raises:
             RequestError: it takes too long, or too much memory.
@@ -91,7 +91,9 @@ def _as_list(data: bytes) -> list[int]:
 
 
 def start(setup: bytes) -> Callable[[bytes], bytes]:
-    """Make the handler of the worker: input is a flag and UTF-8, output is token ids as int32."""
+    """Create the handler of the worker process. Its input is a flag and UTF-8 text, its output
+    token ids as int32.
+    """
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(setup.decode())

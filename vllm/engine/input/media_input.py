@@ -1,8 +1,8 @@
-"""Images, sounds and videos of prompts: checks and reads them.
+"""Check and read the images, audio and videos of prompts.
 
 Reading an item (decode, cut, resize) takes long, and a server does it in other processes. So a
-prompt is processed in two parts: `read` or `MediaWorkers` make `ReadMedia` of its items, and
-`MediaPlacer` makes a request of that.
+prompt is processed in two steps: `read` or `MediaWorkers` turn its items into `ReadMedia`, and
+`MediaPlacer` turns these into a request.
 """
 
 import hashlib
@@ -35,13 +35,13 @@ MEDIA_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
 
 
 class MediaInput:
-    """Images, sounds and videos for one model.
+    """Reads the images, audio and videos of prompts for one model.
 
     Args:
-        config: complete and consistent.
+        config: complete and consistent config.
 
     Attributes:
-        limits: by modality that the model reads: how many items a prompt may have.
+        limits: how many items a prompt may have, by modality that the model reads.
     """
 
     def __init__(self, config: VllmConfig) -> None:
@@ -55,24 +55,26 @@ class MediaInput:
 
     @property
     def uses_files(self) -> bool:
-        """Whether all processes of the engine can read files of this one."""
+        """Whether all processes of the engine can read files of this process."""
         return self._engine.parallel.is_on_this_machine
 
     @property
     def cache_bytes(self) -> int:
-        """Memory for items that have been read."""
+        """Bytes of memory for items that have been read."""
         return self._config.processor_cache_bytes
 
     @cached_property
     def family(self) -> MediaFamily | None:
-        """The rules of the model's media, with the settings of the engine; None: it reads text."""
+        """Rules for the model's media, with the settings of the engine; None: the model reads only
+        text.
+        """
         return family_of_model(self._engine)
 
     def speech(self, tokenizer: "PreTrainedTokenizerBase | None") -> SpeechRules | None:
-        """Return how the model transcribes; None: it does not.
+        """Return the rules by which the model transcribes speech; None if it does not.
 
         Args:
-            tokenizer: of the model.
+            tokenizer: tokenizer of the model.
         """
         if self.family is None:
             return None
@@ -81,11 +83,12 @@ class MediaInput:
         return self._speech[0]
 
     def joined(self, prompt: PromptType) -> PromptType:
-        """Return the prompt of the decoder with the media of the prompt of the encoder, if a prompt
-        has both.
+        """Return the prompt for the decoder, with the media of the encoder prompt if the prompt has
+        both.
 
         Raises:
-            RequestError: one of them is missing, or has something that belongs to the other.
+            RequestError: one of the two is missing, or contains something that belongs to the
+                other.
         """
         if not isinstance(prompt, Mapping) or "encoder_prompt" not in prompt:
             return prompt
@@ -95,15 +98,16 @@ class MediaInput:
 
     @cached_property
     def placer(self) -> MediaPlacer:
-        """Replaces the placeholders of prompts; for a model that reads media."""
+        """Object that replaces the placeholders in prompts. The model must read media."""
         assert self.family is not None
         return MediaPlacer(self.family, self.limits)
 
     def check_required(self, num_items: int) -> None:
-        """Refuse a prompt without media that it needs.
+        """Refuse a prompt without the media item that the model needs.
 
         Raises:
-            RequestError: the model reads a text only with one item of media.
+            RequestError: the model needs exactly one item of media, and the prompt does not have
+                it.
         """
         if self.family is not None and self.family.required is not None and num_items != 1:
             raise _refused(
@@ -114,7 +118,7 @@ class MediaInput:
 
     @cached_property
     def job_arguments(self) -> dict[str, Any]:
-        """The arguments of `make_job` for the media of the model."""
+        """Arguments of `make_job` to read the media of the model."""
         return job_arguments(self._engine)
 
     @cached_property
@@ -132,10 +136,10 @@ class MediaInput:
         return make_job(**self.job_arguments)
 
     def sources(self, prompt: Mapping[str, Any]) -> list[MediaSource]:
-        """Return the items of a prompt, modality by modality.
+        """Return the media items of a prompt, modality by modality.
 
         Raises:
-            RequestError: the model does not read such items, or one is of another type.
+            RequestError: the model does not read such items, or an item has the wrong type.
         """
         data = prompt.get("multi_modal_data")
         data = {} if data is None else data
@@ -202,10 +206,11 @@ class MediaInput:
         return given
 
     def read(self, prompt: Mapping[str, Any]) -> list[ReadMedia]:
-        """Return the items of a prompt; decode what has not been read, in this process.
+        """Return the media items of a prompt. Items that are not read yet are decoded in this
+        process.
 
         Raises:
-            RequestError: one cannot be read; names it.
+            RequestError: an item cannot be read; the message names it.
         """
         if (found := read_media(prompt)) is not None:
             return found
@@ -219,7 +224,7 @@ class MediaInput:
 
 
 def read_media(prompt: Mapping[str, Any]) -> list[ReadMedia] | None:
-    """Return the items of a prompt if they have been read already, else None."""
+    """Return the media items of a prompt if they have been read already, else None."""
     data = prompt.get("multi_modal_data")
     several = list(data.values()) if isinstance(data, Mapping) else []
     if not several or not all(isinstance(given, _ReadItems) for given in several):
@@ -228,7 +233,7 @@ def read_media(prompt: Mapping[str, Any]) -> list[ReadMedia] | None:
 
 
 def with_read_media(prompt: Mapping[str, Any], items: Sequence[ReadMedia]) -> PromptType:
-    """Return a prompt whose items have been read."""
+    """Return the prompt with its media replaced by items that have been read."""
     data = {
         kind: _ReadItems(item for item in items if item.modality == kind)
         for kind in dict.fromkeys(item.modality for item in items)
@@ -237,11 +242,15 @@ def with_read_media(prompt: Mapping[str, Any], items: Sequence[ReadMedia]) -> Pr
 
 
 class _ReadItems(list[ReadMedia]):
-    """Items of one modality that have been read. Programs cannot give such a list."""
+    """Items of one modality that have been read. A user's prompt cannot contain this type."""
 
 
 def cache_salt_of(prompt: Mapping[str, Any]) -> str | None:
-    """Return the cache salt of a prompt; raise RequestError if it is not a text."""
+    """Return the cache salt of a prompt, or None.
+
+    Raises:
+        RequestError: the salt is not a non-empty string.
+    """
     salt = prompt.get("cache_salt")
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise RequestError(
@@ -275,10 +284,10 @@ def _joined_prompts(prompt: Mapping[str, Any]) -> PromptType:
 
 
 def _overrides_of(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of the processor that a prompt brings.
+    """Return the processor settings that a prompt contains.
 
     Raises:
-        RequestError: they are no object of JSON.
+        RequestError: they are not a JSON object.
     """
     overrides = prompt.get("mm_processor_kwargs")
     if overrides is None:
@@ -297,9 +306,9 @@ def _overrides_of(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def media_key(source: MediaSource, cache_salt: str | None) -> str:
-    """Return the identity of an item of one model, whatever its size is.
+    """Return the cache key of a media item, before its size is known.
 
-    A name that the client gives (uuid) replaces the content, never the settings.
+    An id that the client gives (uuid) replaces the hash of the content, never the settings.
     """
     digest = hashlib.sha256()
     is_encoded = source.encoded is not None
@@ -315,10 +324,10 @@ def media_key(source: MediaSource, cache_salt: str | None) -> str:
 
 
 def _names_of(kind: str, given: Any, count: int) -> Sequence[str | None]:
-    """Return the names that a prompt gives its items of a modality.
+    """Return the ids (uuid) that a prompt gives to its items of one modality.
 
     Raises:
-        RequestError: there are more or fewer than items, or one is no text.
+        RequestError: the number of ids differs from the number of items, or an id is not a string.
     """
     if given is None:
         return [None] * count

@@ -1,6 +1,6 @@
-"""Reads the media of requests in processes that can be killed, and keeps the newest results.
+"""Read the media of requests in processes that can be killed, and cache the newest results.
 
-An item that comes several times is decoded once, even if it comes while it is decoded.
+An item that is requested several times is decoded once, even if the requests overlap.
 """
 
 import asyncio
@@ -42,14 +42,14 @@ _MEMORY_LIMIT = 2 * 2**30
 
 
 class PixelCache:
-    """The newest inputs of the encoder, by the keys of their items.
+    """Caches the newest encoder inputs, by the keys of their media items.
 
     Args:
-        capacity: bytes.
+        capacity: size in bytes.
 
     Attributes:
         num_queries: items that were looked up.
-        num_hits: how many of them were there.
+        num_hits: how many of them were in the cache.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -60,7 +60,7 @@ class PixelCache:
         self._num_bytes = 0
 
     def find(self, key: str) -> EncoderInput | None:
-        """Return the input of an item, if it is there."""
+        """Return the cached encoder input of an item, or None."""
         self.num_queries += 1
         found = self._entries.get(key)
         if found is not None:
@@ -69,7 +69,7 @@ class PixelCache:
         return found
 
     def keep(self, key: str, given: EncoderInput) -> None:
-        """Keep the input of an item, unless it is larger than all memory of the cache."""
+        """Cache the encoder input of an item, unless it is larger than the whole cache."""
         size = size_of(given)
         if key in self._entries or size > self._capacity:
             return
@@ -80,21 +80,21 @@ class PixelCache:
             self._num_bytes -= size_of(oldest)
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Empty the cache."""
         self._entries.clear()
         self._num_bytes = 0
 
 
 def size_of(given: EncoderInput) -> int:
-    """Return the bytes of the tensors of an item."""
+    """Return the total size of the tensors of an item in bytes."""
     return sum(tensor.nbytes for tensor in given.tensors.values())
 
 
 class MediaLane:
-    """The images, sounds and videos of all requests of a server.
+    """Reads the images, audio and videos of all requests of a server.
 
     Args:
-        source: gives the processor of the event loop, once there is one.
+        source: returns the processor of the event loop, after it exists.
     """
 
     def __init__(self, source: Callable[[], InputProcessor]) -> None:
@@ -111,7 +111,7 @@ class MediaLane:
         """Start the processes in the background, if the model reads media.
 
         Raises:
-            ConfigError: the settings of the image processor are missing, or cannot be used.
+            ConfigError: the settings of the image processor are missing or cannot be used.
         """
         media = self._source().media
         if media.family is None:
@@ -127,7 +127,7 @@ class MediaLane:
         self._thread.submit(self._start, self._workers)
 
     def stats(self) -> MediaReadStats | None:
-        """Return what has been counted; None: the model reads text only."""
+        """Return the counters; None if the model reads only text."""
         if self._workers is None:
             return None
         return MediaReadStats(self._times, self.cache.num_queries, self.cache.num_hits)
@@ -136,7 +136,7 @@ class MediaLane:
         """Return the prompt with its media read.
 
         Raises:
-            RequestError: one cannot be read; names it.
+            RequestError: an item cannot be read; the message names it.
         """
         if isinstance(prompt, Mapping) and "encoder_prompt" in prompt:
             prompt = self._source().media.joined(prompt)
@@ -157,11 +157,11 @@ class MediaLane:
 
     @asynccontextmanager
     async def shared(self, prompt: PromptType) -> AsyncIterator[PromptType]:
-        """Give the prompt with its media read. Until the end of the context, the engine's other
-        processes can read their tensors.
+        """Yield the prompt with its media read. Inside the context, the engine's other processes
+        can read the tensors.
 
         Raises:
-            RequestError: one cannot be read; names it.
+            RequestError: an item cannot be read; the message names it.
         """
         prompt = await self.read(prompt)
         given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
@@ -218,8 +218,9 @@ class MediaLane:
         return given
 
     async def _file_of(self, item: ReadMedia) -> MediaFile | None:
-        """Return an open file with the tensors of an item; None: they are small, or there can be
-        no file."""
+        """Return an open file with the tensors of an item; None if they are small, or files are not
+        possible.
+        """
         if size_of(item.given) <= media_file.INLINE_BYTES:
             return None
         found = self._files.get(item.key)

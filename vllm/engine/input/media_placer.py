@@ -1,4 +1,4 @@
-"""The tokens that represent images, sounds and videos of a prompt."""
+"""Insert the tokens that represent the images, audio and videos of a prompt."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReadMedia:
-    """One image, sound or video as the encoder reads it."""
+    """One image, audio clip or video, as input of the encoder."""
 
     modality: str
     key: str
@@ -38,20 +38,22 @@ class ReadMedia:
 
     @classmethod
     def of(cls, modality: str, source_key: str, given: EncoderInput) -> "ReadMedia":
-        """Return an item. A client may give one name to items of several sizes: each size is an
-        item of its own, as a prompt has tokens for all embeddings of an item.
+        """Create an item with a key that contains its size.
+
+        A client may give one id to items of several sizes. Each size gets its own key, because the
+        prompt has a token for every embedding of an item.
 
         Args:
-            modality: of it.
-            source_key: see `media_key`.
-            given: of it.
+            modality: modality of the item.
+            source_key: key from `media_key`.
+            given: encoder input of the item.
         """
         return cls(modality, ":".join([source_key, *map(str, given.grid)]), given)
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedMedia:
-    """A prompt with the tokens of its media."""
+    """A prompt that contains the tokens of its media."""
 
     token_ids: list[int]
     items: tuple[MediaItem, ...]
@@ -60,10 +62,10 @@ class PlacedMedia:
     """[P, n] of the n tokens; None: their indices."""
 
     def followed_by(self, token_ids: list[int]) -> "PlacedMedia":
-        """Return the same media in a longer prompt, which continues this one with text.
+        """Return the same media for a longer prompt, which continues this one with text.
 
         Args:
-            token_ids: of the longer prompt.
+            token_ids: tokens of the longer prompt.
         """
         positions, num_more = self.positions, len(token_ids) - len(self.token_ids)
         if positions is not None and num_more:
@@ -74,22 +76,22 @@ class PlacedMedia:
 
 
 class MediaPlacer:
-    """Replaces the placeholders of prompts by the tokens of their media.
+    """Replaces the placeholders in prompts by the tokens of their media.
 
     Args:
-        family: the rules of the model's media.
-        modalities: that prompts may have.
+        family: rules for the model's media.
+        modalities: modalities that prompts may contain.
     """
 
     def __init__(self, family: MediaFamily, modalities: Iterable[str]) -> None:
         self._family, self._modalities = family, tuple(modalities)
 
     def surround_text(self, text: str, literal: Sequence[int]) -> str:
-        """Return the text of a prompt with what belongs around its images.
+        """Return the text of a prompt with the text that the model expects around images.
 
         Args:
-            text: of a prompt with images.
-            literal: see `place`.
+            text: text of a prompt with images.
+            literal: indices of placeholders that are plain text; see `place`.
         """
         family = self._family
         if not any(family.text_around):
@@ -102,13 +104,13 @@ class MediaPlacer:
         items: Sequence[ReadMedia],
         tokenizer: "PreTrainedTokenizerBase | None",
     ) -> list[int]:
-        """Return tokens with the tokens of the text that belongs around images, unless these are
-        expanded already.
+        """Return tokens with the tokens of the text that the model expects around images, unless
+        the images are expanded already.
 
         Args:
-            token_ids: of a prompt that was given as tokens.
-            items: its images.
-            tokenizer: of the model.
+            token_ids: tokens of a prompt that was given as tokens.
+            items: images of the prompt.
+            tokenizer: tokenizer of the model.
         """
         family = self._family
         if not any(family.text_around) or not items:
@@ -130,21 +132,21 @@ class MediaPlacer:
         is_text: bool,
         literal: Sequence[int] | None = None,
     ) -> PlacedMedia | None:
-        """Replace the placeholders of media by their tokens.
+        """Replace the placeholders in a prompt by the tokens of its media.
 
         Args:
-            token_ids: of the prompt.
-            items: its media; items of one modality are in order.
-            tokenizer: of the model.
-            is_text: the prompt was given as text, and not as tokens.
-            literal: which of the placeholders, in order, a user has written as text, and stay
-                text. None: all of a text without media.
+            token_ids: tokens of the prompt.
+            items: media of the prompt; items of one modality are in order.
+            tokenizer: tokenizer of the model.
+            is_text: whether the prompt was given as text, not as tokens.
+            literal: indices of the placeholders that a user has written as text, and which remain
+                text. None: all placeholders of a text without media.
 
         Returns:
-            None: the prompt has neither media nor placeholders.
+            The prompt with media tokens; None: it has neither media nor placeholders.
 
         Raises:
-            RequestError: there are more or fewer placeholders than items of a modality.
+            RequestError: the number of placeholders differs from the number of items of a modality.
         """
         family = self._family
         if not items and tokenizer is None:
@@ -190,11 +192,11 @@ class MediaPlacer:
     def _placed(
         self, token_ids: list[int], placed: Sequence[tuple["_Expanded", int]]
     ) -> PlacedMedia:
-        """Return a prompt with the tokens of its media.
+        """Create the prompt with media tokens.
 
         Args:
-            token_ids: with these tokens.
-            placed: the items in the order of their tokens, and the index of the first one.
+            token_ids: tokens of the prompt, with the media tokens.
+            placed: each item with the index of its first token, in order.
         """
         family = self._family
         items = [
@@ -228,17 +230,18 @@ class MediaPlacer:
 
 
 class _Expanded(NamedTuple):
-    """An item and the tokens that represent it."""
+    """A media item and the tokens that represent it."""
 
     item: ReadMedia
     expansion: Expansion
 
 
 class Vocabulary:
-    """The tokens of a tokenizer, for families.
+    """Looks up the ids of tokens, for the rules of a media family.
 
     Args:
-        tokenizer: None: the engine runs without one, and each lookup is refused.
+        tokenizer: tokenizer of the model; None: the engine runs without one, and each lookup is
+            refused.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
@@ -271,14 +274,14 @@ def _is_within(
     after: Sequence[int],
     lookup: TokenLookup,
 ) -> bool:
-    """Return whether a placeholder is between two tokens."""
+    """Return whether a placeholder is already between the two given tokens."""
     if around is None or not before or not after:
         return False
     return (before[-1], after[0]) == (lookup(around[0]), lookup(around[1]))
 
 
 def _as_text(tokenizer: "PreTrainedTokenizerBase | None", text: str) -> list[int]:
-    """Return the tokens of the words of a placeholder, as if it were no token of its own."""
+    """Return the tokens of the characters of a placeholder, as if it were ordinary text."""
     assert tokenizer is not None
     whole = tokenizer.convert_tokens_to_ids(text)
     found: list[int] = []
@@ -299,13 +302,13 @@ def _by_kind(expanded: Sequence["_Expanded"]) -> dict[str, deque["_Expanded"]]:
 def _find_expanded(
     token_ids: list[int], expanded: Sequence["_Expanded"], kind_of: Mapping[int, str]
 ) -> list[tuple["_Expanded", int]] | None:
-    """Return the items and where their tokens begin, if the prompt has the tokens of all items
-    already; None: it has not.
+    """Return the items and the indices of their first tokens, if the prompt already has the tokens
+    of all items; else None.
 
     Args:
-        token_ids: of the prompt.
-        expanded: its items; items of one modality are in order.
-        kind_of: modalities by the token of an item that is not expanded.
+        token_ids: tokens of the prompt.
+        expanded: items of the prompt; items of one modality are in order.
+        kind_of: token of an item that is not expanded -> modality.
     """
     if all(len(each.expansion.token_ids) <= 1 for each in expanded):
         return None
@@ -332,7 +335,7 @@ def _find_expanded(
 
 
 def _runs(is_embedding: Sequence[bool], start: int) -> Iterator[tuple[int, int]]:
-    """Yield (index, n) of the runs of tokens that are embeddings of an item."""
+    """Yield (index, length) of each run of tokens that stand for embeddings of an item."""
     edges = np.flatnonzero(np.diff(np.array([False, *is_embedding, False], np.int8)))
     for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         yield start + begin, end - begin

@@ -1,7 +1,7 @@
-"""Logits processors that a request names: checks the names and imports the callables.
+"""Check the names of logits processors in requests, and import the callables.
 
-Only names are sent between the processes, never code. The API process only checks the
-names; the engine core, where processors run, imports them.
+Only names are sent between the processes, never code. The API process only checks the names; the
+engine core, where processors run, imports them.
 """
 
 import re
@@ -22,14 +22,15 @@ class NamedProcessors:
     """The logits processors that requests may name.
 
     Args:
-        pattern: of `ModelConfig.logits_processor_pattern`; None allows no name.
+        pattern: pattern of allowed names (`ModelConfig.logits_processor_pattern`); None: no name is
+            allowed.
     """
 
     def __init__(self, pattern: str | None) -> None:
         self._pattern = None if pattern is None else re.compile(pattern)
 
     def check(self, params: SamplingParams) -> None:
-        """Check the names only; nothing is imported.
+        """Check only the names of logits processors; nothing is imported.
 
         Raises:
             RequestError: a name is not allowed.
@@ -39,11 +40,12 @@ class NamedProcessors:
                 self._check_name(name)
 
     def resolve(self, request: EngineRequest) -> EngineRequest:
-        """Return the request with a callable for every name; unchanged if it names none.
+        """Return the request with names of logits processors replaced by callables; unchanged if it
+        has no names.
 
         Raises:
-            RequestError: a name is not allowed or cannot be imported, or the named object neither
-                is nor returns a processor.
+            RequestError: a name is not allowed or cannot be imported, or the named object is not a
+                processor and does not return one.
         """
         processors = request.sampling_params.logits_processors or ()
         if all(_name_of(processor) is None for processor in processors):
@@ -88,7 +90,7 @@ class NamedProcessors:
 
 
 def _name_of(processor: Any) -> str | None:
-    """Return the qualified name of a processor, or None for a callable."""
+    """Return the qualified name of a processor; None if it is a callable."""
     if isinstance(processor, LogitsProcessorConstructor):
         return processor.qualname
     return processor if isinstance(processor, str) else None

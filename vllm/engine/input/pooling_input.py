@@ -1,4 +1,4 @@
-"""Converts a request to a pooling model to an `EngineRequest`."""
+"""Convert a request to a pooling model to an `EngineRequest`."""
 
 import time
 from typing import Any
@@ -25,10 +25,10 @@ _CALLS = {
 
 
 def refuse_generation(pooler: PoolerConfig | None) -> None:
-    """Refuse a model that does not generate text.
+    """Refuse to generate text with a pooling model.
 
     Raises:
-        RequestError: it runs a pooling task; names the right methods.
+        RequestError: the model runs a pooling task; the message names the right methods.
     """
     if pooler is not None:
         raise RequestError(
@@ -39,10 +39,12 @@ def refuse_generation(pooler: PoolerConfig | None) -> None:
 
 
 def require_task(pooler: PoolerConfig | None, *tasks: str) -> PoolerConfig:
-    """Return the pooler of the model, which must run one of these tasks; any task if none is given.
+    """Return the pooler config of a model that runs one of the given tasks, or any pooling task if
+    none is given.
 
     Raises:
-        RequestError: it does not; names the right methods, or how to start the model.
+        RequestError: the model does not run such a task; the message names the right methods, or
+            how to start the model.
     """
     wanted = " or ".join(map(repr, tasks))
     if pooler is None:
@@ -61,10 +63,10 @@ def require_task(pooler: PoolerConfig | None, *tasks: str) -> PoolerConfig:
 
 
 def require_scores(pooler: PoolerConfig | None) -> PoolerConfig:
-    """Return the pooler of a model that can score pairs.
+    """Return the pooler config of a model that can score pairs.
 
     Raises:
-        RequestError: the model is neither for embeddings nor a classifier with one label.
+        RequestError: the model is neither an embedding model nor a classifier with one label.
     """
     found = require_task(pooler, "score", "embed", "classify")
     if found.task != "embed" and len(found.labels) != 1:
@@ -76,11 +78,11 @@ def require_scores(pooler: PoolerConfig | None) -> PoolerConfig:
 
 
 class PoolingInput:
-    """Makes requests for the pooling model of one engine.
+    """Creates requests for the pooling model of one engine.
 
     Args:
-        config: complete and consistent.
-        prompts: tokenises.
+        config: complete and consistent config.
+        prompts: tokenises prompts.
     """
 
     def __init__(self, config: VllmConfig, prompts: PromptTokenizer) -> None:
@@ -144,8 +146,8 @@ class PoolingInput:
         """Join two texts into one prompt, as the tokenizer does for a cross-encoder.
 
         Raises:
-            RequestError: one of them is not valid text, there is no tokenizer, or there is no room
-                for the special tokens in what they are truncated to.
+            RequestError: one of them is not valid text, there is no tokenizer, or the truncated
+                length leaves no room for the special tokens.
         """
         tokenizer = self._prompts.tokenizer
         if tokenizer is None:
@@ -176,8 +178,9 @@ class PoolingInput:
         return self._max_model_len if most == -1 else most
 
     def _truncate(self, prompt: PromptType, tokenized: TokenizedPrompt, most: int) -> list[int]:
-        """Truncate a prompt: of a text the beginning is kept with special tokens, of token ids the
-        end."""
+        """Truncate a prompt to `most` tokens: a text keeps its beginning with special tokens, a
+        list of token ids keeps its end.
+        """
         if not isinstance(prompt, (str, dict)):
             return tokenized.token_ids[-most:]
         add_special_tokens = True

@@ -1,6 +1,6 @@
-"""Truncates tokenised texts to a length, keeping special tokens.
+"""Truncate tokenised texts to a length, keeping special tokens.
 
-The tokenizer's own truncation is a setting of an object that threads share; this only reads.
+The tokenizer's own truncation is a setting of an object that threads share, so it is not used.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -19,18 +19,18 @@ def encode(
     most: int | None,
     add_special_tokens: bool = True,
 ) -> tuple[list[int], list[int] | None]:
-    """Return the token ids of a text, or of a pair as the tokenizer joins it, and their types.
+    """Return the token ids of a text or of a joined pair of texts, and their types.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         text: the first text.
-        other: the second one of a pair, or None.
-        most: tokens; None is no limit. Of a pair the longer text is cut first.
-        add_special_tokens: False adds none.
+        other: the second text of a pair, or None.
+        most: maximum number of tokens; None: no limit. Of a pair the longer text is cut first.
+        add_special_tokens: whether to add special tokens.
 
     Returns:
-        Token ids, and their types for a pair; None if the `model_input_names` of the
-        tokenizer have no types: the model was trained without them.
+        (token ids, types). The types are None for a single text, and if the `model_input_names` of
+        the tokenizer have no types.
 
     Raises:
         RequestError: the special tokens leave no room for the text.
@@ -48,7 +48,7 @@ def encode(
 def _parts(
     tokenizer: "PreTrainedTokenizerBase", encoded: Any, token_ids: list[int]
 ) -> list[int | None]:
-    """Return the index of the text that each token belongs to; None for special tokens."""
+    """Return for each token the index of the text that it belongs to; None for special tokens."""
     if tokenizer.is_fast:
         parts: list[int | None] = encoded.sequence_ids(0)
         return parts
@@ -57,7 +57,7 @@ def _parts(
 
 
 def _kept(parts: list[int | None], most: int, *, is_left: bool) -> list[int]:
-    """Return the positions of the tokens that are kept, in order."""
+    """Return the indices of the tokens to keep, in order."""
     places = [[i for i, part in enumerate(parts) if part == text] for text in (0, 1)]
     room = most - parts.count(None)
     if room < 1:
@@ -74,7 +74,7 @@ def _kept(parts: list[int | None], most: int, *, is_left: bool) -> list[int]:
 
 
 def share_room(first: int, second: int, room: int) -> tuple[int, int]:
-    """Return the number of tokens that each of two texts keeps: the longer one is cut first, as by
+    """Return how many tokens each of two texts keeps; the longer one is cut first, as in
     `tokenizers`.
 
     >>> share_room(3, 100, 11), share_room(100, 100, 11)

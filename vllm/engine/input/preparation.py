@@ -1,7 +1,8 @@
-"""Prepares requests for the core without blocking the event loop.
+"""Prepare requests for the core without blocking the event loop.
 
-Quick work is done at once. Long texts and lists are prepared in a thread (a slow lane); texts that
-are certainly too long are refused before they are tokenised, and huge ones go to a process.
+Quick work is done at once. Long texts and lists are prepared in a thread (a slow lane). Texts that
+are certainly too long are refused before they are tokenised, and huge texts are tokenised in a
+process.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,7 +40,7 @@ class Preparation:
     """Tokenises and checks requests; cancelling a request stops its preparation.
 
     Args:
-        source: gives the processor of the event loop, once there is one.
+        source: returns the processor of the event loop, after it exists.
     """
 
     def __init__(self, source: Callable[[], InputProcessor]) -> None:
@@ -55,8 +56,11 @@ class Preparation:
         return self._source()
 
     def prepare(self) -> None:
-        """Make what the first long text needs. Called in any thread, before the first request; huge
-        texts are rare, and what they need takes memory."""
+        """Create what the first long text and the first media item need. Call this in any thread,
+        before the first request.
+
+        The resources for huge texts, which are rare and need memory, are created later.
+        """
         self._slow_lane.prepare()
         self.media.prepare()
 
@@ -74,15 +78,15 @@ class Preparation:
         params: SamplingParams | PoolingParams,
         process: Callable[[PromptType, InputProcessor], _Processed],
     ) -> _Processed:
-        """Run `process` on a prompt, in a slow lane if that takes long.
+        """Run `process` on a prompt, in a slow lane if it takes long.
 
         Args:
-            prompt: of any prompt type.
-            params: of the request.
-            process: gets the prompt, perhaps with its token ids, and a processor to use.
+            prompt: prompt of any type.
+            params: parameters of the request.
+            process: gets the prompt, perhaps with its token ids, and the processor to use.
 
         Raises:
-            RequestError: what `process` raises, or the text is too long.
+            RequestError: `process` raised it, or the text is too long.
         """
         prompt = await self.media.read(prompt)
         cost = preparation_cost(prompt, params)
@@ -100,8 +104,9 @@ class Preparation:
         return await self.run_in_background(partial(process, prompt), cost)
 
     async def _encode_huge_text(self, prompt: PromptType) -> PromptType:
-        """Return the prompt with its token ids, if its text is huge and can be left to a
-        process."""
+        """Return the prompt with its token ids, if its text is huge and can be tokenised in a
+        process.
+        """
         text = text_of(prompt)
         if text is None or len(text) < HUGE_TEXT_CHARS:
             return prompt
@@ -124,9 +129,9 @@ class Preparation:
         """Return the token ids of a prompt, as `PromptTokenizer.tokenize` does.
 
         Args:
-            prompt: of any prompt type.
-            is_long: it is one of many prompts, which take long together.
-            max_tokens: see there.
+            prompt: prompt of any type.
+            is_long: the prompt is one of many, which take long together.
+            max_tokens: limit of tokens; see `PromptTokenizer.tokenize`.
         """
         prompt = await self.media.read(prompt)
         cost = preparation_cost(prompt, _NO_PARAMS)
@@ -142,11 +147,12 @@ class Preparation:
     async def _refuse_long_text(self, prompt: PromptType, max_tokens: int) -> None:
         """Refuse a text with far more than `max_tokens` tokens, before all of it is tokenised.
 
-        Only texts with unusually many bytes are counted, piece by piece, so that cancelling stops
-        it. Pieces have a few more tokens than the whole text, so it is refused at twice the limit.
+        Only texts with unusually many bytes are counted, piece by piece, so that the count can be
+        cancelled. The pieces have a few more tokens than the whole text, so the text is refused
+        only above twice the limit.
 
         Raises:
-            TextTooLongError: it has.
+            TextTooLongError: the text has too many tokens.
         """
         text = text_of(prompt)
         if text is None or len(text) <= max_tokens * USUAL_TOKEN_BYTES + LONG_TEXT_CHARS:
@@ -167,11 +173,11 @@ class Preparation:
     async def run_in_background(
         self, work: Callable[[InputProcessor], _Result], num_chars: int = 0
     ) -> _Result:
-        """Run slow work with a tokenizer, in a thread with its own tokenizer.
+        """Run slow work that needs a tokenizer, in a thread with its own tokenizer.
 
         Args:
-            work: what to do.
-            num_chars: how long the text is, if there is one: huge ones have a lane of their own.
+            work: function that gets the processor of the thread.
+            num_chars: length of the text, if there is one; huge texts have a separate thread.
         """
         lane = self._huge_lane if num_chars >= HUGE_TEXT_CHARS else self._slow_lane
         return await lane.run(work)

@@ -1,7 +1,7 @@
-"""Prompts that are embeddings: checks them and converts them to `TokenEmbeddings`.
+"""Read prompts that are given as embeddings: check them and convert them to `TokenEmbeddings`.
 
-Accepts tensors of torch, arrays of numpy, and base64 of a file with one tensor. Does not import
-torch: a tensor has its own methods.
+Accepts torch tensors, numpy arrays, and base64 of a file with one tensor. Does not import torch,
+and calls only methods of the given tensor.
 """
 
 from collections.abc import Iterable
@@ -19,11 +19,11 @@ PLACEHOLDER_TOKEN_ID = 0
 
 
 class PromptEmbeds:
-    """Reads the embeddings that prompts of one model are given as.
+    """Reads embeddings that are given as prompts, for one model.
 
     Args:
-        model: complete.
-        max_model_len: prompt and output tokens at most.
+        model: complete config of the model.
+        max_model_len: maximum number of prompt and output tokens.
     """
 
     def __init__(self, model: ModelConfig, max_model_len: int) -> None:
@@ -36,11 +36,11 @@ class PromptEmbeds:
         """Return one embedding per token of a prompt.
 
         Args:
-            value: a tensor of torch or an array of numpy [T, embedding size]; base64 of a
-                `torch.save` or safetensors file with such a tensor; or a result of this method.
+            value: a torch tensor or numpy array [T, embedding size]; base64 of a `torch.save` or
+                safetensors file with such a tensor; or a result of this method.
 
         Raises:
-            RequestError: the engine takes no embeddings, or `value` is something else.
+            RequestError: the engine accepts no embeddings, or `value` is something else.
         """
         if isinstance(value, TokenEmbeddings):
             return value
@@ -80,7 +80,7 @@ class PromptEmbeds:
 
 
 def cache_keys(embeddings: Iterable[TokenEmbeddings]) -> tuple[CacheKey, ...]:
-    """Return keys of the prefix cache for these embeddings, by the position where each begins."""
+    """Return the prefix-cache keys of these embeddings, each with the position where it begins."""
     return tuple(CacheKey(part.start, _hash_of(part)) for part in embeddings)
 
 
@@ -91,8 +91,9 @@ def _hash_of(embeddings: TokenEmbeddings) -> str:
 
 
 def needs_tokens(name: str) -> RequestError:
-    """Make the error of a field that needs the tokens of the prompt, which embeddings do not
-    have."""
+    """Return the error for a field that needs the tokens of the prompt, if the prompt is
+    embeddings.
+    """
     return RequestError(
         f"{name} needs the tokens of the prompt, and prompt_embeds has none. Leave {name} out",
         param=name,

@@ -1,4 +1,4 @@
-"""Tokenises prompts of any type, and checks them against the vocabulary."""
+"""Tokenise prompts of any type, and check them against the vocabulary."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ class TokenizedPrompt:
     """Its media, whose tokens are among `token_ids`; None: it has none."""
 
     def as_prompt(self) -> TokensPrompt:
-        """Return a prompt of these tokens, which has no embeddings."""
+        """Return a prompt with these tokens. There must be no embeddings."""
         made: TokensPrompt = {"prompt_token_ids": self.token_ids}
         if self.cache_salt is not None:
             made["cache_salt"] = self.cache_salt
@@ -50,13 +50,14 @@ class TokenizedPrompt:
 
 
 class PromptTokenizer:
-    """The tokenizer of an engine, and what is read with it: prompts and end tokens.
+    """Tokenises prompts with the tokenizer of an engine, and finds the end tokens.
 
     Args:
-        config: complete and consistent.
-        tokenizer: None: only token ids are accepted. May be replaced at any time.
-        generation_defaults: of `load_generation_defaults`; of it, only "eos_token_ids" is used
-            here: end tokens in addition to the tokenizer's.
+        config: complete and consistent config.
+        tokenizer: tokenizer of the model; None: only token ids are accepted. May be replaced at any
+            time.
+        generation_defaults: result of `load_generation_defaults`. Only its "eos_token_ids" is used
+            here: end tokens in addition to the end token of the tokenizer.
     """
 
     def __init__(
@@ -79,11 +80,11 @@ class PromptTokenizer:
 
     @property
     def end_tokens(self) -> tuple[int | None, frozenset[int]]:
-        """The end token that is not reported as a stop reason, and further end tokens of the model.
+        """End token that is not reported as a stop reason, and the other end tokens of the model.
 
-        The first is the tokenizer's, or config.json's when there is none. The others come from
-        generation_config.json and config.json and are reported as stop reason, like a user's stop
-        tokens.
+        The first is the end token of the tokenizer, or of config.json if there is no tokenizer. The
+        others come from generation_config.json and config.json. They are reported as a stop reason,
+        like a user's stop tokens.
         """
         eos = SpecialTokens.of(self.tokenizer).eos_token_id
         others = self._default_end_tokens
@@ -93,18 +94,17 @@ class PromptTokenizer:
         return eos, frozenset(others) - {eos}
 
     def tokenize(self, prompt: PromptType, *, max_tokens: int | None = None) -> TokenizedPrompt:
-        """Return the token ids of a prompt of any type; at least one, and all of them in the
-        vocabulary.
+        """Return the token ids of a prompt of any type: at least one, and all in the vocabulary.
 
         Args:
-            prompt: of any prompt type.
-            max_tokens: a text that certainly has more tokens is refused before it is tokenised;
-                None: no limit.
+            prompt: prompt of any type.
+            max_tokens: refuse a text that certainly has more tokens before it is tokenised; None:
+                no limit.
 
         Raises:
-            RequestError: its type is not known, or it has no tokens, or one that is not in the
+            RequestError: its type is not known, it has no tokens, or a token is not in the
                 vocabulary.
-            PromptTooLongError: it certainly has more than `max_tokens`.
+            PromptTooLongError: it certainly has more than `max_tokens` tokens.
         """
         if isinstance(prompt, str):
             token_ids = self._encode(prompt, self.adds_special_tokens, max_tokens=max_tokens)
@@ -181,7 +181,7 @@ class PromptTokenizer:
         return self._check_prompt_ids(encoded["input_ids"])
 
     def check_length(self, text: str, max_tokens: int | None) -> None:
-        """Refuse text that is not valid, or certainly has more than `max_tokens` tokens.
+        """Refuse a text that is not valid Unicode or certainly has more than `max_tokens` tokens.
 
         Raises:
             RequestError: it is not valid Unicode.
@@ -224,7 +224,7 @@ class PromptTokenizer:
 
 
 def _is_given(media: Any) -> bool:
-    """Return whether a value about media says anything."""
+    """Return whether the media of a prompt contain anything."""
     return media is not None and not (isinstance(media, Mapping) and not media)
 
 
@@ -235,7 +235,7 @@ def _as_ids(value: int | Sequence[int] | None) -> list[int]:
 
 
 def _as_int(token_id: Any, position: int) -> int:
-    """Convert an integer of any type, such as numpy's, to a Python int."""
+    """Convert a token id of any integer type, such as numpy's, to a Python int."""
     if not isinstance(token_id, bool):
         try:
             return operator.index(token_id)

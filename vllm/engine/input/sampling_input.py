@@ -1,5 +1,6 @@
-"""Checks the sampling parameters of a request against model and engine, and tokenises the
-parameters that are text."""
+"""Check the sampling parameters of a request against the model and the engine, and tokenise the
+parameters that are strings.
+"""
 
 from collections.abc import Collection, Sequence
 
@@ -13,11 +14,11 @@ from vllm.structured_output.spec import field_of, make_spec
 
 
 class SamplingInput:
-    """Sampling parameters for one engine.
+    """Checks sampling parameters for one engine.
 
     Args:
-        config: complete and consistent.
-        prompts: the tokenizer and its end tokens.
+        config: complete and consistent config.
+        prompts: has the tokenizer and its end tokens.
     """
 
     def __init__(self, config: VllmConfig, prompts: PromptTokenizer) -> None:
@@ -31,7 +32,7 @@ class SamplingInput:
         share."""
 
     def check(self, params: SamplingParams) -> None:
-        """Refuse parameters that the model or the engine cannot follow.
+        """Refuse parameters that the model or the engine does not support.
 
         Raises:
             RequestError: names the field and the accepted values.
@@ -86,7 +87,7 @@ class SamplingInput:
         """Tokenise each word in two ways: at the beginning of a text, and after another word.
 
         Raises:
-            RequestError: a word has no tokens.
+            RequestError: a word becomes no tokens.
         """
         if not words:
             return []
@@ -115,7 +116,7 @@ class SamplingInput:
 
 
 def check_without_tokens(params: SamplingParams) -> None:
-    """Refuse parameters that need the prompt's tokens, if the prompt is embeddings."""
+    """Refuse parameters that need the prompt's tokens. Called if the prompt is embeddings."""
     if not isinstance(params, SamplingParams):
         return
     for name in ("prompt_logprobs", "truncate_prompt_tokens"):

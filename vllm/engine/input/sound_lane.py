@@ -1,6 +1,6 @@
-"""Reads files of sound in processes that can be killed, for requests that cut them into pieces.
+"""Read audio files in processes that can be killed, for requests that cut them into pieces.
 
-The media of prompts have processes of their own (`MediaLane`), which read one sound as one item.
+The media of prompts have separate processes (`MediaLane`), which read an audio file as one item.
 """
 
 from vllm import envs
@@ -18,20 +18,22 @@ a copy are in memory."""
 
 
 class SoundLane:
-    """The files of sound of all requests of a server. Its processes start with the first file."""
+    """Reads the audio files of all requests of a server. Its processes start with the first
+    file.
+    """
 
     def __init__(self) -> None:
         self._workers: MediaWorkers | None = None
 
     async def read(self, source: MediaSource, sampling_rate: int) -> Samples:
-        """Return the samples [n] of a file, n > 0.
+        """Return the samples [n] of an audio file, n > 0.
 
         Args:
             source: has the content of the file.
-            sampling_rate: samples per second of the model, the same for all files.
+            sampling_rate: samples per second that the model expects, the same for all files.
 
         Raises:
-            RequestError: it cannot be read; names it.
+            RequestError: the file cannot be read; the message names it.
         """
         if self._workers is None:
             max_seconds = envs.get().VLLM_MAX_AUDIO_DECODE_DURATION_S

@@ -1,5 +1,5 @@
-"""Positions that a request gives to its tokens instead of their indices: the parts of an image have
-positions in height and width.
+"""Set positions of tokens that differ from their indices: the parts of an image have positions in
+height and width.
 """
 
 from hashlib import sha256
@@ -15,18 +15,18 @@ from vllm.messages import CacheKey, EngineRequest, IntArray, TokenPositions
 def with_positions(
     request: EngineRequest, positions: IntArray, arch: ModelArch, offset: int | None = None
 ) -> EngineRequest:
-    """Return a request whose tokens have these positions, with their keys for the prefix cache.
+    """Return the request with explicit token positions, and with their keys for the prefix cache.
 
     Args:
-        request: with a prompt of n tokens.
-        positions: [P, n]
-        arch: of the model, which has P and the largest position.
+        request: request with a prompt of n tokens.
+        positions: [P, n] positions of the prompt tokens.
+        arch: architecture of the model, which defines P and the largest position.
         offset: position minus index of every token after the prompt; None: they follow the largest
             position of the prompt.
 
     Raises:
-        RequestError: the model takes no positions or another number of them, or it pools; or a
-            position of the prompt or of the output is out of range.
+        RequestError: the model does not accept such positions, or it pools; or a position of the
+            prompt or of the output is out of range.
     """
     if request.pooling_params is not None:
         raise RequestError(
@@ -62,10 +62,10 @@ def with_positions(
 
 
 def position_keys(positions: IntArray, offset: int) -> tuple[CacheKey, ...]:
-    """Return keys of the prefix cache for positions [P, n] of a prompt, and the offset after it.
+    """Return prefix-cache keys for the positions [P, n] of a prompt and the offset after it.
 
     A token whose positions are one above the positions of the token before it needs no key. Every
-    run of other tokens has one at its start, so that requests share the blocks before their first
+    run of other tokens has a key at its start, so that requests share the blocks before their first
     difference.
     """
     num_places, num_prompt = positions.shape

@@ -1,1 +1,1 @@
-"""Metrics of an engine."""
+"""Collect, log and expose the metrics of an engine."""

@@ -1,8 +1,8 @@
-"""Lets the buckets of a running engine follow its traffic (`--adapt-buckets`).
+"""Adapt the buckets of a running engine to its traffic (`--adapt-buckets`).
 
-Buckets are chosen for the traffic so far. For the next hour they are a trial: what they would have
-cost that traffic, which they were not chosen for, is compared with what it did cost. If they would
-have saved enough, the engine warms them up and uses them instead.
+New buckets are chosen from the traffic so far, and tried on paper for the next hour: the cost that
+they would have had for the traffic of this hour is compared with the real cost. If they would have
+saved enough, the engine warms them up and uses them instead.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ whether it has begun; see `CoreCalls.replace_buckets`."""
 
 @dataclass(frozen=True)
 class _Start:
-    """Counts at the start of a time."""
+    """Counters at the start of a period."""
 
     at_s: float
     traffic: TrafficTable
@@ -46,20 +46,20 @@ class _Start:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Buckets, and the time in which they are compared with the present ones."""
+    """New buckets, and the period in which they are compared with the present ones."""
 
     buckets: tuple[Bucket, ...]
     start: _Start
 
 
 class BucketAdaptation:
-    """Replaces the buckets of an engine when others save device time.
+    """Replaces the buckets of an engine when other buckets would save device time.
 
     Args:
-        metrics: of the engine.
-        config: of the engine.
-        replace: of the engine.
-        clock: seconds that only grow.
+        metrics: metrics of the engine.
+        config: config of the engine.
+        replace: replaces the buckets of the engine.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class BucketAdaptation:
         self._trial: _Trial | None = None
 
     async def run(self) -> None:
-        """Look once a minute, until it is cancelled."""
+        """Check once a minute, until the task is cancelled."""
         while True:
             await asyncio.sleep(_CHECK_INTERVAL_S)
             await self.look()
 
     async def look(self) -> None:
-        """Begin a trial, end it, or wait."""
+        """Begin a trial, end it, or keep waiting."""
         totals = self._metrics.totals
         is_warm = totals.warm_up.num_warm == totals.warm_up.num_wanted
         if not is_warm or not totals.num_kv_blocks:  # no blocks: the engine is restarting
@@ -109,7 +109,9 @@ class BucketAdaptation:
         return self._metrics.traffic_table.since(start.traffic)
 
     async def _begin(self, traffic: TrafficTable) -> _Trial:
-        """Choose buckets for a traffic. The traffic from now on decides about them."""
+        """Begin a trial: choose buckets for the traffic so far. The traffic from now on decides
+        about them.
+        """
         start, num_blocks = self._now(), self._metrics.totals.num_kv_blocks + 1
 
         def choose() -> tuple[Bucket, ...]:
@@ -125,7 +127,7 @@ class BucketAdaptation:
         return _Trial(await asyncio.to_thread(run_in_time_slices, choose), start)
 
     async def _end(self, trial: _Trial) -> None:
-        """Replace the buckets, if the trial shows that the others would have saved enough."""
+        """End a trial: replace the buckets if the new ones would have saved enough."""
         traffic = self._traffic_since(trial.start)
         needed_s, padded_s = self._metrics.device_seconds
         needed_s, padded_s = needed_s - trial.start.needed_s, padded_s - trial.start.padded_s
@@ -154,10 +156,10 @@ def padded_seconds(buckets: Sequence[Bucket], traffic: TrafficTable, usual: floa
     """Return the predicted device seconds of a traffic that is padded to some buckets.
 
     Args:
-        buckets: of both phases.
+        buckets: buckets of both phases.
         traffic: sizes before padding.
-        usual: factor of the seconds of a forward pass that fits into none of the buckets, as it
-            will run in a bucket that is there now.
+        usual: factor on the seconds of a forward pass that fits into none of these buckets, because
+            it will run in a present bucket.
     """
     size = traffic.block_size
     catalog = Catalog(

@@ -1,7 +1,7 @@
-"""The metrics of one engine, for Prometheus, the log and the status page.
+"""Collect the metrics of one engine, for Prometheus, the log and the status page.
 
-The names are the usual ones, which dashboards expect; docs/metrics.md lists them. Every step
-counts, so counting only adds numbers; see `vllm.engine.metrics.registry`. Independent of HTTP.
+The names are the usual ones, which dashboards expect; docs/metrics.md lists them. Counting happens
+in every step, so it only adds numbers; see `vllm.engine.metrics.registry`. Independent of HTTP.
 """
 
 import time
@@ -51,7 +51,7 @@ _NUM_OUTPUTS = (1, 2, 5, 10, 20)
 
 @dataclass(slots=True)
 class IterationStats:
-    """Statistics of one message of the engine core."""
+    """Statistics from one message of the engine core."""
 
     num_prompt_tokens: int
     """Of requests whose prompt was completed."""
@@ -64,8 +64,9 @@ class IterationStats:
 
 @dataclass(slots=True)
 class FinishedRequestStats:
-    """One request that has ended. Times are in seconds of `time.time()`; None: it did not
-    happen."""
+    """Statistics of a request that has ended. Times are in seconds of `time.time()`; None: the
+    event did not happen.
+    """
 
     finish_reason: str
     """A word of `FinishReason`."""
@@ -87,7 +88,7 @@ class FinishedRequestStats:
 
     @property
     def queue_s(self) -> float | None:
-        """From arrival to the first step."""
+        """Seconds from arrival to the first step."""
         return _between(self.arrival, self.first_scheduled)
 
     @property
@@ -97,7 +98,7 @@ class FinishedRequestStats:
 
     @property
     def total_s(self) -> float:
-        """From arrival to the end."""
+        """Seconds from arrival to the end."""
         return max(0.0, self.finished - self.arrival)
 
 
@@ -105,15 +106,15 @@ class EngineMetrics:
     """All metrics of one engine.
 
     Args:
-        model_name: label of every sample.
+        model_name: value of the label `model_name` of every sample.
         config: of the engine.
-        history: of tokens per second; None makes one.
-        replica: of the engine, whose metrics these are.
+        history: tokens per second; None: create one.
+        replica: index of the replica that is measured.
 
     Attributes:
         model_name, config: as given.
         stats: the latest statistics of the core.
-        recent: the last finished requests, the oldest first.
+        recent: the requests that finished last, the oldest first.
         history: tokens of the last seconds.
         traffic: sizes that forward passes needed.
     """
@@ -168,7 +169,7 @@ class EngineMetrics:
     # ---- counting -------------------------------------------------------------------------
 
     def record_output(self, stats: SchedulerStats, iteration: IterationStats) -> None:
-        """Count one message of the core."""
+        """Count the statistics of one message from the core."""
         self.stats = stats
         self._counters.update(stats)
         self.traffic.count(stats.runner)
@@ -191,8 +192,9 @@ class EngineMetrics:
         self._requests.observe(request)
 
     def record_loss(self, *, is_restarted: bool) -> None:
-        """Reset the metrics after the core has exited: it has no requests and no blocks, and the
-        counters of a new one begin at 0."""
+        """Reset the current values after the core has exited: it has no requests and no blocks, and
+        the counters of a new core begin at 0.
+        """
         if is_restarted:
             self._restarts.add()
         self._counters.restart()
@@ -202,22 +204,22 @@ class EngineMetrics:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Computed since the server started."""
+        """Number of prompt tokens computed since the server started."""
         return int(self._prompt_tokens.value)
 
     @property
     def num_generation_tokens(self) -> int:
-        """Generated since the server started."""
+        """Number of tokens generated since the server started."""
         return int(self._generation_tokens.value)
 
     @property
     def num_restarts(self) -> int:
-        """Return how often the core was restarted."""
+        """Number of times that the core was restarted."""
         return int(self._restarts.value)
 
     @property
     def totals(self) -> SchedulerStats:
-        """`stats`, with counters over all restarts of the core."""
+        """The statistics `stats`, with counters summed over all restarts of the core."""
         return self._counters.totals(self.stats)
 
     @property
@@ -236,20 +238,20 @@ class EngineMetrics:
         return self.traffic.times
 
     def read_media(self) -> MediaReadStats | None:
-        """Return None: a replica reads no media, as the server does it for all."""
+        """Return None, because the server reads the media for all replicas."""
         return None
 
     def rates(self) -> Rates:
-        """Return the tokens of each second."""
+        """Return the tokens per second of the last minutes."""
         return self.history.rates()
 
     def metric_sets(self) -> list[MetricSet]:
-        """Return all metrics, for exposition."""
+        """Return all metrics, to be exposed."""
         self.traffic.add_up()
         return [self._core_metrics(), self._metrics]
 
     def _core_metrics(self) -> MetricSet:
-        """Make the metrics of the core."""
+        """Create the metrics of the core."""
         metrics, totals = MetricSet(self._labels), self.totals
         for name, help, value in (
             ("num_requests_running", "Number of requests that are running.", totals.num_running),
@@ -341,8 +343,9 @@ class EngineMetrics:
 
 
 def _add_adapters(metrics: MetricSet, stats: SchedulerStats, max_loras: int) -> None:
-    """Add the adapters in use, for routers that send requests to a server where theirs is
-    loaded."""
+    """Add the adapters in use, for routers that send a request to a server where its adapter is
+    loaded.
+    """
     labels = {
         "running_lora_adapters": ",".join(stats.running_adapters),
         "waiting_lora_adapters": ",".join(stats.waiting_adapters),
@@ -355,7 +358,7 @@ def _add_adapters(metrics: MetricSet, stats: SchedulerStats, max_loras: int) -> 
 
 
 class _RequestHistograms:
-    """Sizes, times and parameters of requests that have ended."""
+    """Histograms of the sizes, times and parameters of finished requests."""
 
     def __init__(self, metrics: MetricSet, max_model_len: int) -> None:
         sizes = round_to_one_two_five(max_model_len)
@@ -405,7 +408,7 @@ class _RequestHistograms:
         )
 
     def observe(self, request: FinishedRequestStats) -> None:
-        """Observe one request; times that are None are skipped."""
+        """Add a request to the histograms; times that are None are skipped."""
         longest = request.max_num_generation_tokens
         self._prompt.observe(request.num_prompt_tokens)
         self._generated.observe(request.num_generation_tokens)
@@ -437,7 +440,7 @@ class _CoreCounters:
     """Counters of the core that continue over its restarts.
 
     Args:
-        max_drafts: drafts of one request in a step.
+        max_drafts: maximum number of drafts of one request in a step.
     """
 
     def __init__(self, max_drafts: int) -> None:
@@ -446,19 +449,19 @@ class _CoreCounters:
         self._base = self._last = self._zero
 
     def update(self, stats: SchedulerStats) -> None:
-        """Take the latest counters. If one has decreased, the core is a new one."""
+        """Store the latest counters. If a counter has decreased, the core was restarted."""
         now = self._counters_of(stats)
         if any(map(lt, now, self._last)):
             self.restart()
         self._last = now
 
     def restart(self) -> None:
-        """Continue the totals when the next counters start at 0."""
+        """Add the last counters to the totals, because the next counters start at 0."""
         self._base = tuple(map(add, self._base, self._last))
         self._last = self._zero
 
     def totals(self, stats: SchedulerStats) -> SchedulerStats:
-        """Return `stats` with the counters of all cores together."""
+        """Return `stats` with the counters summed over all restarts."""
         queries, hits, preemptions, num_drafts, num_draft_tokens, num_declined, *rest = map(
             add, self._base, self._last
         )
@@ -501,7 +504,7 @@ class _CoreCounters:
 
 
 def round_to_one_two_five(most: int) -> list[int]:
-    """Return bounds 1, 2, 5, 10, 20, 50, ... up to `most`."""
+    """Return the histogram bounds 1, 2, 5, 10, 20, 50, ... up to `most`."""
     bounds, power = [1], 1
     while bounds[-1] <= most:
         bounds += [2 * power, 5 * power, 10 * power]
@@ -565,5 +568,5 @@ def _add_draft_metrics(metrics: MetricSet, drafts: DraftStats) -> None:
 
 
 def _between(start: float | None, end: float | None) -> float | None:
-    """Return the seconds between two times; not below 0, because the clock may be set back."""
+    """Return the seconds between two times; at least 0, because the clock may be set back."""
     return None if start is None or end is None else max(0.0, end - start)

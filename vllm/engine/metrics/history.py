@@ -1,4 +1,6 @@
-"""Tokens per second of the last minutes, for the status page. Independent of Prometheus."""
+"""Keep the tokens per second of the last minutes, for the status page. Independent of
+Prometheus.
+"""
 
 import time
 from collections import deque
@@ -10,7 +12,7 @@ HISTORY_S = 120
 
 
 class Rates(NamedTuple):
-    """Tokens of each second, the oldest first; the last one is the last whole second."""
+    """Tokens in each second, the oldest first; the last entry is the last complete second."""
 
     prompt: list[int]
     generation: list[int]
@@ -20,7 +22,7 @@ class RateHistory:
     """Counts tokens by second.
 
     Args:
-        clock: seconds that only grow.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,7 +31,7 @@ class RateHistory:
         self._seconds: deque[list[int]] = deque(maxlen=HISTORY_S + 1)
 
     def add(self, num_prompt_tokens: int, num_generation_tokens: int) -> None:
-        """Count tokens of the current second."""
+        """Count tokens in the current second."""
         now = int(self._clock())
         if not self._seconds or self._seconds[-1][0] != now:
             self._seconds.append([now, 0, 0])
@@ -38,7 +40,7 @@ class RateHistory:
         second[2] += num_generation_tokens
 
     def rates(self) -> Rates:
-        """Return the rates of the last `HISTORY_S` whole seconds; idle ones are 0."""
+        """Return the rates of the last `HISTORY_S` complete seconds; idle seconds are 0."""
         now = int(self._clock())
         prompt, generation = [0] * HISTORY_S, [0] * HISTORY_S
         for second, num_prompt, num_generation in self._seconds:

@@ -1,4 +1,6 @@
-"""The metrics of images, sound and videos: fetched and read by the server, encoded by a worker."""
+"""Define the metrics of images, audio and videos: fetched and read by the server, encoded by a
+worker.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ MODALITY = "modality"
 
 @dataclass(slots=True)
 class MediaReadStats:
-    """Counters of a server that reads media: decodes, cuts and resizes it."""
+    """Counters of a server that reads media: decodes, cuts and resizes them."""
 
     read: MediaTimes
     num_cache_queries: int
@@ -22,7 +24,7 @@ class MediaReadStats:
 
 
 def add_encoder_metrics(metrics: MetricSet, totals: SchedulerStats) -> None:
-    """Add what the workers have counted."""
+    """Add the encoder metrics that the workers have counted."""
     media, runner = totals.media, totals.runner
     for name, help, value in (
         (
@@ -46,7 +48,7 @@ def add_encoder_metrics(metrics: MetricSet, totals: SchedulerStats) -> None:
 
 
 def read_metrics(stats: MediaReadStats, model_name: str) -> MetricSet:
-    """Return the metrics of what the server has read."""
+    """Return the metrics of the media items that the server has read."""
     metrics = _labelled(model_name)
     queries = metrics.counter(
         "vllm:mm_cache_queries",
@@ -70,7 +72,7 @@ def read_metrics(stats: MediaReadStats, model_name: str) -> MetricSet:
 
 
 def fetch_metrics(times: MediaTimes, model_name: str) -> MetricSet:
-    """Return the metrics of what the server has fetched."""
+    """Return the metrics of the media items that the server has fetched."""
     metrics = _labelled(model_name)
     _add_times(
         metrics, "mm_fetches", "Number of images, sounds and videos downloaded.", times.num_items
@@ -85,7 +87,7 @@ def fetch_metrics(times: MediaTimes, model_name: str) -> MetricSet:
 
 
 def _labelled(model_name: str) -> MetricSet:
-    """Return a set of what the replicas share, with the label of the first one."""
+    """Return an empty set for metrics that all replicas share, labelled as the first replica."""
     return MetricSet({"model_name": model_name, "engine": "0"})
 
 

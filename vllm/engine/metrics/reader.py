@@ -1,4 +1,4 @@
-"""The results of `get_metrics`: the metrics of /metrics as objects.
+"""Return the metrics of /metrics as Python objects, for `get_metrics`.
 
 Metrics have the same names as in /metrics; counters lack the ending `_total`.
 """
@@ -12,7 +12,7 @@ from vllm.engine.metrics.engine_metrics import EngineMetrics
 
 @dataclass
 class Metric:
-    """A number, or several, with a name and labels."""
+    """One or several values with a name and labels."""
 
     name: str
     labels: dict[str, str]
@@ -20,28 +20,28 @@ class Metric:
 
 @dataclass
 class Counter(Metric):
-    """A number that only grows."""
+    """A value that only grows."""
 
     value: int
 
 
 @dataclass
 class Vector(Metric):
-    """A counter with one value per position, such as accepted drafts by position."""
+    """A counter with one value per index, such as accepted drafts by position."""
 
     values: list[int]
 
 
 @dataclass
 class Gauge(Metric):
-    """A number that goes up and down."""
+    """A value that goes up and down."""
 
     value: float
 
 
 @dataclass
 class Histogram(Metric):
-    """Number of observations per bucket."""
+    """Numbers of observations by bucket."""
 
     count: int
     sum: float
@@ -56,7 +56,7 @@ _POSITION = "position"
 def read_metrics(metrics: EngineMetrics) -> list[Metric]:
     """Read all metrics of an engine.
 
-    Labels of values are labels of the objects, so that a counter with labels gives several.
+    A metric with several label values gives one object for each.
     """
     return [
         found

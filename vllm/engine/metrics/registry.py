@@ -1,8 +1,8 @@
-"""Counters, gauges and histograms with very low cost per count, and their exposition.
+"""Provide counters, gauges and histograms with very low cost per count, and expose them.
 
-Cells are plain numbers; the Prometheus format is made when somebody scrapes. Not thread-safe: count
-and scrape on one event loop. Only this module uses the Prometheus client, and it does not depend on
-the metrics themselves.
+Cells are plain numbers; the Prometheus format is created only when the metrics are scraped. Not
+thread-safe: count and scrape in one event loop. Only this module uses the Prometheus client, and it
+does not depend on the metrics themselves.
 """
 
 from bisect import bisect_left
@@ -30,12 +30,12 @@ class Sample:
         self.value: float = 0
 
     def add(self, amount: float = 1) -> None:
-        """Count."""
+        """Increase the value."""
         self.value += amount
 
 
 class Histogram:
-    """Observations counted in buckets.
+    """Counts observations in buckets.
 
     Args:
         bounds: ascending upper bounds, inclusive; infinity is added.
@@ -61,12 +61,12 @@ class Histogram:
         self._sum += sum(values)
 
     def observe_many(self, count: int, value: float, total: float) -> None:
-        """Add observations that are in one bucket.
+        """Add several observations that fall into one bucket.
 
         Args:
-            count: how many they are.
-            value: with the bucket that they are in.
-            total: sum of them.
+            count: number of observations.
+            value: a value in the same bucket.
+            total: sum of the observations.
         """
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += total
@@ -77,7 +77,7 @@ class Histogram:
         return self._sum
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return (upper bound, observations up to it) of each bucket."""
+        """Return (upper bound, number of observations up to it) of each bucket."""
         total, pairs = 0, []
         names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         for name, count in zip(names, self._counts, strict=True):
@@ -90,18 +90,18 @@ class Family(Protocol):
     """One metric with all its label values."""
 
     def metric(self, constant: Mapping[str, str]) -> Metric:
-        """Return the metric in Prometheus' form; every sample has the labels `constant`."""
+        """Return the metric as a Prometheus object; every sample has the labels `constant`."""
         ...
 
 
 class ScalarMetric:
     """A counter or a gauge with labels.
 
-    A cell lives as long as its family: label values come from a bounded set, never from a client.
+    Cells are never removed, so label values must come from a bounded set, never from a client.
 
     Args:
-        kind: what it is.
-        name: without the `_total` that counters are exposed with.
+        kind: "counter" or "gauge".
+        name: name without the `_total` that is added to counters.
         help: one line.
         labels: names of the labels.
     """
@@ -116,14 +116,14 @@ class ScalarMetric:
         self._cells: dict[tuple[str, ...], Sample] = {}
 
     def cell(self, *values: str) -> Sample:
-        """Return the value with these label values."""
+        """Return the cell with these label values; create it if it does not exist."""
         found = self._cells.get(values)
         if found is None:
             found = self._cells[values] = Sample()
         return found
 
     def metric(self, constant: Mapping[str, str]) -> Metric:
-        """Return the counter or gauge in Prometheus' form."""
+        """Return the counter or gauge as a Prometheus object."""
         make = CounterMetricFamily if self._kind == "counter" else GaugeMetricFamily
         metric = make(self._name, self._help, labels=[*constant, *self._labels])
         for values, cell in self._cells.items():
@@ -144,14 +144,14 @@ class Histograms:
         self._cells: dict[tuple[str, ...], Histogram] = {}
 
     def cell(self, *values: str) -> Histogram:
-        """Return the histogram with these label values."""
+        """Return the histogram with these label values; create it if it does not exist."""
         found = self._cells.get(values)
         if found is None:
             found = self._cells[values] = Histogram(self._bounds)
         return found
 
     def metric(self, constant: Mapping[str, str]) -> Metric:
-        """Return the histogram in Prometheus' form."""
+        """Return the histogram as a Prometheus object."""
         metric = HistogramMetricFamily(self._name, self._help, labels=[*constant, *self._labels])
         for values, cell in self._cells.items():
             metric.add_metric([*constant.values(), *values], cell.buckets(), cell.sum)
@@ -162,7 +162,7 @@ class MetricSet(Collector):
     """Metrics that are exposed together.
 
     Args:
-        labels: what every sample is labelled with.
+        labels: labels of every sample.
     """
 
     def __init__(self, labels: Mapping[str, str] | None = None) -> None:
@@ -170,7 +170,7 @@ class MetricSet(Collector):
         self._families: list[Family] = []
 
     def counter(self, name: str, help: str) -> Sample:
-        """Add a counter without labels; it is exposed from the start, as 0."""
+        """Add a counter without labels. It is exposed from the start, with the value 0."""
         return self.counters(name, help).cell()
 
     def gauge(self, name: str, help: str) -> Sample:
@@ -196,7 +196,7 @@ class MetricSet(Collector):
         return family
 
     def collect(self) -> Iterable[Metric]:
-        """Return the metrics; called by Prometheus' registry."""
+        """Return the metrics; called by the Prometheus registry."""
         return [family.metric(self._constant) for family in self._families]
 
     def _numbers(
@@ -208,17 +208,17 @@ class MetricSet(Collector):
 
 
 class MergedMetrics(Collector):
-    """Sets of the same metrics with different labels, exposed as one family for each metric.
+    """Merges sets of the same metrics with different labels, so that each metric is exposed once.
 
     Args:
-        sets: at least one.
+        sets: at least one set.
     """
 
     def __init__(self, sets: Iterable[Collector]) -> None:
         self._sets = list(sets)
 
     def collect(self) -> Iterable[Metric]:
-        """Return the metrics of all sets; called by Prometheus' registry."""
+        """Return the metrics of all sets; called by the Prometheus registry."""
         families: dict[str, Metric] = {}
         for each in self._sets:
             for metric in each.collect():
@@ -237,12 +237,12 @@ def process_collectors() -> list[Collector]:
 
 
 def expose(collectors: Iterable[Collector], accept: str = "") -> tuple[bytes, str]:
-    """Return the response to a scrape.
+    """Return the response to a scrape of the metrics.
 
     Args:
-        collectors: in the order of the page; they are not kept.
-        accept: header of the scrape. OpenMetrics if the scraper accepts it, Prometheus' text format
-            otherwise.
+        collectors: collectors in the order of the page; they are not kept.
+        accept: Accept header of the scrape. The format is OpenMetrics if the scraper accepts it,
+            otherwise the Prometheus text format.
 
     Returns:
         Body and content type.

@@ -1,5 +1,6 @@
-"""The metrics of an engine of several replicas: each replica's own, and sums for readers that want
-one value."""
+"""Combine the metrics of several replicas: each replica's own, and sums for readers that want one
+value.
+"""
 
 from collections.abc import Callable, Reversible, Sequence
 from dataclasses import dataclass
@@ -30,8 +31,7 @@ _Counters = TypeVar("_Counters", MediaStats, RunnerStats, TransferStats)
 
 
 class ReadableMetrics(Protocol):
-    """The metrics that logs and pages read, of one replica or of all together; see
-    `EngineMetrics`."""
+    """The metrics that logs and pages read, of one replica or of all together."""
 
     @property
     def model_name(self) -> str: ...
@@ -72,8 +72,9 @@ class ReadableMetrics(Protocol):
 
 @dataclass(frozen=True)
 class ReplicaMetrics:
-    """The metrics of several replicas. Every sample on the page of metrics has the label `engine`,
-    the index of its replica."""
+    """The metrics of several replicas. Every exposed sample has the label `engine`, the index of
+    its replica.
+    """
 
     replicas: Sequence[EngineMetrics]
     """At least one."""
@@ -83,7 +84,7 @@ class ReplicaMetrics:
 
     @property
     def model_name(self) -> str:
-        """The label of every sample."""
+        """Model name, which is a label of every sample."""
         return self.replicas[0].model_name
 
     @property
@@ -93,23 +94,23 @@ class ReplicaMetrics:
 
     @property
     def recent(self) -> list[FinishedRequestStats]:
-        """The last finished requests of all replicas, the oldest first."""
+        """The requests of all replicas that finished last, the oldest first."""
         found = [request for replica in self.replicas for request in replica.recent]
         return sorted(found, key=lambda request: request.finished)[-NUM_RECENT:]
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all replicas."""
+        """Number of prompt tokens of all replicas."""
         return sum(replica.num_prompt_tokens for replica in self.replicas)
 
     @property
     def num_generation_tokens(self) -> int:
-        """Of all replicas."""
+        """Number of generated tokens of all replicas."""
         return sum(replica.num_generation_tokens for replica in self.replicas)
 
     @property
     def num_restarts(self) -> int:
-        """Of all replicas."""
+        """Number of restarts of all replicas."""
         return sum(replica.num_restarts for replica in self.replicas)
 
     @property
@@ -130,17 +131,17 @@ class ReplicaMetrics:
 
     @property
     def device_seconds(self) -> tuple[float, float]:
-        """Return predicted seconds of all replicas, without padding and with it."""
+        """Predicted seconds of all replicas, without padding and with it."""
         needed, padded = zip(*(r.device_seconds for r in self.replicas), strict=True)
         return sum(needed), sum(padded)
 
     @property
     def bucket_times(self) -> BucketTimes:
-        """Return measured seconds of forward passes of all replicas by bucket."""
+        """Measured seconds of forward passes of all replicas, by bucket."""
         return add_times(*(replica.bucket_times for replica in self.replicas))
 
     def rates(self) -> Rates:
-        """Return the tokens of each second, of all replicas."""
+        """Return the tokens per second, summed over all replicas."""
         every = [replica.rates() for replica in self.replicas]
         prompt, generation = zip(*every, strict=True)
         return Rates(
@@ -149,7 +150,7 @@ class ReplicaMetrics:
         )
 
     def metric_sets(self) -> list[AnyMetrics]:
-        """Return all metrics, for exposition."""
+        """Return all metrics, to be exposed."""
         every = [replica.metric_sets() for replica in self.replicas]
         sets: list[AnyMetrics] = [MergedMetrics(parts) for parts in zip(*every, strict=True)]
         media = self.read_media()
@@ -159,10 +160,11 @@ class ReplicaMetrics:
 
 
 def sum_stats(every: Sequence[SchedulerStats]) -> SchedulerStats:
-    """Combine the statistics of several replicas: sums, and the fraction of all blocks in use.
+    """Merge the statistics of several replicas: counts are summed, and the KV cache usage covers
+    all blocks.
 
     Args:
-        every: at least one.
+        every: statistics of at least one replica.
     """
     if len(every) == 1:
         return every[0]
@@ -196,7 +198,9 @@ def sum_stats(every: Sequence[SchedulerStats]) -> SchedulerStats:
 
 
 def _sum_warm_up(every: Sequence[WarmUpStats]) -> WarmUpStats:
-    """Return the buckets of all replicas, and the longest time and most padding of one."""
+    """Merge the warm-up statistics of all replicas: sums of buckets, and the maximum of times and
+    padding.
+    """
     seconds = [stats.seconds_left for stats in every if stats.seconds_left is not None]
     shares = [stats.padded_share for stats in every if stats.padded_share is not None]
     return WarmUpStats(

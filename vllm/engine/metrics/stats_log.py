@@ -1,4 +1,4 @@
-"""Logs a line of statistics every ten seconds while requests run."""
+"""Log a line of statistics every ten seconds while requests run."""
 
 import asyncio
 import time
@@ -16,8 +16,8 @@ class StatsLog:
     """Logs statistics since the previous line, unless the engine was idle.
 
     Args:
-        metrics: of the engine.
-        clock: seconds that only grow.
+        metrics: metrics of the engine.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -28,13 +28,13 @@ class StatsLog:
         self._remember()
 
     async def run(self, interval_s: float = INTERVAL_S) -> None:
-        """Log a line at each interval until this is cancelled."""
+        """Log a line at each interval, until the task is cancelled."""
         while True:
             await asyncio.sleep(interval_s)
             self.log()
 
     def log(self) -> None:
-        """Log the time since the last call."""
+        """Log the statistics since the last call."""
         metrics, stats = self._metrics, self._metrics.totals
         seconds = max(self._clock() - self._time, 1e-9)
         num_prompt = metrics.num_prompt_tokens - self._num_prompt_tokens

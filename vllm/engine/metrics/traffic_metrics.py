@@ -1,6 +1,6 @@
-"""The sizes that forward passes needed, as metrics, as a table and as a file.
+"""Record the sizes that forward passes needed, as metrics, as a table and in a file.
 
-A device without padded sizes has none of it.
+Nothing is recorded on a device without padded sizes.
 """
 
 import asyncio
@@ -52,14 +52,14 @@ _POWERS = tuple(2**power for power in range(18))
 
 
 class TrafficMetrics:
-    """Counts the forward passes of one replica.
+    """Counts the forward passes of one replica, by size.
 
-    Forward passes of the same bucket and about the same sizes are added up, and enter the table,
-    the histograms and the seconds when someone reads these.
+    Forward passes of the same bucket and of similar sizes are collected first. They are added to
+    the table, the histograms and the seconds when these are read.
 
     Args:
-        metrics: where its histograms are added.
-        block_size: tokens of a KV block.
+        metrics: set to which the histograms are added.
+        block_size: tokens per KV block.
     """
 
     def __init__(self, metrics: MetricSet, block_size: int) -> None:
@@ -107,7 +107,7 @@ class TrafficMetrics:
 
     @property
     def padding(self) -> float | None:
-        """Share of the device time that is padding, as predicted; None: nothing has run."""
+        """Predicted fraction of the device time that is padding; None before anything has run."""
         needed_s, padded_s = self.device_seconds
         return 1 - needed_s / padded_s if padded_s else None
 
@@ -115,7 +115,7 @@ class TrafficMetrics:
         """Count the forward passes since the last call.
 
         Args:
-            runner: the latest statistics of a worker.
+            runner: latest statistics of a worker.
         """
         recent = runner.recent_launches
         if not recent or recent[0] == self._num_seen:
@@ -148,7 +148,9 @@ class TrafficMetrics:
             self.add_up()
 
     def add_up(self) -> None:
-        """Count the forward passes since the last call in the table, histograms and seconds."""
+        """Add the forward passes that were collected since the last call to the table, the
+        histograms and the seconds.
+        """
         size, tallies = self._table.block_size, self._tallies
         self._tallies = {}
         for key, (count, batches, lengths, blocks, micros, num_timed) in tallies.items():
@@ -177,7 +179,7 @@ def _seconds(phase: int, sizes: Sequence[float], block_size: int) -> float:
 
 
 class RecordedMetrics(Protocol):
-    """Has the traffic of one replica or of all."""
+    """Object with the recorded traffic of one replica or of all."""
 
     @property
     def traffic_table(self) -> TrafficTable: ...
@@ -193,20 +195,21 @@ class RecordedMetrics(Protocol):
 
 
 class TrafficFile:
-    """Writes recorded traffic to a file, whole and at most once a minute.
+    """Writes the recorded traffic to a file, as a whole and at most once a minute.
 
-    Serving continues if it cannot be written, with one warning.
+    If it cannot be written, a warning is logged once and serving continues.
 
     Args:
-        path: of the file; a table that is there already is continued.
-        metrics: of the engine.
-        clock: seconds that only grow.
+        path: path of the file; an existing table is continued.
+        metrics: metrics of the engine.
+        clock: returns monotonic seconds.
 
     Attributes:
-        engine: that measures the times of the file; None: it is not known, and there are none.
+        engine: description of the engine that measures the times in the file; None: not known, so
+            the file has no times.
 
     Raises:
-        ConfigError: the file is no recorded traffic, or of another block size.
+        ConfigError: the file is not recorded traffic, or has a different block size.
     """
 
     def __init__(
@@ -236,17 +239,17 @@ class TrafficFile:
         """Forward passes of this engine that the file has, the forgotten ones included."""
 
     def note_engine(self, described: dict[str, Any] | None) -> None:
-        """Note which engine measures: the fields of a `RunEngine`, or None."""
+        """Set the engine that measures times, from the fields of a `RunEngine`; None: unknown."""
         self.engine = None if described is None else msgspec.convert(described, RunEngine)
 
     async def run(self) -> None:
-        """Write once a minute, until it is cancelled."""
+        """Write once a minute, until the task is cancelled."""
         while True:
             await asyncio.sleep(WRITE_INTERVAL_S / 4)
             self.write_if_due()
 
     def write_if_due(self) -> None:
-        """Write in the background what has been counted, if a minute has passed."""
+        """Write the counts in the background, if a minute has passed since the last write."""
         if self._clock() - self._last < WRITE_INTERVAL_S or self._is_writing:
             return
         table, times = self._metrics.traffic_table.copy(), self._metrics.bucket_times.copy()
@@ -254,11 +257,11 @@ class TrafficFile:
         start_in_time_slices(lambda: self._write(table, times), "write traffic")
 
     def write(self) -> None:
-        """Write now, as at the end of the engine."""
+        """Write the counts now; used when the engine stops."""
         self._write(self._metrics.traffic_table.copy(), self._metrics.bucket_times.copy())
 
     def _write(self, found: TrafficTable, times: BucketTimes) -> None:
-        """Write what this engine has counted, unless the file has it, and more, already."""
+        """Write the counts of this engine, unless the file already has newer ones."""
         num_launches = found.num_launches + found.num_forgotten
         try:
             with self._lock:
@@ -279,8 +282,9 @@ class TrafficFile:
             self._is_writing = False
 
     def _measured(self, times: BucketTimes) -> dict[str, Any]:
-        """Return the field of the file with the times of this engine. Those of an engine that is
-        unlike it are replaced."""
+        """Return the content for the file with the measured times. Times of a different engine are
+        replaced.
+        """
         before, engine = self._times_before, self.engine
         if engine is None:
             return {} if before is None else {FIELD: before.to_json()}
@@ -290,12 +294,12 @@ class TrafficFile:
 
 
 class BucketAdvice:
-    """Says, at most once a day, that other buckets would fit the traffic better.
+    """Logs, at most once a day, that other buckets would fit the traffic better.
 
     Args:
-        metrics: of the engine.
-        config: of the engine.
-        clock: seconds that only grow.
+        metrics: metrics of the engine.
+        config: config of the engine.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -311,15 +315,16 @@ class BucketAdvice:
         self._is_warm = False
 
     async def run(self) -> None:
-        """Look every ten minutes, until it is cancelled."""
+        """Check every ten minutes, until the task is cancelled."""
         while True:
             await asyncio.sleep(_CHECK_INTERVAL_S)
             if self.is_due():
                 start_in_time_slices(self.advise, "look for better buckets")
 
     def is_due(self) -> bool:
-        """Whether the buckets are poor, for traffic enough to choose others. True at most once a
-        day."""
+        """Return whether the buckets pad much, and there is enough traffic to choose others. True
+        at most once a day.
+        """
         totals = self._metrics.totals
         if totals.warm_up.num_wanted and not (self._is_warm and not totals.warm_up.is_warming):
             # Ignore padding while only the first buckets are warm: it will shrink with the other

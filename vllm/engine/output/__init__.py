@@ -1,1 +1,1 @@
-"""Converts tokens of the engine core to outputs for users."""
+"""Convert tokens of the engine core to outputs for users."""

@@ -1,4 +1,6 @@
-"""Incremental detokenisation: never returns a part of a character, nor a character twice."""
+"""Decode tokens to text incrementally: never return a part of a character, nor a character
+twice.
+"""
 
 import codecs
 from collections.abc import Callable, Collection, Container, Sequence
@@ -21,29 +23,31 @@ _CONTEXT_TOKENS = 8
 
 
 class Detokenizer(Protocol):
-    """The text of one sample."""
+    """Converts the tokens of one sample to text."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add a token. Returns the text that is final now; empty while a character is
-        incomplete."""
+        """Add tokens and return the text that is final now; empty while a character is
+        incomplete.
+        """
         ...
 
     def flush(self) -> str:
-        """Return the rest at the end of the output. Incomplete bytes become U+FFFD."""
+        """Return the remaining text at the end of the output. Incomplete bytes become U+FFFD."""
         ...
 
 
 class ByteDetokenizer:
-    """For tokenizers that decode by joining bytes.
+    """Detokenizer for tokenizers that decode by joining bytes.
 
-    Equals decoding all tokens at once, with one exception: where byte tokens of a SentencePiece
-    tokenizer form no valid UTF-8, its decode turns every character of that run of byte tokens
-    into U+FFFD, also those which were complete and may have been shown; here they stay.
+    The text equals decoding all tokens at once, with one exception: if byte tokens of a
+    SentencePiece tokenizer form invalid UTF-8, its decode turns every character of that run of byte
+    tokens into U+FFFD, even complete ones that may have been shown. This class keeps the complete
+    ones.
 
     Args:
         table: bytes of each token.
         errors: codec error handler.
-        strips_first_space: nothing precedes the text, and its first space is left out.
+        strips_first_space: the text has no beginning before it, and its first space is left out.
     """
 
     __slots__ = ("_decoder", "_is_complete", "_strip", "_table", "_texts")
@@ -57,7 +61,7 @@ class ByteDetokenizer:
         self._strip = strips_first_space
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens. Returns the text that is final now."""
+        """Add tokens and return the text that is final now."""
         if self._is_complete and len(token_ids) == 1 and not self._strip:
             whole = self._texts[token_ids[0]]
             if whole is not None:
@@ -71,17 +75,17 @@ class ByteDetokenizer:
         return text
 
     def flush(self) -> str:
-        """Return the rest at the end of the output."""
+        """Return the remaining text at the end of the output."""
         return self._decoder.decode(b"", final=True)
 
 
 class WindowDetokenizer:
-    """For any other tokenizer: decodes the last tokens again with each new one.
+    """Detokenizer for any other tokenizer: decodes the last tokens again with each new one.
 
     Args:
         decode: token ids -> text; a token's text may depend on a few tokens before it.
         shown_ids: tokens that have text; other tokens are skipped.
-        prompt_token_ids: what the output follows.
+        prompt_token_ids: tokens before the output.
     """
 
     def __init__(
@@ -100,11 +104,11 @@ class WindowDetokenizer:
         """Characters of the window's text that were shown, or belong to the prompt."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens. Returns the text that is final now."""
+        """Add tokens and return the text that is final now."""
         return "".join([self._push_one(t) for t in token_ids if t in self._shown_ids])
 
     def flush(self) -> str:
-        """Return the rest at the end of the output."""
+        """Return the remaining text at the end of the output."""
         return self._decode(self._window)[self._num_shown :]
 
     def _push_one(self, token_id: int) -> str:
@@ -121,7 +125,7 @@ class WindowDetokenizer:
 
 
 class DetokenizerFactory:
-    """Makes detokenizers for one tokenizer, and caches what they share."""
+    """Creates detokenizers for one tokenizer, and caches the data that they share."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
@@ -142,13 +146,13 @@ class DetokenizerFactory:
         kept_special_token_ids: Collection[int] = (),
         spaces_between_special_tokens: bool = True,
     ) -> Detokenizer:
-        """Return a detokenizer for output that follows a prompt.
+        """Create a detokenizer for the output after a prompt.
 
         Args:
-            prompt_token_ids: the prompt; its text is not part of the result. None: the prompt is
-                text that is not known.
+            prompt_token_ids: tokens of the prompt; its text is not part of the result. None:
+                unknown.
             skip_special_tokens: leave special tokens out of the text.
-            kept_special_token_ids: the special tokens whose text is never left out.
+            kept_special_token_ids: special tokens whose text is never left out.
             spaces_between_special_tokens: only has an effect with tokenizers written in Python.
         """
         hidden = self._special_ids.difference(kept_special_token_ids)
@@ -170,8 +174,9 @@ class DetokenizerFactory:
         return WindowDetokenizer(decode, self._known_ids - hidden, prompt_token_ids or ())
 
     def text_of(self, token_id: int) -> str:
-        """Return the text of one token on its own, including special tokens; U+FFFD for part of a
-        character."""
+        """Return the text of a single token, including special tokens; U+FFFD for part of a
+        character.
+        """
         text = self._texts.get(token_id)
         if text is None:
             if self._decoding is not None:
@@ -206,8 +211,9 @@ _PER_BYTE = "vllm.one_mark_per_byte"
 
 
 def _one_mark_per_byte(error: UnicodeError) -> tuple[str, int]:
-    """Replace each bad byte by U+FFFD, as SentencePiece does; the codec's own handler makes one per
-    sequence."""
+    """Replace each invalid byte by U+FFFD, as SentencePiece does. The codec's own handler replaces
+    a whole sequence by one.
+    """
     assert isinstance(error, UnicodeDecodeError)
     return _UNKNOWN * (error.end - error.start), error.end
 

@@ -1,4 +1,4 @@
-"""Log-probabilities as users see them, from the arrays the core sends."""
+"""Convert log-probabilities from the arrays of the core to the form for users."""
 
 from collections.abc import Callable
 
@@ -14,10 +14,10 @@ def to_dicts(rows: LogprobRows, num_top: int, text_of: TextOf | None) -> list[di
     actual) token first.
 
     Args:
-        rows: consecutive positions.
-        num_top: most likely tokens asked for in addition to the sampled one. A dict has one entry
-            more when the sampled token is not among them.
-        text_of: None without a tokenizer.
+        rows: log-probabilities of consecutive positions.
+        num_top: number of most likely tokens to return. If the sampled token is not among them, the
+            dict has one more entry.
+        text_of: returns the text of a token; None without a tokenizer.
     """
     columns = slice(0, 1 + num_top)
     positions = zip(

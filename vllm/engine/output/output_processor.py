@@ -1,5 +1,4 @@
-"""Converts the core's tokens to `RequestOutput`s: text, stop strings, log-probabilities,
-samples."""
+"""Convert the core's tokens to `RequestOutput`s: text, stop strings, log-probabilities, samples."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,14 +33,14 @@ logger = init_logger(__name__)
 
 
 class OutputProcessor:
-    """The outputs of all unfinished requests.
+    """Creates the outputs of all unfinished requests.
 
     A request that fails in the core ends with finish reason "error" and the message as its stop
-    reason; others are not affected.
+    reason; other requests are not affected.
 
     Args:
-        tokenizer: None: all texts are empty.
-        recorder: records tokens and requests that end.
+        tokenizer: tokenizer of the model; None: all texts are empty.
+        recorder: records tokens and finished requests for the metrics.
     """
 
     def __init__(
@@ -83,14 +82,14 @@ class OutputProcessor:
         core_requests: Sequence[EngineRequest],
         replica: int = 0,
     ) -> None:
-        """Expect output for a request.
+        """Register a request whose output will be processed.
 
         Args:
-            request_id: the user's id.
+            request_id: id that the user gave.
             prompt: text of the prompt, or None.
-            params: as the user gave them.
-            core_requests: one per sample, in the order of their index.
-            replica: that computes them.
+            params: parameters of the user.
+            core_requests: one request of the core per sample, in order.
+            replica: index of the replica that computes them.
 
         Raises:
             RequestError: one of the ids is in use; nothing is changed.
@@ -116,11 +115,11 @@ class OutputProcessor:
         self._requests[request_id] = request
 
     def process(self, output: EngineOutput) -> tuple[list[AnyRequestOutput], list[str]]:
-        """Process one step of the core.
+        """Process the output of one step of the core.
 
         Returns:
-            Outputs for the users, and ids of core requests to abort: their text contains a stop
-                string, which the core cannot see.
+            (outputs for the users, ids of core requests to abort because their text contains a stop
+            string, which the core cannot see).
         """
         now = time.time()
         samples, finished, recorder = self._samples, output.finished, self._recorder
@@ -157,10 +156,10 @@ class OutputProcessor:
     def abort(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT
     ) -> tuple[list[AnyRequestOutput], list[str]]:
-        """End requests with this reason; unknown ids are ignored.
+        """End requests with the given reason; unknown ids are ignored.
 
         Returns:
-            Their last outputs, and ids of core requests to abort.
+            (their last outputs, ids of core requests to abort).
         """
         requests = [self._requests[i] for i in dict.fromkeys(request_ids) if i in self._requests]
         running = [s for r in requests for s in r.samples if s.finish_reason is None]
@@ -170,7 +169,7 @@ class OutputProcessor:
         return self._outputs(requests, time.time()), [sample.core_id for sample in running]
 
     def _take_details(self, output: EngineOutput) -> None:
-        """Process the data other than tokens, which few requests have."""
+        """Process the data of a step other than tokens, which few requests have."""
         samples = self._samples
         for core_id, num_tokens in output.num_cached_tokens.items():
             sample = samples.get(core_id)
@@ -214,7 +213,7 @@ class OutputProcessor:
         sample.end(end)
 
     def _outputs(self, requests: Iterable[RequestState], now: float) -> list[AnyRequestOutput]:
-        """Make the outputs of changed requests, and drop the state of finished ones."""
+        """Create the outputs of changed requests, and drop the state of finished ones."""
         outputs = []
         for request in requests:
             is_finished = request.num_running == 0
@@ -228,13 +227,16 @@ class OutputProcessor:
         return outputs
 
     def make_detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
-        """Return a detokenizer without special tokens, for tokens that follow a prompt and that a
-        caller selects. The engine has a tokenizer."""
+        """Create a detokenizer without special tokens, for tokens that a caller selects after a
+        prompt. The engine must have a tokenizer.
+        """
         assert self._detokenizers is not None
         return self._detokenizers.create(prompt_token_ids)
 
     def _text_of(self, params: SamplingParams) -> TextOf | None:
-        """Return the function token id -> text for log-probabilities; None if no text is wanted."""
+        """Return the function that turns a token id into text for log-probabilities; None if no
+        text is wanted.
+        """
         if self._detokenizers is None or not params.detokenize:
             return None
         return self._detokenizers.text_of

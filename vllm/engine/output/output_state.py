@@ -1,7 +1,7 @@
-"""The output state of a user's request: one `RequestState`, and one `SampleState` per sample.
+"""Keep the output state of a user's request: one `RequestState`, and one `SampleState` per sample.
 
 Tokens are only collected until they are needed: if the user wants only the final output, the text
-is made once, at the end.
+is created once, at the end.
 """
 
 from vllm.engine.output.logprobs import TextOf, to_dicts
@@ -23,13 +23,13 @@ Converting all at the end could take seconds, with a hundred samples of thousand
 
 
 class SampleState:
-    """One sample, which is one request of the engine core.
+    """The output of one sample, which is one request of the engine core.
 
     Attributes:
         core_id: its id in the core.
         token_ids: output tokens so far; the caller appends.
-        is_watched: is read token by token, for streaming or stop strings.
-        last_token_time: in seconds of `time.time()`, if it is recorded.
+        is_watched: text is created with each token, for streaming or stop strings.
+        last_token_time: seconds of `time.time()`, if it is recorded.
     """
 
     __slots__ = (
@@ -82,36 +82,40 @@ class SampleState:
 
     @property
     def has_news(self) -> bool:
-        """Whether it has data that no output has contained yet."""
+        """Whether the sample has data that no output has contained yet."""
         if self.finish_reason is not None:
             return not self._is_end_sent
         return len(self.token_ids) > self._num_sent_tokens
 
     def add_logprobs(self, rows: LogprobRows) -> None:
-        """Keep the log-probabilities of the next positions."""
+        """Store the log-probabilities of the next positions."""
         if len(self._new_logprobs) >= _MOST_ROWS_KEPT:
             self._convert_logprobs()
         # The newest entries stay arrays, because a stop string may still remove some of them.
         self._new_logprobs.append(rows)
 
     def read(self, num_tokens: int) -> str | None:
-        """Make text of the first `num_tokens` output tokens; the stop string if it ends there."""
+        """Create the text of the first `num_tokens` output tokens. Returns the stop string if the
+        text ends there, else None.
+        """
         if self._text is None:
             return None
         new, self._num_read = self.token_ids[self._num_read : num_tokens], num_tokens
         return self._text.append(new)
 
     def read_newest(self, count: int) -> str | None:
-        """Read the new text like `read` does for all tokens, if only the last `count` were not read
-        yet."""
+        """Create the text of the last `count` tokens, if all earlier tokens were read. Returns the
+        stop string if the text ends there, else None.
+        """
         if self._text is None:
             return None
         self._num_read += count
         return self._text.append(self.token_ids[-count:])
 
     def end(self, finished: Finished) -> None:
-        """Finish the sample as the core has done. A stop string in its last token takes
-        precedence."""
+        """Finish the sample as the core has done. A stop string in its last token takes precedence
+        over the core's reason.
+        """
         num_tokens = len(self.token_ids)
         is_stop = finished.reason is FinishReason.STOP
         if is_stop and not self.request.params.include_stop_str_in_output:
@@ -126,7 +130,7 @@ class SampleState:
         self._set_end(finished.reason, stop_reason)
 
     def end_at_stop_string(self, string: str) -> None:
-        """End the sample at the stop string that `read` has found. Tokens after it are dropped."""
+        """Finish the sample at a stop string that `read` has found. Tokens after it are dropped."""
         assert self._text is not None
         num_behind = len(self.token_ids) - self._text.num_tokens
         if num_behind:
@@ -138,13 +142,13 @@ class SampleState:
 
     @property
     def cumulative_logprob(self) -> float:
-        """Sum over the tokens whose log-probabilities have arrived."""
+        """Sum of the log-probabilities that have arrived."""
         if self._new_logprobs:
             self._convert_logprobs()
         return self._cumulative_logprob
 
     def output(self, is_delta: bool) -> CompletionOutput:
-        """Return the whole sample, or what is new since the last output."""
+        """Return the output of the sample: only the new part if `is_delta`, else all of it."""
         if self._new_logprobs:
             self._convert_logprobs()
         first_token = self._num_sent_tokens if is_delta else 0
@@ -196,23 +200,23 @@ class SampleState:
 
 
 class RequestState:
-    """A user's request: its samples and their shared state.
+    """The output of a user's request: its samples and their shared state.
 
     Args:
-        request_id: the user's.
+        request_id: id that the user gave.
         prompt: text of the prompt, or None.
         prompt_token_ids: tokens of the prompt.
-        params: as the user gave them.
-        arrival_time: in seconds of `time.time()`.
+        params: parameters of the user.
+        arrival_time: arrival in seconds of `time.time()`.
 
     Attributes:
-        is_streamed: its user sees every step.
+        is_streamed: the user gets an output after every step.
         is_ranked: only the most likely of its samples are returned.
         samples: ordered by index.
         num_running: samples that have not ended.
         num_cached_tokens: None until it is known.
-        replica: of the engine, that computes it.
-        has_known_prompt: False when the tokens of the prompt stand for embeddings.
+        replica: index of the replica that computes the request.
+        has_known_prompt: False if the tokens of the prompt only stand for embeddings.
         lora_request: its adapter, if any.
     """
 
@@ -244,11 +248,11 @@ class RequestState:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return len(self._prompt_token_ids)
 
     def add_sample(self, sample: SampleState) -> None:
-        """Expect one more sample."""
+        """Add a sample that will run."""
         self.samples.append(sample)
         self.num_running += 1
 
@@ -258,7 +262,7 @@ class RequestState:
             self._prompt_logprobs += to_dicts(rows, self.params.prompt_logprobs, text_of)
 
     def output(self) -> AnyRequestOutput:
-        """Return the output for the user now; with deltas, only samples with new data."""
+        """Return the current output for the user; with deltas, only samples with new data."""
         samples, prompt_logprobs = self.samples, self._prompt_logprobs
         is_delta, is_finished = self._is_delta, self.num_running == 0
         if is_delta and (len(samples) > 1 or not samples[0].has_news):
@@ -287,7 +291,7 @@ class RequestState:
         return output
 
     def _best(self) -> list[SampleState]:
-        """Return the `n` most likely samples, the most likely first; failed ones are last."""
+        """Return the `n` most likely samples, best first; failed samples are last."""
         ranked = sorted(
             self.samples,
             key=lambda sample: (

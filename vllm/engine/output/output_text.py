@@ -1,5 +1,6 @@
-"""The text of one sample: detokenised and cut at a stop string. Text that may still be cut is held
-back."""
+"""Create the text of one sample: detokenise it and cut it at a stop string. Text that may still be
+cut is held back.
+"""
 
 from collections.abc import Sequence
 
@@ -8,7 +9,7 @@ from vllm.engine.output.stop_strings import StopStrings
 
 
 class OutputText:
-    """Grows token by token.
+    """The output text of one sample, which grows token by token.
 
     Args:
         detokenizer: used by this sample only.
@@ -37,8 +38,8 @@ class OutputText:
         """Add new output tokens.
 
         Returns:
-            The stop string that ends the output, or None. The text is then cut and complete, and
-            tokens after it are ignored.
+            The stop string that ends the output, or None. After a stop string the text is cut and
+            complete, and further tokens are ignored.
         """
         if self._stop is None:
             self.text += self._detokenizer.push(token_ids)
@@ -50,7 +51,7 @@ class OutputText:
         return None
 
     def finish(self) -> None:
-        """End the text: nothing more comes, so held back text is shown."""
+        """Complete the text: no more tokens follow, so text that was held back is released."""
         self.text += self._detokenizer.flush()
         self.num_shown = len(self.text)
 

@@ -1,4 +1,4 @@
-"""The output state of a request to a pooling model."""
+"""Keep the output state of a request to a pooling model."""
 
 from vllm.engine.output.output_state import RequestState
 from vllm.messages import FloatArray
@@ -8,10 +8,10 @@ _NO_RESULT = "the request was ended before it had a result"
 
 
 class PoolingState(RequestState):
-    """A request with one result at its end; its only sample has no tokens.
+    """The output of a pooling request: one result at its end. Its only sample has no tokens.
 
     Attributes:
-        result: [numbers] or [tokens, numbers]; None: not yet, or never.
+        result: [values] or [tokens, values]; None: no result, or not yet.
     """
 
     result: FloatArray | None = None

@@ -1,4 +1,4 @@
-"""The queue of outputs between the engine and the consumer of a request."""
+"""Queue the outputs of a request between the engine and its consumer."""
 
 import asyncio
 from collections import deque
@@ -8,9 +8,9 @@ _Output = TypeVar("_Output")
 
 
 class RequestStream(Generic[_Output]):
-    """Outputs of one request, from the engine's reader to the one coroutine that consumes them.
+    """Queues the outputs of one request, from the engine to the one coroutine that consumes them.
 
-    Bounded by the request itself: a request has no more outputs than tokens.
+    The queue needs no limit: a request has no more outputs than tokens.
 
     Attributes:
         is_finished: the last output, or an error, was added.
@@ -31,7 +31,7 @@ class RequestStream(Generic[_Output]):
         self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """End the stream with an error, after the outputs that were added before."""
+        """End the stream with an error, which the consumer gets after the queued outputs."""
         self._error = error
         self.is_finished = True
         self._wake()
@@ -40,7 +40,7 @@ class RequestStream(Generic[_Output]):
         """Wait for the next output and return it.
 
         Raises:
-            The error that the request has ended with.
+            The error with which the request has failed.
         """
         while not self._outputs:
             if self._error is not None:

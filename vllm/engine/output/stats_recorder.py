@@ -1,4 +1,4 @@
-"""Records events of requests in `EngineMetrics`, one message at a time."""
+"""Record events of requests in `EngineMetrics`, one message of the core at a time."""
 
 from vllm.engine.metrics.engine_metrics import EngineMetrics, FinishedRequestStats, IterationStats
 from vllm.engine.output.output_state import RequestState, SampleState
@@ -9,7 +9,7 @@ class StatsRecorder:
     """Collects the events of one message of the core, and records them at its end.
 
     Args:
-        metrics: where they are recorded, one for each replica of the engine.
+        metrics: metrics of each replica, in which the events are recorded.
     """
 
     def __init__(self, *metrics: EngineMetrics) -> None:
@@ -17,8 +17,10 @@ class StatsRecorder:
         self._begin()
 
     def tokens(self, sample: SampleState, count: int, now: float) -> None:
-        """Record tokens of a sample; called before its `last_token_time` is updated. Tokens that
-        arrive together share the time since the previous ones."""
+        """Record new tokens of a sample. Call this before its `last_token_time` is updated.
+
+        Tokens that arrive together share the time since the previous token.
+        """
         self._num_tokens += count
         last, sample.last_token_time = sample.last_token_time, now
         if last is not None:
@@ -55,7 +57,7 @@ class StatsRecorder:
         )
 
     def end_message(self, stats: SchedulerStats, replica: int = 0) -> None:
-        """Record what was collected, from a message of this replica."""
+        """Record the collected events of a message from this replica."""
         self._metrics[replica].record_output(
             stats,
             IterationStats(

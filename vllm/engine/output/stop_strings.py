@@ -1,4 +1,4 @@
-"""Finds stop strings in a growing text. Independent of tokens."""
+"""Find stop strings in a growing text. Independent of tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string in a text."""
+    """A stop string that was found in a text."""
 
     string: str
     start: int
@@ -14,7 +14,7 @@ class StopMatch:
 
     @property
     def end(self) -> int:
-        """Index after its last character."""
+        """Index after the last character of the stop string."""
         return self.start + len(self.string)
 
 
@@ -22,8 +22,8 @@ class StopStrings:
     """The stop strings of one request.
 
     Args:
-        strings: at least one, none empty.
-        is_shown: the stop string stays in the text, so there is nothing to hold back.
+        strings: at least one string, none empty.
+        is_shown: the stop string remains in the text, so no text is held back.
     """
 
     __slots__ = ("_strings", "is_shown")
@@ -33,14 +33,15 @@ class StopStrings:
         self.is_shown = is_shown
 
     def find(self, text: str, num_new: int) -> StopMatch | None:
-        """Find the stop string that was complete first, among those that end in the new characters.
+        """Find the stop string that is completed first, among those that end in the new characters.
 
-        If several are complete at the same character, the one that starts first. That is what
-        reading character by character finds, so it does not matter how tokens cut the text.
+        If several are completed at the same character, the one that starts first is returned. A
+        search character by character finds the same, so the result does not depend on how tokens
+        split the text.
 
         Args:
             text: the output so far.
-            num_new: how many characters of it were not searched before.
+            num_new: number of characters at its end that were not searched before.
         """
         first: StopMatch | None = None
         for string in self._strings:

@@ -1,1 +1,1 @@
-"""The engine core in a process of its own."""
+"""Run the engine core in a separate process."""

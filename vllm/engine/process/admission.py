@@ -1,4 +1,4 @@
-"""Admission control: requests beyond the limits are refused at once."""
+"""Refuse requests beyond the limits at once (admission control)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,10 +19,11 @@ class AdmissionLimits:
 
 
 class Admission:
-    """Counts waiting and running requests.
+    """Counts waiting and running requests, and refuses new ones beyond the limits.
 
     Args:
-        limits: to keep. max_num_seqs: requests that run at a time.
+        limits: limits of waiting requests.
+        max_num_seqs: number of requests that run at a time.
     """
 
     def __init__(self, limits: AdmissionLimits, max_num_seqs: int) -> None:
@@ -35,14 +36,18 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests sent to the core that have not begun."""
+        """Number of requests that were sent to the core and have not begun."""
         return len(self._waiting)
 
     def check(self, num_requests: int, num_prompt_tokens: int) -> None:
-        """Refuse this many new requests with this many prompt tokens if they exceed the limits.
+        """Refuse new requests if they would exceed the limits.
+
+        Args:
+            num_requests: number of new requests.
+            num_prompt_tokens: number of their prompt tokens.
 
         Raises:
-            CapacityError: (status 503) too much waits.
+            CapacityError: (status 503) too many requests or tokens wait.
         """
         limits = self.limits
         if limits.max_queued_requests is not None:
@@ -69,7 +74,7 @@ class Admission:
         self._waiting_tokens += num_prompt_tokens
 
     def begin(self, core_ids: Iterable[str]) -> None:
-        """Mark requests that the core has begun to compute."""
+        """Mark requests as begun by the core."""
         for core_id in core_ids:
             num_tokens = self._waiting.pop(core_id, None)
             if num_tokens is not None:

@@ -1,4 +1,4 @@
-"""Takes the process of an engine core, and exchanges messages with it in an event loop."""
+"""Exchange messages with the process of an engine core, in an event loop."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from vllm.utils.frames import frame
 
 
 class CoreClient:
-    """Takes a core on this machine when constructed (`take_core`), and exchanges messages with it.
+    """Takes over a core process on this machine (`take_core`), and exchanges messages with it.
 
     Construct and configure it in any thread; call the other methods in the event loop of `attach`.
     """
@@ -44,11 +44,11 @@ class CoreClient:
         return self.process.pid
 
     def configure(self, config: VllmConfig, models: dict[str, str]) -> None:
-        """Send the config, with which the process loads the model. Before that, the process imports
+        """Send the config, with which the process loads the model. Until then, the process imports
         modules.
 
         Args:
-            config: of the engine.
+            config: config of the engine.
             models: architectures that plug-ins have registered.
         """
         self._child.stop_limit_s = config.parallel.distributed_timeout_s
@@ -63,7 +63,12 @@ class CoreClient:
     def attach(
         self, on_message: Callable[[FromCore], None], on_death: Callable[[str], None]
     ) -> None:
-        """Deliver messages to the running event loop; see `attach_raw`."""
+        """Deliver decoded messages to the running event loop.
+
+        Args:
+            on_message: called with each message, in order.
+            on_death: called once with the cause when the process has ended; see `attach_raw`.
+        """
         self.attach_raw(lambda data: on_message(decode_from_core(data)), on_death)
 
     def attach_raw(
@@ -73,8 +78,8 @@ class CoreClient:
 
         Args:
             on_message: called with each message, in order.
-            on_death: called once when the process has ended, after its last message, with the cause
-                as far as it is known; not after `kill` or `close`.
+            on_death: called once with the cause, if it is known, when the process has ended, after
+                its last message. Not called after `kill` or `close`.
         """
         loop = self._loop = asyncio.get_running_loop()
         self._on_message = on_message
@@ -89,7 +94,7 @@ class CoreClient:
         self._child.on_end(tell)
 
     def send(self, message: ToCore) -> None:
-        """Send a message; one to a core that has ended is dropped.
+        """Send a message. If the core has ended, the message is dropped.
 
         Raises:
             RequestError: it contains something that cannot be sent.
@@ -97,7 +102,7 @@ class CoreClient:
         self.send_raw(encode(message))
 
     def send_raw(self, data: bytes) -> None:
-        """Send an encoded message; one to a core that has ended is dropped."""
+        """Send an encoded message. If the core has ended, the message is dropped."""
         if self._is_killed:
             return
         with contextlib.suppress(zmq.Again):  # the other end is closed; `on_death` reports that
@@ -108,8 +113,9 @@ class CoreClient:
         self._loop.call_soon(self._read)
 
     def kill(self) -> None:
-        """Kill the process, and deliver nothing of it any more; `close` releases its resources.
-        Calling it again does nothing."""
+        """Kill the process and deliver none of its messages any more. `close` releases its
+        resources. A second call does nothing.
+        """
         if self._is_killed:
             return
         self._is_killed = True
@@ -118,11 +124,11 @@ class CoreClient:
         self.process.kill()
 
     def close(self) -> None:
-        """Kill the process, wait for its end and release all resources. Calling it again does
-        nothing. After `kill` it may be called in any thread.
+        """Kill the process, wait for its end and release all resources. A second call does nothing.
+        After `kill` it may be called in any thread.
 
-        If the process does not end within seconds, a thread waits for it, so that the caller
-        continues.
+        If the process does not end within seconds, a thread waits for it, so that the caller can
+        continue.
         """
         if self._is_closed:
             return

@@ -1,7 +1,7 @@
-"""Launches the process of an engine core, which imports modules until it has its config.
+"""Launch the process of an engine core, which imports modules until it gets its config.
 
-That takes longer than anything that its parent does, so `vllm serve` launches the first core before
-it declares its flags (`early_core`). This module imports little for that.
+The imports take longer than all work of its parent, so `vllm serve` launches the first core before
+it declares its flags (`early_core`). For that reason this module imports little.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ driver, or while it frees much memory."""
 
 
 class LaunchedCore:
-    """A process that is launched when this is constructed, and waits for its config.
+    """A core process, which is launched when this is constructed and waits for its config.
 
     Attributes:
-        address: of the socket that the process will connect to; nobody has bound it yet.
+        address: address of the socket that the process will connect to; not yet bound.
         child: the process; its config is written to its standard input.
     """
 
@@ -42,9 +42,9 @@ class LaunchedCore:
         )
 
     def close(self) -> None:
-        """Kill the process, wait for its end and remove what belongs to it.
+        """Kill the process, wait for its end and remove its socket.
 
-        If it does not end within seconds, a thread waits for it, so that the caller continues.
+        If it does not end within seconds, a thread waits for it, so that the caller can continue.
         """
         process = self.child.process
         process.kill()
@@ -64,9 +64,9 @@ class LaunchedCore:
         socket_folder.remove(self.address)
 
     def _wait_child(self) -> None:
-        """Wait for the process, then close our end of its standard input.
+        """Wait for the end of the process, then close its standard input.
 
-        Not earlier: a thread may still be writing the config to it.
+        Closing it earlier is not possible: a thread may still be writing the config to it.
         """
         process = self.child.process
         process.wait()
@@ -80,8 +80,8 @@ _early: list[LaunchedCore] = []
 
 @contextlib.contextmanager
 def early_core() -> Iterator[None]:
-    """Launch a core for the first `take_core`, if none waits for it already; end it if nobody has
-    taken it when this is left.
+    """Launch a core for the first `take_core`, unless one waits already. Kill it at the end of the
+    context if it was not taken.
 
     Raises:
         ConfigError: an environment variable has a bad value.
@@ -97,11 +97,11 @@ def early_core() -> Iterator[None]:
 
 
 def end_early_core() -> None:
-    """End the core of `early_core` if nobody has taken it."""
+    """Kill the core of `early_core` if it was not taken."""
     while _early:
         _early.pop().close()
 
 
 def take_core() -> LaunchedCore:
-    """Return the core of `early_core`, or one that is launched now."""
+    """Return the core that `early_core` launched, or launch one now."""
     return _early.pop() if _early else LaunchedCore()

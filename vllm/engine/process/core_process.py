@@ -1,9 +1,9 @@
-"""The process of an engine core: `python -m vllm.engine.process.core_process ADDRESS PARENT`.
+"""Run the process of an engine core: `python -m vllm.engine.process.core_process ADDRESS PARENT`.
 
-Reads its first message, the configuration, from standard input, and all others from a ZMQ
-socket that its parent has bound. Between two steps it handles the messages that have arrived; a
-step never waits for a client. It ends with its parent, however that died: the kernel kills it, also
-while it is stopped. Elsewhere than on Linux the end of its standard input tells.
+It reads its first message, the configuration, from standard input, and all others from a ZMQ socket
+that its parent has bound. Between two steps it handles the messages that have arrived; a step never
+waits for a client. It exits with its parent, however the parent ended: on Linux the kernel kills
+it, even while it is stopped; on other systems it notices the end of its standard input.
 """
 
 import os
@@ -68,8 +68,8 @@ class CoreLoop:
     """Handles messages, runs steps and sends their outputs.
 
     Args:
-        core: started.
-        receive: the next message, as bytes; None when there is none and it must not wait.
+        core: started engine core.
+        receive: returns the next message as bytes; None if there is none and it must not wait.
         send: sends a message object.
     """
 
@@ -86,7 +86,7 @@ class CoreLoop:
         self._has_unsent_stats = core.has_idle_work()
 
     def run(self) -> NoReturn:
-        """Run until the parent kills the process, which is how it ends a core.
+        """Run until the parent kills the process, which is the normal end of a core.
 
         Raises:
             EngineDeadError: a step failed.
@@ -96,7 +96,8 @@ class CoreLoop:
 
     def turn(self) -> None:
         """Handle the messages that have arrived, and run one step if there are requests. Without
-        requests, run one launch of what is left of the warm-up."""
+        requests, run one forward pass of the remaining warm-up.
+        """
         self._take_messages()
         self._core.check_health()
         if self._core.has_unfinished_requests():
@@ -107,7 +108,7 @@ class CoreLoop:
             self._has_unsent_stats = True  # report the progress of the warm-up
 
     def _take_messages(self) -> None:
-        """Handle all messages that have arrived; wait for one when there is nothing to do."""
+        """Handle all messages that have arrived; wait for one if there is nothing to do."""
         core = self._core
         while True:
             is_idle = not core.has_unfinished_requests()
@@ -125,7 +126,7 @@ class CoreLoop:
                 self._handle(message)
 
     def _handle_apart(self, data: bytes, error: msgspec.ValidationError) -> None:
-        """Refuse the requests for which a message cannot be decoded, and handle the others."""
+        """Refuse those requests of a message that cannot be decoded, and handle the others."""
         parts = requests_apart(data)
         if not parts:
             raise error
@@ -184,8 +185,8 @@ def main(address: str, parent: int) -> int:
     """Run a core until it fails or is killed. Returns the exit code.
 
     Args:
-        address: of the socket of the parent.
-        parent: its process id.
+        address: address of the parent's socket.
+        parent: process id of the parent.
     """
     leave_signals_to_parent()
     connection = _Connection(address, parent)
@@ -202,11 +203,12 @@ def main(address: str, parent: int) -> int:
 
 
 class _Connection:
-    """The socket to the parent. Opened by `open` or the first message, as it has threads.
+    """The socket to the parent. It is opened by `open` or the first message, not earlier, because
+    it has threads.
 
     Args:
-        address: that the parent has bound.
-        parent: its process id.
+        address: address that the parent has bound.
+        parent: process id of the parent.
     """
 
     def __init__(self, address: str, parent: int) -> None:
@@ -216,9 +218,12 @@ class _Connection:
         self._poller: zmq.Poller | None = None
 
     def open(self) -> None:
-        """Connect, if it is not open, and remove the file of the socket: nothing is left then,
-        whoever is killed. From here on the kernel kills this process with its parent, which before
-        would leave the file."""
+        """Connect, if not yet connected, and remove the file of the socket, so that nothing is left
+        if a process is killed.
+
+        From here on the kernel kills this process together with its parent. Before, that would have
+        left the file.
+        """
         _ = self._socket
 
     @cached_property
@@ -236,7 +241,7 @@ class _Connection:
         return made
 
     def wake_for(self, descriptor: int | None) -> None:
-        """Also end a wait for messages when this file descriptor is readable."""
+        """Let waits for messages also end when this file descriptor is readable."""
         if descriptor is not None:
             self._poller = zmq.Poller()
             self._poller.register(self._socket, zmq.POLLIN)
@@ -246,7 +251,9 @@ class _Connection:
         self._socket.send(encode(message))
 
     def receive(self, wait: bool) -> bytes | None:
-        """Return the next message; None if there is none and it must not wait, or was woken."""
+        """Return the next message. None if there is none and `wait` is False, or if the wait was
+        interrupted.
+        """
         if wait and self._poller is not None:
             self._poller.poll()
             wait = False
@@ -257,7 +264,7 @@ class _Connection:
         return data
 
     def close(self) -> None:
-        """Close the socket once the parent has read the last messages, but not for long."""
+        """Close the socket after the parent has read the last messages; waits only briefly."""
         self._socket.close()
         self._context.term()
 
@@ -298,8 +305,9 @@ def _run(start: StartCore, connection: _Connection) -> int:
 
 
 def _config_of(start: StartCore) -> VllmConfig:
-    """Return the config of the engine in this process, with the models and devices that it
-    names."""
+    """Create the config of the engine in this process, and register the models and devices that it
+    names.
+    """
     from vllm.model_executor.models.registry import ModelRegistry
 
     for name, place in start.models.items():

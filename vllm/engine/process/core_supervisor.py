@@ -1,4 +1,4 @@
-"""Starts the process of an engine core, notices when it dies, and restarts it if allowed.
+"""Start the process of an engine core, notice when it dies, and restart it if allowed.
 
 Everything except starting a process happens in one event loop.
 """
@@ -45,25 +45,27 @@ _MAX_TOGETHER = 32
 
 
 class Core(Protocol):
-    """The process of a core, here or on another machine."""
+    """The process of a core, on this machine or another one."""
 
     @property
     def pid(self) -> int | None:
-        """Process id, of a process on this machine."""
+        """Process id, if the process is on this machine."""
         ...
 
     def configure(self, config: VllmConfig, models: dict[str, str]) -> None:
-        """Let it load the model; called once, in any thread. See `CoreClient.configure`."""
+        """Send the config, with which the core loads the model. Called once, in any thread."""
         ...
 
     def attach(
         self, on_message: Callable[[FromCore], None], on_death: Callable[[str], None]
     ) -> None:
-        """Deliver messages to the running event loop; see `CoreClient.attach_raw`."""
+        """Deliver messages to the running event loop, and report the end of the process; see
+        `CoreClient.attach_raw`.
+        """
         ...
 
     def send(self, message: ToCore) -> None:
-        """Send a message; one to a core that has ended is dropped.
+        """Send a message. If the core has ended, the message is dropped.
 
         Raises:
             RequestError: it contains something that cannot be sent.
@@ -71,35 +73,40 @@ class Core(Protocol):
         ...
 
     def kill(self) -> None:
-        """Let it end without waiting, and deliver nothing of it any more. Calling it again does
-        nothing."""
+        """Kill the core without waiting, and deliver none of its messages any more. A second call
+        does nothing.
+        """
         ...
 
     def close(self) -> None:
-        """End it, wait for that, and release all resources; after `kill` in any thread. Calling it
-        again does nothing."""
+        """End the core, wait for its end, and release all resources. A second call does nothing.
+        After `kill` it may be called in any thread.
+        """
         ...
 
 
 def start_core() -> "asyncio.Future[Core]":
-    """Launch a core on this machine, which imports modules. It is no task, so the end of the event
-    loop does not cancel it and a process that is being made can be ended."""
+    """Launch a core on this machine, which begins to import modules.
+
+    The result is not a task, so that the end of the event loop does not cancel it and the new
+    process can still be ended.
+    """
     loop = asyncio.get_running_loop()
     return loop.run_in_executor(None, lambda: CoreClient())
 
 
 class CoreSupervisor:
-    """One core process at a time.
+    """Starts and watches one core process at a time.
 
     Args:
         num_restarts: how often a core that died is restarted.
         suffix: names the core in messages, such as " of replica 1".
         start_core: starts a process, or waits for one on another machine.
-        first_phase: what it does until it has its config, for progress reports.
-        changes: of all cores, which a core that is started again gets before any request.
+        first_phase: name of the phase before the config is sent, for progress reports.
+        changes: changes in all cores, which a restarted core gets before any request.
         on_output: called with the output of each step.
         on_refused: called with each request that the core refuses.
-        on_lost: called with the error of a core that has died: all of its requests are lost.
+        on_lost: called with the error of a core that has died and lost all its requests.
 
     Attributes:
         startup: state of the start.
@@ -142,7 +149,7 @@ class CoreSupervisor:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the core, or None."""
+        """Process id of the core; None if there is no process."""
         return None if self._core is None else self._core.pid
 
     def prepare(self) -> None:
@@ -154,11 +161,12 @@ class CoreSupervisor:
             self._spawning.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def start(self, config: VllmConfig, loaded: "asyncio.Future[None]") -> None:
-        """Start a core; returns when it computes requests.
+        """Start a core; returns when it can compute requests.
 
         Args:
-            config: of the core.
-            loaded: done when the rest of the engine is loaded, without which it is not ready.
+            config: config of the core.
+            loaded: future that is done when the rest of the engine is loaded; the core is not ready
+                before.
 
         Raises:
             ConfigError: it cannot start with this config.
@@ -179,15 +187,15 @@ class CoreSupervisor:
         self.startup.set_ready()
 
     def give_up(self, error: BaseException) -> None:
-        """End the process of a start that has failed, here or elsewhere."""
+        """End the process after the start has failed, in this replica or another one."""
         if self._spawning is not None:
             self._spawning.cancel()
         self.startup.set_failed(error)
         self._release()
 
     async def restart(self) -> None:
-        """Stop the core and start another one, also when it has exited for good. Its requests fail.
-        Return when the new core computes requests.
+        """Stop the core and start another one, even if it has exited for good. Its requests fail.
+        Returns when the new core can compute requests.
 
         Raises:
             ConfigError, EngineDeadError: it could not be started.
@@ -199,12 +207,14 @@ class CoreSupervisor:
         await self.startup.wait()
 
     def add(self, request: EngineRequest) -> None:
-        """Send a request to the running core, in one message with others that are added in the same
-        turn of the event loop: a step would begin with the first one, and the others wait for it.
-        One that cannot be sent is refused (`on_refused`).
+        """Send a request to the running core.
+
+        Requests that are added in the same iteration of the event loop are sent in one message;
+        otherwise a step would begin with the first one, and the others would wait for it. A request
+        that cannot be sent is refused (`on_refused`).
 
         Raises:
-            EngineDeadError: none runs.
+            EngineDeadError: no core runs.
         """
         self._check_runs()
         self._added.append(request)
@@ -214,10 +224,10 @@ class CoreSupervisor:
             self._send_added()
 
     def send(self, message: ToCore) -> None:
-        """Send a message to the running core, after what was added before.
+        """Send a message to the running core, after the requests that were added before.
 
         Raises:
-            EngineDeadError: none runs.
+            EngineDeadError: no core runs.
         """
         self._check_runs()
         self._send_added()
@@ -255,7 +265,7 @@ class CoreSupervisor:
 
     @property
     def dead_error(self) -> BaseException:
-        """The reason why nothing can be computed now."""
+        """The reason why no request can be computed now."""
         return self.startup.error or EngineDeadError(
             f"the engine{self._suffix} is not ready: {self.startup.phase}"
         )
@@ -264,19 +274,19 @@ class CoreSupervisor:
         """Run a method of `CoreCalls` in the core, between two steps.
 
         Args:
-            name: of the method.
-            args, kwargs: values that msgpack can encode.
+            name: name of the method.
+            args, kwargs: arguments, which msgpack must be able to encode.
 
         Raises:
-            RequestError: the arguments cannot be sent, or the call refuses them.
-            CapacityError: it is not possible now.
+            RequestError: the arguments cannot be sent, or the method refuses them.
+            CapacityError: the call is not possible now.
             WorkerCallError: the call has failed.
             EngineDeadError: the core has died.
         """
         return await self._call(self.send, name, args, kwargs)
 
     def stop(self, error: EngineDeadError) -> None:
-        """End the core for good. Everyone who waits gets the error."""
+        """End the core for good. Everything that waits for it fails with the error."""
         self._is_stopped = True
         if self._restart_task is not None:
             self._restart_task.cancel()
@@ -304,7 +314,9 @@ class CoreSupervisor:
             self._calls.pop(call_id, None)
 
     async def _start_process(self) -> "asyncio.Future[None]":
-        """Start a process that waits for its config. The future is done when it is ready."""
+        """Start a process that waits for its config. The returned future is done when the core is
+        ready.
+        """
         self._failure = None
         self.startup.report(self._first_phase)
         spawned = self._start_core()
@@ -369,7 +381,7 @@ class CoreSupervisor:
         return EngineDeadError(f"the engine process{self._suffix} has failed: {message}")
 
     def _lose(self, error: BaseException) -> None:
-        """Fail all requests of the core; start another core, or give up."""
+        """Fail all requests of a core that has died; start another core, or give up."""
         self._fail_calls(error)
         if self._restarts_left > 0:
             self._restarts_left -= 1
@@ -413,10 +425,10 @@ class CoreSupervisor:
         logger.info("the engine%s was restarted", self._suffix)
 
     async def _repeat_changes(self, core: Core | None) -> None:
-        """Change a new core as the others were changed.
+        """Apply the recorded changes (such as sleep) to a new core.
 
         Raises:
-            EngineDeadError: it cannot be changed so, or has ended.
+            EngineDeadError: the changes cannot be applied, or the core has ended.
         """
         for change in self._changes.calls:
             if core is None or self._core is not core:
@@ -442,8 +454,11 @@ class CoreSupervisor:
             core.close()
 
     def _release_behind(self) -> None:
-        """End the core, and wait for its end in a thread: to free much memory or a device takes the
-        system seconds, in which the event loop serves the requests of other cores."""
+        """Kill the core, and wait for its end in a thread.
+
+        Freeing much memory or a device takes the system seconds, in which the event loop serves the
+        requests of other cores.
+        """
         core, self._core = self._core, None
         self._added.clear()
         if core is not None:

@@ -1,4 +1,4 @@
-"""Records the changes in the cores since their start, for a core that is restarted."""
+"""Record changes in the cores since their start, to apply them to a core that is restarted."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -20,12 +20,12 @@ class Change(NamedTuple):
 
 
 class ReplayLog:
-    """The calls (sleep, wake_up, reload_weights) that a restarted engine core must replay.
+    """The calls (sleep, wake_up, reload_weights) that a restarted engine core must repeat.
 
     Attributes:
-        lock: held while all cores are changed, and while a core that was started again is changed
-            as they were, so that it misses nothing.
-        calls: the calls that bring a new core to the state of the others, in their order.
+        lock: held while all cores are changed, and while the calls are repeated in a restarted
+            core, so that it misses none.
+        calls: calls that bring a new core to the state of the others, in order.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class ReplayLog:
 
     @property
     def sleeping_parts(self) -> list[str]:
-        """Tags of the parts that sleep."""
+        """Tags of the parts that are released (asleep)."""
         asleep: set[str] = set()
         for change in self.calls:
             if change.method is CoreCalls.sleep:
@@ -44,20 +44,21 @@ class ReplayLog:
         return [part for part in SLEEP_TAGS if part in asleep]
 
     def note_sleep(self, level: int = 1) -> None:
-        """Note that all parts sleep."""
+        """Record that all parts sleep."""
         self._forget(CoreCalls.sleep, CoreCalls.wake_up)
         self.calls.append(Change(f"sleep(level={level})", CoreCalls.sleep, (level,)))
 
     def note_awake(self, tags: Sequence[str] | None = None) -> None:
-        """Note that parts are awake again; None: all."""
+        """Record that parts were woken up; None: all parts."""
         woken = list(SLEEP_TAGS if tags is None else tags)
         self.calls.append(Change(f"wake_up(tags={woken})", CoreCalls.wake_up, (woken,)))
         if not self.sleeping_parts:
             self._forget(CoreCalls.sleep, CoreCalls.wake_up)
 
     def note_reload(self, args: list[Any], kwargs: dict[str, Any]) -> None:
-        """Note that weights were read again, or will be when they wake up; without arguments from
-        the folder that was read last."""
+        """Record that weights were reloaded, or will be at wake-up. Without arguments, the last
+        folder is used again.
+        """
         if args or kwargs:
             self._forget(CoreCalls.collective_rpc)
             name = Worker.reload_weights.__name__

@@ -1,7 +1,7 @@
-"""The folder of the socket between a client and its core.
+"""Create and remove the folder of the socket between a client and its core.
 
-The client makes it. The core removes it as soon as it has connected, so that nothing is left
-whoever is killed; the client removes it if there was no core.
+The client creates it. The core removes it as soon as it has connected, so that nothing is left if a
+process is killed; the client removes it if no core connected.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ _MAX_SOCKET_PATH = 100
 
 
 def make_address() -> str:
-    """Make a folder and return the address of a socket in it; nothing is bound to it yet."""
+    """Create a folder and return the address of a socket in it, which is not bound yet."""
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     if len(bytes(folder / _SOCKET)) > _MAX_SOCKET_PATH:
         folder.rmdir()
@@ -26,7 +26,7 @@ def make_address() -> str:
 
 
 def remove(address: str) -> None:
-    """Remove the socket and the folder that `make_address` made.
+    """Remove the socket and the folder that `make_address` created.
 
     Any other address is ignored. A folder with other files is not removed.
     """

@@ -1,4 +1,6 @@
-"""The state of an engine's start, for those who wait for it. `startup_progress` reports it."""
+"""Track the state of an engine's start, for callers that wait for it. `startup_progress` reports
+it.
+"""
 
 import asyncio
 import time
@@ -22,18 +24,17 @@ class StartupState:
     """Phase, progress and readiness of one engine.
 
     Args:
-        on_change: called after each change; None: nobody is told.
-        is_logged: whether phases are logged.
+        on_change: called after each change; None: no callback.
+        is_logged: whether to log the phases.
 
     Attributes:
-        phase: what it is doing now, in words; "ready" or "failed" at the end.
+        phase: name of the current phase; "ready" or "failed" at the end.
         done: units of work of this phase that have been done.
         total: units of work of this phase; 0: unknown.
-        eta_seconds: estimated seconds until the engine is ready, in tenths; None: unknown, as long
-            as nobody has counted what is left. The log, the probes and the pages show this figure
-            and no other. It is that of the last report.
-        error: why it failed, or None.
-        finished_phases: name and seconds of each phase of the latest start that has ended.
+        eta_seconds: estimated seconds until the engine is ready, rounded to tenths, from the last
+            report; None: unknown. The log, the probes and the pages all show this value.
+        error: the reason of a failure, or None.
+        finished_phases: (name, seconds) of each finished phase of the latest start.
     """
 
     def __init__(
@@ -52,18 +53,18 @@ class StartupState:
 
     @property
     def is_ready(self) -> bool:
-        """The engine serves requests."""
+        """Whether the engine serves requests."""
         return self.phase == "ready"
 
     def report(
         self, phase: str, done: int = 0, total: int = 0, eta_seconds: float | None = None
     ) -> None:
-        """Note the progress of a phase; a new phase ends the one before.
+        """Record the progress of a phase. A new phase ends the one before.
 
         Args:
-            phase: in words.
-            done: units of the phase that are done.
-            total: units of the phase; 0: unknown.
+            phase: name of the phase, in words.
+            done: number of finished units of the phase.
+            total: number of units of the phase; 0: unknown.
             eta_seconds: estimated seconds until the engine is ready; None: unknown.
         """
         if phase != self.phase:
@@ -79,8 +80,9 @@ class StartupState:
             logger.info("start: %s: %d of %d%s", phase, done, total, self._time_left())
 
     def _time_left(self) -> str:
-        """Describe the time until the engine is ready; while that is unknown, until the end of the
-        phase, and say so."""
+        """Describe the time until the engine is ready, or until the end of the phase if the former
+        is unknown.
+        """
         if self.eta_seconds is not None:
             return f", about {self.eta_seconds:.0f} s left"
         if self.done < _MIN_PACE_DONE:
@@ -89,7 +91,7 @@ class StartupState:
         return f", about {pace_s * max(0, self.total - self.done):.0f} s left of this phase"
 
     def _log_change(self, phase: str) -> None:
-        """Log one line per phase: what begins, and how long the previous phase took."""
+        """Log one line per phase: the name of the new phase, and how long the previous one took."""
         if phase in _ENDS:
             if self.phase not in (_NOT_STARTED, *_ENDS):
                 logger.info("start: %s took %.1f s", self.phase, self._elapsed_s())
@@ -99,7 +101,9 @@ class StartupState:
             logger.info("start: %s took %.1f s; %s", self.phase, self._elapsed_s(), phase)
 
     def _note_end(self) -> None:
-        """Add the phase that ends to `finished_phases`; after a whole start, begin a new list."""
+        """Add the phase that ends to `finished_phases`. After a complete start, begin a new
+        list.
+        """
         if self.phase in _ENDS:
             self.finished_phases = []
         elif self.phase != _NOT_STARTED:
@@ -109,19 +113,19 @@ class StartupState:
         return time.monotonic() - self._phase_began
 
     def set_ready(self) -> None:
-        """Mark the engine as ready: wake up everyone who waits."""
+        """Mark the engine as ready, and wake up all callers of `wait`."""
         self.error = None
         self._changed.set()
         self.report("ready")
 
     def set_unready(self, phase: str) -> None:
-        """Mark the engine as not ready (any more): requests have to wait."""
+        """Mark the engine as not ready, so that requests have to wait."""
         self.error = None
         self._changed.clear()
         self.report(phase)
 
     def set_failed(self, error: BaseException) -> None:
-        """Mark the start as failed: raise the error for everyone who waits."""
+        """Mark the start as failed, and raise the error in all callers of `wait`."""
         self.error = error
         self._changed.set()
         self.report("failed")

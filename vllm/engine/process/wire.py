@@ -1,9 +1,9 @@
-"""Messages between the API process and the engine core, as msgpack. No pickle, no code.
+"""Define the messages between the API process and the engine core, as msgpack. No pickle, no code.
 
 API process -> core     StartCore, AddRequests, AbortRequests, CallCore
 core -> API process     CoreProgress, CoreReady, CoreFailed, CoreOutput, Refused, CallResult
 
-`StartCore` is a frame on standard input (`utils/frames`), the others are frames of ZMQ.
+`StartCore` is a frame on standard input (`utils/frames`), the others are ZMQ frames.
 """
 
 from typing import Any
@@ -30,8 +30,11 @@ class StartCore(Message, frozen=True, kw_only=True):
 
 
 class AddRequests(Message, frozen=True, kw_only=True):
-    """Queue requests. A request is sent once, for all its samples: the core splits it (`fan_out`).
-    The core answers `Refused` for each request that it refuses."""
+    """Queue requests.
+
+    A request is sent once for all its samples; the core splits it (`fan_out`). The core answers
+    `Refused` for each request that it refuses.
+    """
 
     requests: list[EngineRequest]
 
@@ -69,7 +72,7 @@ class CoreReady(Message, frozen=True, kw_only=True):
 
 
 class CoreFailed(Message, frozen=True, kw_only=True):
-    """The core has failed and ends."""
+    """The core has failed and exits."""
 
     message: str
     is_config_error: bool
@@ -106,8 +109,9 @@ class CallResult(Message, frozen=True, kw_only=True):
 
 
 def requests_apart(data: bytes) -> dict[str, bytes]:
-    """Split an undecodable AddRequests message into one message per request, by request id. Empty
-    for other messages."""
+    """Split an AddRequests message that cannot be decoded into one message per request, by request
+    id. Empty for other messages.
+    """
     name, *fields = msgspec.msgpack.decode(data, type=list[msgspec.Raw])
     if msgspec.msgpack.decode(name) != AddRequests.__name__:
         return {}

@@ -1,1 +1,1 @@
-"""Replicas of the engine core, on this machine and on others."""
+"""Run replicas of the engine core on this machine and on others."""

@@ -1,6 +1,6 @@
-"""The replicas of an engine: one core process each, and requests divided among them.
+"""Divide requests among the replicas of an engine, each of which is one core process.
 
-Everything happens in one event loop. With one replica, this only passes calls on.
+Everything happens in one event loop. With one replica, calls are only forwarded.
 """
 
 import asyncio
@@ -53,8 +53,8 @@ class ReplicaState(NamedTuple):
 class CoreReplicas:
     """Starts the cores of all replicas, sends requests to them and collects their answers.
 
-    A replica that dies loses its own requests. The others serve on; the engine is dead when all
-    replicas are.
+    If a replica dies, its own requests fail. The others keep serving; the engine is dead when all
+    replicas are dead.
 
     Args:
         parallel: how many replicas there are, and on which machines.
@@ -62,13 +62,13 @@ class CoreReplicas:
         on_output: called with the index of a replica and the output of its step.
         on_refused: called with each request that a core refuses.
         on_lost: called with the index of a replica that has died, its error, whether it is being
-            restarted, and the ids of its requests, which are lost.
+            restarted, and the ids of its failed requests.
 
     Attributes:
-        startup: state of all of them together: ready once all were ready, and then as long as one
-            is.
+        startup: common state of all replicas: ready after all became ready, and as long as one is
+            ready.
         stats: the latest statistics of each replica.
-        calls: of methods of all cores.
+        calls: calls methods of all cores.
         death_callbacks: called once when all replicas are dead.
     """
 
@@ -120,7 +120,9 @@ class CoreReplicas:
             replica.death_callbacks.append(self._note_death)
 
     def _start_of(self, index: int, num_local: int) -> tuple[Any, ...]:
-        """Return how a replica is started, if it runs on another machine."""
+        """Return the arguments with which a replica on another machine is started; empty for a
+        local replica.
+        """
         if self._far is None or index < num_local:
             return ()
         return partial(
@@ -132,22 +134,22 @@ class CoreReplicas:
 
     @property
     def pids(self) -> list[int | None]:
-        """Process ids of the cores; None where there is no process."""
+        """Process ids of the cores; None for a replica without a process."""
         return [replica.pid for replica in self._all]
 
     @property
     def num_restarts_done(self) -> int:
-        """Return how often cores were restarted."""
+        """Number of times that cores were restarted."""
         return sum(replica.num_restarts_done for replica in self._all)
 
     @property
     def dead_error(self) -> BaseException:
-        """The reason why nothing can be computed now."""
+        """The reason why no request can be computed now."""
         return self._all[0].dead_error if len(self._all) == 1 else self._none_ready()
 
     @property
     def refusal(self) -> str | None:
-        """Return why a running engine refuses new requests now; None: it accepts them."""
+        """Reason why a running engine refuses new requests now; None if it accepts them."""
         if sleeping := self.calls.sleeping_parts:
             return str(EngineAsleepError(sleeping))
         ready = {index for index, each in enumerate(self._all) if each.startup.is_ready}
@@ -164,11 +166,11 @@ class CoreReplicas:
     async def start(
         self, resolve: Callable[[], VllmConfig], meanwhile: Callable[[VllmConfig], None]
     ) -> None:
-        """Start the cores; returns when all of them compute requests.
+        """Start the cores; returns when all of them can compute requests.
 
         Args:
-            resolve: makes the config of the engine, in a thread, while the processes start.
-            meanwhile: runs in a thread while the cores load.
+            resolve: returns the config of the engine; runs in a thread while the processes start.
+            meanwhile: called in a thread with the config while the cores load.
 
         Raises:
             ConfigError: a core cannot start with this config.
@@ -205,7 +207,7 @@ class CoreReplicas:
         self._note_change()
 
     def stop(self, error: EngineDeadError) -> None:
-        """End the cores for good. Everyone who waits gets the error."""
+        """End the cores for good. Everything that waits for them fails with the error."""
         for replica in self._all:
             replica.stop(error)
         if self._far is not None:
@@ -216,7 +218,8 @@ class CoreReplicas:
         """Run `resolve` in a thread, and report its progress.
 
         Raises:
-            ConfigError: also if the workers can only run in the process of the caller.
+            ConfigError: the config is wrong, or the workers can only run in the process of the
+                caller.
         """
         startup_progress.listen(self.startup.report)
         try:
@@ -235,16 +238,16 @@ class CoreReplicas:
     def choose(
         self, request: EngineRequest, core_ids: list[str], replica: int | None = None
     ) -> int:
-        """Choose the replica of a request. The request counts as that replica's from now on.
+        """Choose the replica for a request, and count the request as load of this replica.
 
         Args:
-            request: to compute.
-            core_ids: ids of its outputs in the core.
-            replica: that the caller asks for; None: any.
+            request: request to compute.
+            core_ids: ids of its samples in the core.
+            replica: replica that the caller asks for; None: any.
 
         Raises:
             RequestError: there is no such replica.
-            CapacityError: the replica gets no requests now (status 503).
+            CapacityError: the replica accepts no requests now (status 503).
             EngineDeadError: no replica is ready.
         """
         if replica is not None:
@@ -270,7 +273,7 @@ class CoreReplicas:
         return self._running.choose(request, core_ids, candidates)
 
     def add(self, index: int, request: EngineRequest) -> None:
-        """Send a request to the replica that was chosen; see `CoreSupervisor.add`.
+        """Send a request to the replica with this index.
 
         Raises:
             EngineDeadError: the replica is not ready.
@@ -282,7 +285,7 @@ class CoreReplicas:
         return self._running.owner(core_id) or 0
 
     def end(self, core_ids: Iterable[str]) -> None:
-        """Note that requests have ended; unknown ids are ignored."""
+        """Record that requests have ended; unknown ids are ignored."""
         self._running.end(core_ids)
 
     def abort(self, core_ids: Iterable[str]) -> None:
@@ -320,7 +323,7 @@ class CoreReplicas:
         ]
 
     async def drain(self, index: int) -> None:
-        """Send no more requests to a replica; returns when it has none. `resume` undoes it.
+        """Stop sending requests to a replica; returns when it has none. `resume` undoes this.
 
         Raises:
             RequestError: there is no such replica.
@@ -347,12 +350,12 @@ class CoreReplicas:
         self._draining.discard(index)
 
     async def restart(self, index: int, timeout_s: float | None = None) -> None:
-        """Drain a replica, and replace its process. The others serve meanwhile.
+        """Drain a replica, and replace its process. The other replicas keep serving.
 
         Args:
-            index: of the replica; it may have died for good.
-            timeout_s: time for its requests to finish; the others then get an error.
-                None: no limit.
+            index: index of the replica, which may have died for good.
+            timeout_s: seconds for its requests to finish; requests that are left then fail with an
+                error. None: no limit.
 
         Raises:
             RequestError: there is no such replica.
@@ -427,7 +430,7 @@ class CoreReplicas:
         self._on_lost(index, error, will_return, core_ids)
 
     def _note_change(self) -> None:
-        """Update the state of all replicas together after one has changed."""
+        """Update the common state after the state of one replica has changed."""
         if len(self._all) == 1:
             return
         states = [replica.startup for replica in self._all]
@@ -455,6 +458,8 @@ class CoreReplicas:
 
 
 def _latest(etas: list[float | None]) -> float | None:
-    """Return the largest estimate, as all have to be ready; None: one of them is unknown."""
+    """Return the largest of the estimates, because all replicas have to be ready; None if one is
+    unknown.
+    """
     known = [eta for eta in etas if eta is not None]
     return max(known) if len(known) == len(etas) else None

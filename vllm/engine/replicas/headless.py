@@ -1,9 +1,8 @@
-"""Runs replicas of a server on another machine: `vllm serve --headless`.
+"""Run replicas of a server on another machine: `vllm serve --headless`.
 
-For each replica there is a connection to the server. The server says when to start a core; what it
-sends then goes to the core, and what the core sends goes back, as they are. When the connection
-ends, so does the core, and the next connection is made: the server, or the core, may be started
-again.
+Each replica has a connection to the server. The server tells it when to start a core; afterwards
+messages are forwarded unchanged between the server and the core. When the connection closes, the
+core is ended and a new connection is made, because the server or the core may be restarted.
 """
 
 import asyncio
@@ -41,10 +40,10 @@ _ATTEMPTS_PER_LINE = 30
 
 
 class HeadlessReplicas:
-    """The replicas of this machine.
+    """Runs the replicas of this machine.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
     """
 
     def __init__(self, config: VllmConfig) -> None:
@@ -52,7 +51,7 @@ class HeadlessReplicas:
         self._cores: set[CoreClient] = set()
 
     async def run(self) -> None:
-        """Run the replicas until this is cancelled."""
+        """Run the replicas until the task is cancelled."""
         configs = await asyncio.to_thread(replica_configs, self._config)
         try:
             await asyncio.gather(*(self._run_replica(config) for config in configs))
@@ -110,7 +109,8 @@ class HeadlessReplicas:
     async def _start(
         self, config: VllmConfig, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> CoreClient | None:
-        """Start the core when the server says so; None if it cannot be one of its replicas.
+        """Start the core when the server asks for it; None if it cannot be one of the server's
+        replicas.
 
         Raises:
             RemoteProtocolError: the server refuses this machine.

@@ -1,5 +1,6 @@
-"""Cores on other machines, as the server knows them: it listens, and the machines connect
-(`core_host`). Everything happens in one event loop."""
+"""Represent cores on other machines in the server: it listens, and the machines connect
+(`headless`). Everything happens in one event loop.
+"""
 
 import asyncio
 import contextlib
@@ -37,10 +38,10 @@ _HELLO_S = 10.0
 
 
 class RemoteEngineCore:
-    """A core on another machine; see `Core`.
+    """A core on another machine.
 
     Args:
-        reader, writer: the connection to its machine, which is ready to start it.
+        reader, writer: connection to the machine, which is ready to start the core.
     """
 
     pid: int | None = None
@@ -53,12 +54,13 @@ class RemoteEngineCore:
 
     @property
     def is_lost(self) -> bool:
-        """The connection has ended."""
+        """Whether the connection is closed."""
         return self._reader.at_eof() or self._writer.is_closing()
 
     def configure(self, config: VllmConfig, models: dict[str, str]) -> None:
-        """Send the facts on which both machines must agree; the other machine has a config of its
-        own."""
+        """Send the settings on which both machines must agree. The other machine has its own
+        config.
+        """
         data = msgspec.msgpack.encode(StartCore(facts_of_replica(config)))
         self._loop.call_soon_threadsafe(self._write, BEGIN, data)
 
@@ -117,8 +119,8 @@ class RemoteEngineCores:
     """Listens for the machines that run some of the replicas.
 
     Args:
-        address, port: to listen on.
-        replicas: which ones.
+        address, port: address to listen on.
+        replicas: indices of these replicas.
     """
 
     def __init__(self, address: str, port: int, replicas: Collection[int]) -> None:
@@ -131,8 +133,11 @@ class RemoteEngineCores:
         self._is_closed = False
 
     def wait_for_core(self, replica: int) -> "asyncio.Future[Core]":
-        """Return a future with a core on the machine of a replica, done when it has connected. The
-        future has a ConfigError if the address cannot be used."""
+        """Return a future for the core on the machine of a replica, done when the machine has
+        connected.
+
+        The future has a ConfigError if the address cannot be used.
+        """
         return asyncio.ensure_future(self._wait_for_core(replica))
 
     async def _wait_for_core(self, replica: int) -> Core:
@@ -148,7 +153,7 @@ class RemoteEngineCores:
         return await future
 
     def close(self) -> None:
-        """Stop listening, and cancel all that wait."""
+        """Stop listening, and cancel all callers that wait."""
         self._is_closed = True
         if self._server is not None:
             self._server.close()
@@ -215,7 +220,7 @@ class RemoteEngineCores:
         """Check and return the first message of a connection.
 
         Raises:
-            RemoteProtocolError: it cannot be used.
+            RemoteProtocolError: it is not acceptable.
         """
         check_kind(kind, HELLO)
         try:

@@ -1,12 +1,12 @@
-"""Messages between a server and the machines that run some of its replicas, over TCP. A connection
-is one replica.
+"""Define the messages between a server and the machines that run some of its replicas, over TCP.
+Each replica has one connection.
 
     machine -> server    HandshakeRequest
     server -> machine    StartCore: start the core. Then messages to the core.
     machine -> server    messages from the core, and CoreExited when its process has ended
 
-All are frames (`utils/frames`). Their content is msgpack: `HandshakeRequest`, `StartCore`, messages
-of `wire` as they are, or `CoreExited`. No pickle, no code.
+All are frames (`utils/frames`). Their content is msgpack: `HandshakeRequest`, `StartCore`,
+unchanged messages of `wire`, or `CoreExited`. No pickle, no code.
 """
 
 import asyncio
@@ -24,12 +24,13 @@ _KEEPALIVE_PROBES = 3
 
 
 class RemoteProtocolError(Exception):
-    """The other end speaks another protocol, or another version of this one, or refuses; str()
-    says why."""
+    """The peer speaks another protocol, or another version of this one, or refuses; str() says
+    why.
+    """
 
 
 class HandshakeRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A machine that can start a core."""
+    """A machine reports that it can start a core."""
 
     replica: int
     version: str = __version__
@@ -43,13 +44,13 @@ class StartCore(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CoreExited(msgspec.Struct, frozen=True, array_like=True):
-    """The process of the core has ended."""
+    """The process of the core has exited."""
 
     cause: str
 
 
 def check_kind(kind: int, expected: int) -> None:
-    """Raise RemoteProtocolError where another kind of frame has arrived than is expected here."""
+    """Raise RemoteProtocolError if a frame has a different kind than expected."""
     if kind != expected:
         raise RemoteProtocolError(
             f"expected a message of kind {expected}, got kind {kind}: is the peer another "
@@ -58,8 +59,9 @@ def check_kind(kind: int, expected: int) -> None:
 
 
 def enable_keepalive(writer: asyncio.StreamWriter) -> None:
-    """Let the system end a connection whose other machine does not answer any more, within some
-    20 s."""
+    """Let the system close a connection within about 20 s if the other machine no longer
+    answers.
+    """
     connection: socket.socket = writer.get_extra_info("socket")
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

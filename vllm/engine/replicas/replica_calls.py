@@ -1,4 +1,4 @@
-"""Sends calls to the cores of all replicas, and records what they have changed."""
+"""Send calls to the cores of all replicas, and record what they have changed."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +21,8 @@ class ReplicaCalls:
     """Calls the core of every replica that is ready, all at the same time.
 
     Args:
-        replicas: all of them.
-        changes: where it is noted what the calls change, for a core that is started again.
+        replicas: all replicas.
+        changes: log of the changes that calls make, for restarted cores.
         forget_prefixes: called when the prefix caches of all replicas were emptied.
     """
 
@@ -56,10 +56,10 @@ class ReplicaCalls:
         If one replica cannot sleep because it has requests, none sleeps.
 
         Returns:
-            Their results. A failure of one is raised when all have ended.
+            The results. If a call fails, its error is raised after all calls have ended.
 
         Raises:
-            As `CoreSupervisor.call`.
+            The errors of `CoreSupervisor.call`.
         """
         note = self._notes.get(method)
         if note is None:
@@ -80,7 +80,7 @@ class ReplicaCalls:
         """Call `reload_weights` of all workers.
 
         Raises:
-            As `call`.
+            The errors of `call`.
         """
         async with self._changes.lock:
             call = (Worker.reload_weights.__name__, None, args, kwargs)
@@ -90,14 +90,14 @@ class ReplicaCalls:
             return _all_of(results)
 
     async def stop_profile(self) -> list[str]:
-        """End the traces of all replicas.
+        """Stop the profiler traces of all replicas.
 
         Returns:
-            A sentence about each replica that has recorded none.
+            One sentence for each replica that has recorded no trace.
 
         Raises:
             RequestError: no replica has a trace.
-            As `call`.
+            Also the errors of `call`.
         """
         results = await self._call_ready(CoreCalls.call_workers, Worker.stop_profile.__name__)
         failures = [each for each in results.values() if isinstance(each, BaseException)]
@@ -120,11 +120,11 @@ class ReplicaCalls:
     async def _call_ready(
         self, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> dict[int, Any]:
-        """Call every replica that is ready, and return the results by its index. A failure is a
-        result.
+        """Call every replica that is ready, and return the results by its index. A failure is
+        returned as a result.
 
         Raises:
-            EngineDeadError: none is ready.
+            EngineDeadError: no replica is ready.
         """
         ready = [index for index, each in enumerate(self._all) if each.startup.is_ready]
         if not ready:
@@ -135,15 +135,17 @@ class ReplicaCalls:
 
 
 def _has_changed(results: Mapping[int, Any]) -> bool:
-    """Whether a call has changed the cores: none has refused it. One that has died meanwhile is
-    changed when it is started again."""
+    """Return whether a call has changed the cores, because none has refused it.
+
+    A core that has died meanwhile does not count: it is changed when it is restarted.
+    """
     failures = [each for each in results.values() if isinstance(each, BaseException)]
     is_lost = all(isinstance(failure, EngineDeadError) for failure in failures)
     return is_lost and len(failures) < len(results)
 
 
 def _are_at_odds(results: Mapping[int, Any]) -> bool:
-    """Whether some of several cores have refused a call because of their requests."""
+    """Return whether some of several cores have refused a call because they have requests."""
     return len(results) > 1 and any(isinstance(each, CapacityError) for each in results.values())
 
 

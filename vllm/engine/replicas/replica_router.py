@@ -1,11 +1,11 @@
-"""Chooses the replica of the engine for each request: the one with the least to compute.
+"""Choose the replica for each request: the one with the fewest tokens to compute.
 
     tokens to compute  =  prompts that have no token yet, without what is cached
                           + _OUTPUT_TOKENS per output, or max_tokens if that is less
 
-How long an output will be is not known, so outputs count alike. A replica to which a request with
-the same beginning was sent has fewer tokens of it to compute: so it is chosen, unless it has that
-much more to do than another one. Independent of processes and of the event loop.
+The length of an output is not known, so all outputs count alike. A replica that was sent a prompt
+with the same beginning has fewer tokens to compute. So it is chosen, unless its other load is
+higher by more than that. Independent of processes and of the event loop.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,13 +24,13 @@ _ENDS = (*range(64, 1025, 64), *range(1536, 4097, 512))
 
 
 class PrefixMemory:
-    """Remembers which replica was sent which beginnings of prompts.
+    """Remembers which beginnings of prompts each replica was sent.
 
-    A beginning is known by its hash. Two with one hash only make a choice worse, so the hash is
-    Python's.
+    A beginning is identified by its hash. A collision only makes a choice worse, so Python's hash
+    is sufficient.
 
     Args:
-        capacity: beginnings to remember; the least recently sent ones are forgotten.
+        capacity: number of beginnings to remember; the least recently sent ones are forgotten.
     """
 
     def __init__(self, capacity: int = _MAX_PREFIXES) -> None:
@@ -68,7 +68,7 @@ class PrefixMemory:
         return known
 
     def add(self, hashes: Sequence[int], replica: int) -> None:
-        """Note that a replica is sent a prompt with these beginnings."""
+        """Record that a replica is sent a prompt with these beginnings."""
         replicas = self._replicas
         for key in hashes:
             replicas[key] = replicas.pop(key, 0) | 1 << replica
@@ -95,13 +95,13 @@ class ReplicaLoad:
 
 
 class ReplicaRouter:
-    """The load of the replicas, and the choice between them.
+    """Tracks the load of the replicas, and chooses between them.
 
     Args:
-        num_replicas: at least 1.
-        max_num_seqs: requests that one replica runs at a time; further ones wait in it.
-        has_prefix_cache: whether replicas keep prefixes.
-        capacity: see `PrefixMemory`.
+        num_replicas: number of replicas, at least 1.
+        max_num_seqs: number of requests that one replica runs at a time; further ones wait in it.
+        has_prefix_cache: whether replicas cache prefixes.
+        capacity: number of beginnings of prompts to remember.
     """
 
     def __init__(
@@ -122,11 +122,11 @@ class ReplicaRouter:
     def choose(
         self, request: EngineRequest, core_ids: Sequence[str], candidates: Sequence[int]
     ) -> int:
-        """Choose the replica to send a request to. Its tokens count as that replica's from now on.
+        """Choose the replica to send a request to, and count its tokens as load of this replica.
 
         Args:
-            request: to send.
-            core_ids: of its outputs, which the core computes as so many requests.
+            request: request to send.
+            core_ids: ids of its samples, which the core computes as separate requests.
             candidates: indices of the replicas that may get it, at least one.
         """
         count, prefixes = len(self.loads), self._prefixes
@@ -173,7 +173,7 @@ class ReplicaRouter:
             load.prefilling.discard(core_id)
 
     def drop_requests_of(self, replica: int) -> list[str]:
-        """Forget a replica's requests and its prefixes. Returns the ids of the requests."""
+        """Forget the requests and the prefixes of a replica. Returns the ids of the requests."""
         core_ids = list(self.loads[replica].requests)
         self.end(core_ids)
         self._prefixes.remove_replica(replica)

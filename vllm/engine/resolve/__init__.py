@@ -1,1 +1,1 @@
-"""Resolves arguments to the config of an engine."""
+"""Resolve arguments to the complete config of an engine."""

@@ -1,9 +1,9 @@
-"""Engine arguments of the vLLM 0.9 Gaudi fork that are not fields of our configs.
+"""Handle engine arguments of the vLLM 0.9 Gaudi fork that are not fields of the configs.
 
-Scripts written for it must keep working as far as they honestly can. An argument that tunes
-something that this engine lacks, or does by itself, is accepted with a warning. An argument that
-requests a missing feature is an error: without the feature, the results would differ, or there
-would be none.
+Scripts for the fork should keep working as far as possible. An argument that only tunes something
+that this engine lacks, or does by itself, is accepted with a warning. An argument that requests a
+missing feature is an error, because without the feature the results would differ or there would be
+none.
 """
 
 import json
@@ -71,8 +71,9 @@ _MERGE = (
 
 
 def _read_compilation(given: Any) -> Any:
-    """Check a compilation level (`-O3`), given as a level, a dict, its JSON, or an object of the
-    fork."""
+    """Check a compilation level (`-O3`), given as a level, a dict, JSON, or an object of the
+    fork.
+    """
     try:
         content = json.loads(given) if isinstance(given, str) else given
     except ValueError:
@@ -211,7 +212,8 @@ COMPAT_ARGUMENTS: Mapping[str, CompatArgument] = {a.name: a for a in _ARGUMENTS}
 
 
 def accept(name: str, value: Any) -> None:
-    """Check an argument of `COMPAT_ARGUMENTS`, and warn that it has no effect; None is "not given".
+    """Check an argument of `COMPAT_ARGUMENTS`, and warn that it has no effect. None means "not
+    given".
 
     Raises:
         ConfigError: it requests a feature that is not available.
@@ -231,6 +233,6 @@ def accept(name: str, value: Any) -> None:
 
 
 def describe_refusal(argument: CompatArgument, value: Any) -> str:
-    """Return the message that refuses an argument which is not available."""
+    """Return the message that refuses an argument for a feature that is not available."""
     reason = f"not available in this version: {argument.reason}"
     return f"{argument.name}={value!r}: {reason}. Leave it out."

@@ -1,4 +1,4 @@
-"""Resolves arguments to the complete config of an engine, with model files, platform and limits.
+"""Resolve arguments to the complete config of an engine, with model files, platform and limits.
 
 Every value that the user did not set is decided here, once, before any process starts.
 """
@@ -95,9 +95,9 @@ def resolve_config(settings: Mapping[str, Any], platform: Platform | None = None
     """Return the config of an engine.
 
     Args:
-        settings: a value for every field of the config classes that users can set; None if the
-            platform or the model decides.
-        platform: of the device; None: of the setting `device`.
+        settings: value of every config field that users can set; None: the platform or the model
+            decides.
+        platform: platform of the device; None: the one that the setting `device` names.
 
     Raises:
         ConfigError: the engine cannot start with these settings.
@@ -122,7 +122,7 @@ def resolve_config(settings: Mapping[str, Any], platform: Platform | None = None
 
 
 def _asked_load(given: Mapping[str, Any]) -> LoadConfig:
-    """Return what the user set, with the token for downloads."""
+    """Return the user's load settings, with the token for downloads."""
     return without_bitsandbytes(_section(LoadConfig, given))
 
 
@@ -143,7 +143,7 @@ def _load(asked_load: LoadConfig, model: ModelConfig, platform: Platform) -> Loa
 def _settings(
     given: Mapping[str, Any], model: ModelConfig, platform: Platform
 ) -> Mapping[str, Any]:
-    """Return the user's settings, changed where the kind of the model demands it."""
+    """Return the user's settings, changed as required by pooling or recurrent models."""
     pooled = given if model.pooler is None else for_pooling(given, model.pooler)
     return for_states(pooled, platform) if model.resolved_arch.has_states else pooled
 
@@ -159,7 +159,7 @@ def _lora(settings: Mapping[str, Any], model: ModelConfig) -> LoRAConfig:
 
 
 def _limits(settings: Mapping[str, Any], platform: Platform, model: ModelConfig) -> SchedulerConfig:
-    """Return the limits of a step before drafts and adapters."""
+    """Return the limits of a step, before drafts and adapters are taken into account."""
     assert model.max_model_len is not None
     return _resolve_scheduler(settings, platform, model.max_model_len)
 
@@ -256,9 +256,9 @@ def _multimodal(settings: Mapping[str, Any], model: ModelConfig) -> MultiModalCo
 
 
 def _with_weights(config: VllmConfig, load: LoadConfig) -> VllmConfig:
-    """Return the config with folders that hold the weights.
+    """Return the config with the folders that contain the weights, which may be downloaded.
 
-    To be called last, so that no weights are downloaded for settings that are wrong.
+    Call this last, so that no weights are downloaded if settings are wrong.
     """
     speculative, model = config.speculative, config.model
     if (draft_model := speculative.draft_model) is not None:
@@ -273,10 +273,10 @@ def check_settings(settings: Mapping[str, Any], platform: Platform | None = None
     hub.
 
     Args:
-        settings, platform: see `resolve_config`.
+        settings, platform: as for `resolve_config`.
 
     Raises:
-        ConfigError: a value is out of range, or two of them contradict each other.
+        ConfigError: a value is out of range, or two values contradict each other.
     """
     platform = platform or resolve_platform(settings["device"])
     of_no_model = (
@@ -398,7 +398,7 @@ def _resolve_model(
 
 
 def _metadata_folder(name: str, revision: str | None, load: LoadConfig) -> Path:
-    """Return the folder of a model, with everything but weights."""
+    """Return the folder of a model, and download everything except weights if necessary."""
     return resolve_model_folder(name, revision, load.download_dir, (), "dummy", load.hf_token)
 
 
@@ -475,15 +475,15 @@ def check_architecture(raw: Mapping[str, Any], folder: Path, model_impl: ModelIm
 
 
 def _class_of(architecture: str, model_impl: ModelImpl, raw: Mapping[str, Any]) -> str:
-    """Return the name in the registry of what runs an architecture.
+    """Return the registry name of the class that runs an architecture.
 
     Args:
         architecture: name in config.json.
-        model_impl: as the user set it.
+        model_impl: implementation that the user chose.
         raw: values of config.json, or of the language model in it.
 
     Raises:
-        ConfigError: nothing does.
+        ConfigError: no class runs it.
     """
     model_type = raw.get("model_type")
     is_ours = architecture in ModelRegistry.supported()
@@ -507,7 +507,7 @@ def _class_of(architecture: str, model_impl: ModelImpl, raw: Mapping[str, Any]) 
 
 
 def _resolve_tokenizer(asked: ModelConfig, load: LoadConfig, folder: Path) -> str | None:
-    """Return the folder of the tokenizer, or None without a tokenizer."""
+    """Return the folder of the tokenizer; None if the engine runs without a tokenizer."""
     if asked.skip_tokenizer_init:
         return None
     if asked.tokenizer is None and asked.tokenizer_revision in (None, asked.revision):
@@ -536,8 +536,8 @@ def _allow_long_positions(max_model_len: int | None, arch: ModelArch) -> ModelAr
     """Return the model with positions up to `max_model_len`, if VLLM_ALLOW_LONG_MAX_MODEL_LEN is
     set.
 
-    Unchanged if that is impossible: a learned position embedding has a fixed number of rows, and
-    the length of yarn follows from its factor.
+    It is unchanged if longer positions are impossible: a learned position embedding has a fixed
+    size, and the length of yarn follows from its factor.
     """
     derived = arch.derived_max_model_len
     if max_model_len is None or max_model_len <= derived:
@@ -559,7 +559,7 @@ def _allow_long_positions(max_model_len: int | None, arch: ModelArch) -> ModelAr
 
 
 def resolve_max_model_len(asked: ModelConfig, arch: ModelArch) -> int:
-    """Return the requested length, or the model's maximum.
+    """Return the requested maximum length, or the model's maximum if none is requested.
 
     Raises:
         ConfigError: the model supports fewer tokens.
@@ -614,10 +614,10 @@ def _resolve_scheduler(
 
 
 def _max_step_ms(settings: Mapping[str, Any], platform: Platform) -> int:
-    """Return the bound for the time of a step; 0: none.
+    """Return the limit for the time of a step in milliseconds; 0: no limit.
 
     Raises:
-        ConfigError: it is given where each rank would read a clock of its own.
+        ConfigError: a limit is set, but each rank would read its own clock.
     """
     asked = cast("int | None", settings["max_step_ms"])
     is_external = settings["distributed_executor_backend"] == "external_launcher"

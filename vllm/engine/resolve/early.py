@@ -1,7 +1,7 @@
-"""Resolves as much of a config as is possible within a second, to report mistakes early.
+"""Resolve as much of a config as is possible within a second, to report mistakes early.
 
-It does not contact the hub and imports neither torch nor transformers, so that a mistyped flag is
-reported before anything slow begins. `resolve_config` does the rest.
+Nothing here contacts the hub or imports torch or transformers, so a mistyped flag is reported
+before anything slow begins. `resolve_config` does the rest.
 """
 
 from collections.abc import Mapping
@@ -65,8 +65,9 @@ def resolve_early(settings: Mapping[str, Any]) -> VllmConfig | None:
 
 
 def _check_media(raw: Mapping[str, Any], folder: Path, settings: Mapping[str, Any]) -> None:
-    """Refuse settings of an image processor or feature extractor that cannot be used, whatever
-    transformers adds to config.json."""
+    """Refuse unusable settings of an image processor or feature extractor, whatever transformers
+    adds to config.json.
+    """
     try:
         arch = ModelArch.from_hf(raw)
     except (ConfigError, TypeError, ValueError):
@@ -76,7 +77,7 @@ def _check_media(raw: Mapping[str, Any], folder: Path, settings: Mapping[str, An
 
 
 def _check_length(asked: ModelConfig, raw: Mapping[str, Any]) -> None:
-    """Refuse a length that config.json does not allow, whatever transformers adds to it."""
+    """Refuse a maximum length that config.json does not allow, whatever transformers adds to it."""
     if not raw.keys() & {"rope_theta", "rope_parameters"}:
         return  # transformers may still derive the type of its position embeddings
     try:
@@ -87,7 +88,7 @@ def _check_length(asked: ModelConfig, raw: Mapping[str, Any]) -> None:
 
 
 def _check_files(config: VllmConfig) -> None:
-    """Refuse a model without the files that it will be loaded from; opens only small ones."""
+    """Refuse a model if files that are needed to load it are missing. Opens only small files."""
     folder = Path(config.model.resolved_path)
     load_generation_defaults(config.model)
     family_of_model(config)  # imports the family and reads its image processor config

@@ -1,4 +1,4 @@
-"""Reads the Gaudi settings from environment variables, and checks them against each other."""
+"""Read the Gaudi settings from environment variables, and check them against each other."""
 
 from dataclasses import fields, replace
 from typing import cast
@@ -25,12 +25,13 @@ _STRATEGIES: dict[str, BucketingStrategy] = {"lin": "linear", "exp": "exponentia
 
 
 def resolve_hpu_config(asked: HPUConfig, *, has_slices: bool = True) -> HPUConfig:
-    """Read the settings of this process.
+    """Read the Gaudi settings of this process.
 
     Args:
-        asked: fields with flags are kept; fields of variables are read from the environment.
-        has_slices: unless VLLM_CONTIGUOUS_PA says otherwise, decodes read slices of the KV cache:
-            its blocks can be kept together, or no prefixes are cached.
+        asked: settings with flags, which are kept; fields for environment variables are read from
+            the environment.
+        has_slices: default of VLLM_CONTIGUOUS_PA: whether decodes read slices of the KV cache,
+            because its blocks can be kept together or no prefixes are cached.
 
     Raises:
         ConfigError: two variables contradict each other, or one of the Gaudi fork requests a
@@ -65,10 +66,10 @@ def resolve_hpu_config(asked: HPUConfig, *, has_slices: bool = True) -> HPUConfi
 
 
 def check_simulation(hpu: HPUConfig, platform: HPUPlatform) -> None:
-    """Refuse what only a real card could do, on a simulated one.
+    """Refuse features that a simulated card cannot run.
 
     Raises:
-        ConfigError: prompts are to use flex_attention.
+        ConfigError: flex_attention is requested for prompts.
     """
     if hpu.prompt_attention == "flex" and platform.is_simulated:
         raise ConfigError(
@@ -79,10 +80,10 @@ def check_simulation(hpu: HPUConfig, platform: HPUPlatform) -> None:
 
 
 def check_launcher(config: VllmConfig) -> None:
-    """Refuse to leave buckets for later where no loop of a server would warm them up.
+    """Refuse to postpone the warm-up of buckets if no server loop would warm them up later.
 
     Raises:
-        ConfigError: other programs have started the processes of the engine.
+        ConfigError: another program has started the processes of the engine.
     """
     if (
         config.hpu.ready_when == "first"
@@ -96,17 +97,17 @@ def check_launcher(config: VllmConfig) -> None:
 
 
 def fit_token_budget(config: VllmConfig, *, is_given: bool) -> VllmConfig:
-    """Return the config with a token budget of a step that fits the smallest prompt bucket.
+    """Return the config with a token budget per step that fits the smallest prompt bucket.
 
-    A budget that nobody has given becomes that of the longest bucket: who asks for prompts of
-    32,768 tokens in one launch is not to get them cut at the default.
+    If the user did not set the budget, it becomes the size of the longest bucket, so that prompts
+    with a bucket of 32,768 tokens are not split at the default budget.
 
     Args:
-        config: for a card.
+        config: config for a Gaudi card.
         is_given: the user has set max_num_batched_tokens.
 
     Raises:
-        ConfigError: the variables leave no bucket, or the file with them cannot be read.
+        ConfigError: the variables leave no bucket, or the bucket file cannot be read.
     """
     scheduler, budgets = config.scheduler, prompt_budgets(config)
     if budgets is None:
@@ -127,7 +128,7 @@ def refuse_variables() -> None:
     """Refuse variables of the Gaudi fork that request missing features that change results.
 
     Raises:
-        ConfigError: one is set.
+        ConfigError: such a variable is set.
     """
     for variable in envs.refused():
         raise ConfigError(
@@ -183,7 +184,9 @@ def _prompt_attention(settings: envs.Envs) -> PromptAttention:
 
 
 def _gc_thresholds(settings: envs.Envs) -> tuple[int, ...]:
-    """Return the thresholds: the given values, or Python's defaults times the multiplier."""
+    """Return the garbage collection thresholds: the given values, or Python's defaults times the
+    multiplier.
+    """
     names = ("VLLM_GC_THR_GEN0", "VLLM_GC_THR_GEN1", "VLLM_GC_THR_GEN2")
     is_default = all(getattr(settings, name) == getattr(envs.Envs, name) for name in names)
     factor = settings.VLLM_GC_THR_MULTIPLIER if is_default else 1
@@ -191,7 +194,7 @@ def _gc_thresholds(settings: envs.Envs) -> tuple[int, ...]:
 
 
 def _profiled_launch(settings: envs.Envs) -> str | None:
-    """Return the forward pass to profile, in the form of VLLM_PT_PROFILE."""
+    """Return the forward pass to profile, in the format of VLLM_PT_PROFILE."""
     found = [settings.VLLM_PT_PROFILE] if settings.VLLM_PT_PROFILE else []
     lists = (
         ("VLLM_PROFILE_PROMPT", settings.VLLM_PROFILE_PROMPT, "prompt", 3),

@@ -1,4 +1,4 @@
-"""Decide whether the encoder of images or sounds of a model is loaded. Reads no weights."""
+"""Decide whether the encoder of images or audio of a model is loaded. Reads no weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Words for what an encoder reads, and the package that reads files of it."""
+    """A kind of encoder input: its words for messages, and the package that reads its files."""
 
     name: str
     processor: str
@@ -40,14 +40,15 @@ def resolve_media(
     load: LoadConfig,
     max_items: Mapping[str, int] | None,
 ) -> ModelArch:
-    """Return the architecture without images and sounds where the encoder cannot run or nobody
-    needs it, and log the reason.
+    """Return the architecture, without images and audio if the encoder cannot run or is not needed.
+    Logs the reason.
 
     Args:
-        arch: of the model.
-        folder: of the model.
+        arch: architecture of the model.
+        folder: folder of the model.
         load: how the weights are loaded.
-        max_items: of a request, by modality; None: it is a draft model, which reads only tokens.
+        max_items: maximum number of items of a request, by modality; None: the model is a draft
+            model, which reads only tokens.
 
     Raises:
         ConfigError: the encoder cannot run, and every prompt needs it.
@@ -76,11 +77,11 @@ def resolve_media(
 
 
 def check_images_fit(config: VllmConfig) -> None:
-    """Refuse an engine whose steps have no room for an image of a model whose images run in one
-    step.
+    """Refuse a config whose steps have no room for an image, if the model needs a whole image in
+    one step.
 
     Raises:
-        ConfigError: says how much room there is, and what to raise.
+        ConfigError: states how much room there is, and what to raise.
     """
     limits = config.scheduler
     if not config.model.resolved_arch.media_sees_ahead or not limits.enable_chunked_prefill:
@@ -109,7 +110,7 @@ def check_media_settings(arch: ModelArch, folder: Path, config: MultiModalConfig
     config.json.
 
     Args:
-        arch: of config.json as it is.
+        arch: architecture from config.json, not completed.
         folder: of the model.
         config: of the engine.
 
@@ -140,7 +141,7 @@ def _reason_for_text(
     max_items: Mapping[str, int] | None,
     kind: _Kind,
 ) -> str | None:
-    """Return why a model reads text only; None: it also reads images or sounds."""
+    """Return the reason why a model reads only text; None if it also reads images or audio."""
     family = family_of_architecture(arch.architecture)
     if family.media is None:
         return family.text_only

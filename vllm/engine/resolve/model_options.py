@@ -1,5 +1,6 @@
-"""Options of the model that depend on its checkpoint and the device: `--quantization`,
-`--cpu-offload-gb`, `--disable-sliding-window`, and what states of requests do not allow."""
+"""Resolve model options that depend on the checkpoint and the device: `--quantization`,
+`--cpu-offload-gb`, `--disable-sliding-window`, and limits of recurrent models.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,11 +34,11 @@ _FP8_CHECKPOINTS = ("fp8", "fbgemm_fp8", "modelopt")
 
 
 def resolve_quantization(model: ModelConfig, platform: Platform) -> ModelConfig:
-    """Return the model with the content of its file of Intel Neural Compressor, if there is one.
+    """Return the model with the content of its Intel Neural Compressor file, if there is one.
 
     Raises:
-        ConfigError: the file cannot be used, or the quantization is not known here, or does not go
-            with the checkpoint.
+        ConfigError: the file cannot be used, the quantization is not known, or it does not fit the
+            checkpoint.
     """
     path = model.quant_config or envs.get().QUANT_CONFIG or None
     if model.quantization == "inc" and path is None:
@@ -62,14 +63,14 @@ def resolve_quantization(model: ModelConfig, platform: Platform) -> ModelConfig:
 def _check_quantization(model: ModelConfig, platform: Platform) -> None:
     """Refuse a quantization that the model or the platform does not support.
 
-    A checkpoint that is quantized says so itself; naming that format again has no effect.
+    A quantized checkpoint states its format itself; naming that format again has no effect.
 
     Args:
-        model: with its arch and a dtype that is not "auto".
-        platform: that runs it.
+        model: config with its arch and a dtype that is not "auto".
+        platform: platform that runs it.
 
     Raises:
-        ConfigError: the format is not known here, or does not go with the checkpoint.
+        ConfigError: the format is not known, or does not fit the checkpoint.
     """
     asked = model.quantization
     if asked is None:
@@ -94,10 +95,11 @@ def _check_quantization(model: ModelConfig, platform: Platform) -> None:
 
 
 def _check_head(model: ModelConfig, platform: Platform) -> None:
-    """Refuse to round the output head where there is none, or no kernel for it.
+    """Refuse to quantize the output head if the model has none, or the platform has no kernel for
+    it.
 
     Raises:
-        ConfigError: says which.
+        ConfigError: states the reason.
     """
     asked = model.lm_head_quantization
     if asked == "auto":
@@ -121,11 +123,11 @@ def _check_dtype(model: ModelConfig, what: str) -> None:
 
 
 def without_gguf(asked: ModelConfig, folder: Path) -> ModelConfig:
-    """Leave out `--quantization gguf`, which repeats what the file says itself.
+    """Drop `--quantization gguf` for a GGUF file, because the file states its format itself.
 
     Args:
-        asked: as the user set it.
-        folder: of the model.
+        asked: config as the user set it.
+        folder: folder of the model.
     """
     if asked.quantization == "gguf" and any(folder.glob("*.gguf")):
         return replace(asked, quantization=None)
@@ -137,14 +139,14 @@ _BITSANDBYTES = "bitsandbytes"
 
 
 def with_bitsandbytes(asked: ModelConfig, load_format: str) -> ModelConfig:
-    """Return the model with the quantization that `--load-format bitsandbytes` means.
+    """Return the model with the quantization that `--load-format bitsandbytes` implies.
 
     Args:
-        asked: as the user set it.
-        load_format: as the user set it.
+        asked: config as the user set it.
+        load_format: load format as the user set it.
 
     Raises:
-        ConfigError: another quantization is asked for.
+        ConfigError: a different quantization is requested.
     """
     if load_format != _BITSANDBYTES:
         return asked
@@ -157,7 +159,7 @@ def with_bitsandbytes(asked: ModelConfig, load_format: str) -> ModelConfig:
 
 
 def without_bitsandbytes(load: LoadConfig) -> LoadConfig:
-    """Return the settings with `auto` instead of `--load-format bitsandbytes`."""
+    """Return the load settings with `auto` instead of `--load-format bitsandbytes`."""
     return replace(load, load_format="auto") if load.load_format == _BITSANDBYTES else load
 
 
@@ -168,7 +170,7 @@ def resolve_offload(load: LoadConfig, model: ModelConfig, platform: Platform) ->
     """Resolve `cpu_offload_gb` for the device.
 
     Raises:
-        ConfigError: the model runs in a way that needs all weights on the device.
+        ConfigError: the model needs all weights on the device.
     """
     if not load.cpu_offload_gb:
         return load
@@ -195,16 +197,16 @@ def resolve_offload(load: LoadConfig, model: ModelConfig, platform: Platform) ->
 
 
 def resolve_windows(asked: ModelConfig, arch: ModelArch) -> tuple[ModelArch, int | None]:
-    """Return the model with full attention in every layer, if that was asked for, and its new
-    limit.
+    """Return the model with full attention in every layer, if the user asked for it, and its new
+    maximum length.
 
-    Up to the length of its smallest window a model computes the same with and without windows.
+    Up to the length of its smallest window, a model computes the same with and without windows.
 
     Returns:
-        The model, and the longest request in tokens; None where the windows set no limit.
+        (architecture, longest request in tokens; None: windows set no limit).
 
     Raises:
-        ConfigError: a longer `max_model_len` was asked for.
+        ConfigError: a longer `max_model_len` was requested.
     """
     windows = [window for window in arch.layer_windows if window is not None]
     if not asked.disable_sliding_window or not windows:
@@ -227,10 +229,10 @@ def resolve_windows(asked: ModelConfig, arch: ModelArch) -> tuple[ModelArch, int
 
 
 def check_connector(connector: ConnectorConfig, cache: CacheConfig) -> ConnectorConfig:
-    """Return `connector`, if the engine can use it.
+    """Return `connector` unchanged, if the engine can use it.
 
     Raises:
-        ConfigError: blocks cannot be kept outside of this KV cache.
+        ConfigError: the blocks of this KV cache cannot be stored outside of it.
     """
     if connector.kv_transfer is None:
         return connector
@@ -247,13 +249,13 @@ _ROWS_WITH_STATES = 32
 
 
 def for_states(settings: Mapping[str, Any], platform: Platform) -> Mapping[str, Any]:
-    """Return the settings of a model whose layers keep a recurrent state of each request.
+    """Return the settings for a model with recurrent layers, which keep a state for each request.
 
-    A state is a summary of all tokens so far. It cannot go back to an earlier token, so a prefix is
-    found only where its state was kept.
+    A state is a summary of all tokens so far. It cannot return to an earlier token, so a prefix can
+    be reused only where its state was stored.
 
     Raises:
-        ConfigError: prompts are to be laid end to end.
+        ConfigError: merged prefill is requested, which concatenates prompts.
     """
     if platform.needs_static_shapes and envs.get().VLLM_MERGED_PREFILL:
         raise ConfigError(

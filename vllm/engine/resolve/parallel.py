@@ -1,4 +1,4 @@
-"""Divides the model over workers, and checks this against the model and the device."""
+"""Divide the model over workers, and check this against the model and the device."""
 
 from dataclasses import replace
 
@@ -15,8 +15,8 @@ _PARTITION = "VLLM_PP_LAYER_PARTITION"
 def resolve_parallel(
     asked: ParallelConfig, model: ModelConfig, device: DeviceConfig
 ) -> ParallelConfig:
-    """Return the sizes of the groups, with the layers of each stage, and the steps that run at the
-    same time.
+    """Return the sizes of the groups, with the layers of each stage and the number of steps that
+    run at the same time.
 
     Raises:
         ConfigError: the model or another setting needs one worker or one stage.
@@ -41,11 +41,12 @@ def resolve_parallel(
 
 
 def _stages_share_cores(parallel: ParallelConfig, device: DeviceConfig) -> bool:
-    """Whether the stages of a replica run on the same cores of this machine, and read one memory.
+    """Return whether the stages of a replica share the cores and the memory of this machine.
 
-    In turn, each of them has all cores, and reads each weight once for the whole batch. At the same
-    time they would read it once for each part of it: where memory sets the time, as with small
-    batches, that takes as many times longer as there are stages.
+    If they run one after another, each of them uses all cores, and reads each weight once for the
+    whole batch. If they ran at the same time, they would read it once for each part of the batch.
+    When memory limits the speed, as with small batches, that would take as many times longer as
+    there are stages.
     """
     if device.device != "cpu" or parallel.distributed_executor_backend not in (None, "mp"):
         return False

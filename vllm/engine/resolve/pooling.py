@@ -1,4 +1,6 @@
-"""Decides the task of a model and its pooling, from architecture, model files and user settings."""
+"""Decide the task of a model and its pooling, from the architecture, model files and user
+settings.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,8 +26,9 @@ _CLASSIFIER = "ForSequenceClassification"
 def resolve_pooler(
     asked: ModelConfig, arch: ModelArch, folder: Path
 ) -> tuple[PoolerConfig | None, int | None]:
-    """Return the pooling of the model, or None if it generates, and the length that its files
-    recommend, in tokens.
+    """Return the pooling of the model, and the maximum length in tokens that its files recommend.
+
+    The pooling is None if the model generates text.
 
     Raises:
         ConfigError: the model cannot do the task, or `override_pooler_config` is wrong.
@@ -70,7 +73,7 @@ def _tasks_of(arch: ModelArch, *, has_modules: bool) -> tuple[ModelTask, ...]:
 
 
 def _generates(name: str) -> bool:
-    """Whether a model generates, among those whose names end in Model."""
+    """Return whether an architecture whose name ends in Model generates text."""
     family = family_of_architecture(name)
     is_decoder = name in family.architectures and not family.is_encoder
     return is_decoder or name.endswith("LMHeadModel")
@@ -113,8 +116,9 @@ def _defaults(
 
 
 def _labels(arch: ModelArch) -> tuple[str, ...]:
-    """Return the names of the classes, in order; two, as in transformers, if config.json names
-    none."""
+    """Return the names of a classifier's classes, in order; two default names, as in transformers,
+    if config.json has none.
+    """
     names: Mapping[Any, Any] = arch.hf_config.get("id2label") or {}
     count = len(names) or int(arch.hf_config.get("num_labels") or 2)
     by_index = {int(index): str(name) for index, name in names.items()}
@@ -122,7 +126,9 @@ def _labels(arch: ModelArch) -> tuple[str, ...]:
 
 
 def _classifier_activation(arch: ModelArch, labels: tuple[str, ...]) -> Activation:
-    """Return the activation in config.json, of sentence-transformers or transformers."""
+    """Return the classifier activation that config.json sets, for sentence-transformers or
+    transformers.
+    """
     config = arch.hf_config
     named = (config.get("sentence_transformers") or {}).get("activation_fn")
     named = named or config.get("sbert_ce_default_activation_function")
@@ -182,8 +188,11 @@ def _overrides(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def for_pooling(settings: Mapping[str, Any], pooler: PoolerConfig) -> Mapping[str, Any]:
-    """Return the settings for pooling. No request generates, so the time of a step has no bound.
-    If all tokens of a prompt are pooled, it has to run in one step."""
+    """Return the settings for pooling, without a limit for the time of a step, because no request
+    generates.
+
+    If all tokens of a prompt are pooled, the prompt has to run in one step.
+    """
     settings = {**settings, "max_step_ms": 0}
     if not pooler.needs_whole_prompts:
         return settings

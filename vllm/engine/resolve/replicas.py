@@ -1,4 +1,4 @@
-"""The shares of replicas of data parallelism: of cores, memory and ports."""
+"""Divide cores, memory and ports among the replicas of data parallelism."""
 
 import re
 from dataclasses import replace
@@ -20,7 +20,7 @@ _PORT = re.compile(r"^(tcp://.*:)(\d+)$")
 
 
 def resolve_device(platform: Platform, parallel: ParallelConfig) -> DeviceConfig:
-    """Return the device, and the cores that VLLM_CPU_OMP_THREADS_BIND names.
+    """Return the device config, with the cores that VLLM_CPU_OMP_THREADS_BIND names.
 
     Raises:
         ConfigError: the variable has a wrong value.
@@ -44,14 +44,13 @@ def resolve_device(platform: Platform, parallel: ParallelConfig) -> DeviceConfig
 
 
 def replica_configs(config: VllmConfig) -> list[VllmConfig]:
-    """Return the config of each replica on this machine. The memory that is free now is divided
-    among them.
+    """Return the config of each replica on this machine. The free memory is divided among them.
 
     Args:
-        config: of all of them together; with one replica, it is the config of that one.
+        config: config of the whole engine; with one replica, it is the config of that replica.
 
     Raises:
-        ConfigError: a replica cannot have a part of what the config asks for.
+        ConfigError: the resources cannot be divided among the replicas.
     """
     parallel = config.parallel
     if parallel.data_parallel_size == 1:
@@ -95,8 +94,7 @@ def _cpu_share(device: DeviceConfig, index: int, count: int, *, is_ray: bool) ->
 
 
 def _with_own_endpoints(config: VllmConfig, index: int) -> VllmConfig:
-    """Give each replica its own ports, counted upwards, for events of the KV cache and for its
-    blocks."""
+    """Give each replica its own ports, counted upwards, for KV cache events and for KV transfer."""
     transfer = config.connector.kv_transfer
     if transfer is not None and transfer.saves and index:
         port = transfer.kv_port and transfer.kv_port + index  # port 0 means any free port

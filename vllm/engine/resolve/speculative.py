@@ -1,4 +1,6 @@
-"""The model that makes drafts, whether drafts can be made, and what else they decide."""
+"""Resolve speculative decoding: the draft model, whether drafts are possible, and settings that
+depend on them.
+"""
 
 import json
 from dataclasses import replace
@@ -18,7 +20,7 @@ logger = init_logger(__name__)
 def asked_draft_model(
     speculative: SpeculativeConfig, model: ModelConfig, platform: Platform
 ) -> ModelConfig | None:
-    """Return the draft model that is asked for, not yet resolved; None if there is none."""
+    """Return the draft model that the user asked for, not yet resolved; None if there is none."""
     options = speculative.drafts
     if options is None or options.method != "draft_model" or model.pooler is not None:
         return None
@@ -38,10 +40,10 @@ def asked_draft_model(
 
 
 def check_draft_model(draft: ModelConfig, model: ModelConfig, platform: Platform) -> ModelConfig:
-    """Check the draft model, and give it a length that the model can reach.
+    """Check the draft model, and limit its length to the length of the model.
 
     Raises:
-        ConfigError: it cannot make drafts for this model.
+        ConfigError: it cannot draft for this model.
     """
     name = f"speculative_config: the draft model '{draft.model}'"
     if draft.pooler is not None:
@@ -76,7 +78,9 @@ def check_draft_model(draft: ModelConfig, model: ModelConfig, platform: Platform
 def resolve_lookup(
     speculative: SpeculativeConfig, scheduler: SchedulerConfig, platform: Platform
 ) -> SpeculativeConfig:
-    """Return the settings with the platform's number of lookup drafts, if the user sets none."""
+    """Return the settings with the platform's default number of lookup drafts, if the user set
+    none.
+    """
     options, given = speculative.drafts, speculative.speculative_config
     if options is None or options.method not in ("ngram", "suffix"):
         return speculative
@@ -87,7 +91,7 @@ def resolve_lookup(
 
 
 def max_draft_tokens(speculative: SpeculativeConfig, model: ModelConfig, platform: Platform) -> int:
-    """Return the number of drafts that a step verifies for one request; 0: there are none."""
+    """Return the number of drafts that a step verifies for one request; 0: no drafts."""
     drafts = speculative.drafts
     for key, value in speculative.speculative_config.items():
         if key in KEYS_WITHOUT_EFFECT and value is not None:
@@ -111,11 +115,11 @@ def max_draft_tokens(speculative: SpeculativeConfig, model: ModelConfig, platfor
 
 
 def resolve_decodes(scheduler: SchedulerConfig, num_stages: int) -> SchedulerConfig:
-    """Return the limits of a step, with one decode if it cannot have several.
+    """Return the limits of a step, with one decode per step if several are not possible.
 
     Args:
-        scheduler: its max_draft_tokens is settled.
-        num_stages: of a pipeline.
+        scheduler: limits with the final max_draft_tokens.
+        num_stages: number of pipeline stages.
     """
     steps, reason = scheduler.num_scheduler_steps, None
     if scheduler.max_draft_tokens:
@@ -129,7 +133,9 @@ def resolve_decodes(scheduler: SchedulerConfig, num_stages: int) -> SchedulerCon
 
 
 def _vocabulary(folder: str) -> dict[str, int] | None:
-    """Return tokens and their ids; None if the folder has no tokenizer.json that lists them."""
+    """Return the tokens of a tokenizer and their ids; None if the folder has no tokenizer.json that
+    lists them.
+    """
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         return None

@@ -1,4 +1,6 @@
-"""The speculator that reads hidden states of the model: its config, and what it runs with."""
+"""Resolve the speculator, a draft model that reads hidden states of the model: its config and
+settings.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,8 +19,11 @@ from vllm.transformers_utils.hub import resolve_model_folder
 def find_method(
     speculative: SpeculativeConfig, platform: Platform, load: LoadConfig
 ) -> SpeculativeConfig:
-    """Find the method by the config.json of a model that is given without one. The file is read
-    only if some method with a model can run."""
+    """Find the speculative method from the config.json of a draft model that was given without a
+    method.
+
+    The file is read only if some method with a draft model can run.
+    """
     given = speculative.speculative_config
     if not (platform.can_run_speculators or platform.can_run_draft_models):
         return speculative
@@ -33,8 +38,8 @@ def find_method(
 def resolve_speculator(
     speculative: SpeculativeConfig, model: ModelConfig, platform: Platform, load: LoadConfig
 ) -> SpeculativeConfig:
-    """Resolve the speculator that the settings ask for, without its weights; return them unchanged
-    if they ask for none.
+    """Resolve the speculator that the settings ask for, without its weights. The settings are
+    unchanged if they ask for none.
 
     Raises:
         ConfigError: it was not made for this model, or cannot run with it.
@@ -86,10 +91,10 @@ def resolve_speculator(
 
 
 def check_speculator(config: VllmConfig) -> None:
-    """Refuse what a speculator cannot be combined with.
+    """Refuse settings with which a speculator cannot be combined.
 
     Raises:
-        ConfigError: names both.
+        ConfigError: names the two settings.
     """
     method = config.speculative.method
     if config.speculative.draft_model is None or method not in SPECULATORS:

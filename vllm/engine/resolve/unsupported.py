@@ -1,5 +1,6 @@
-"""Errors about checkpoints of models that nothing here can run: they name the reason, whatever else
-config.json lacks."""
+"""Create errors for checkpoints that cannot run, which name the main reason, whatever else
+config.json lacks.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,11 +34,11 @@ _WHY_NOT = {
 
 
 def no_architecture(raw: Mapping[str, Any], folder: Path) -> ConfigError:
-    """Return the error about a config.json that names no class.
+    """Return the error for a config.json that names no architecture.
 
     Args:
         raw: values of config.json.
-        folder: of the file.
+        folder: folder of the file.
     """
     if "_class_name" in raw:  # config of a diffusers pipeline
         return ConfigError(
@@ -54,7 +55,7 @@ def no_architecture(raw: Mapping[str, Any], folder: Path) -> ConfigError:
 
 
 def unsupported(architecture: str, raw: Mapping[str, Any]) -> ConfigError:
-    """Return the error about an architecture that neither this package nor transformers runs.
+    """Return the error for an architecture that neither this package nor transformers can run.
 
     Args:
         architecture: name in config.json.
@@ -69,14 +70,14 @@ def unsupported(architecture: str, raw: Mapping[str, Any]) -> ConfigError:
 
 
 def check_described(completed: Mapping[str, Any], raw: Mapping[str, Any]) -> None:
-    """Refuse a model that transformers knows, and describes in another way than decoders are.
+    """Refuse a model that transformers knows, but whose config does not describe a decoder.
 
     Args:
         completed: `raw` with the defaults of its model type.
         raw: values of config.json.
 
     Raises:
-        ConfigError: keys are missing without which no decoder runs here.
+        ConfigError: keys that every decoder needs are missing.
     """
     missing = missing_keys(completed)
     if not missing:
@@ -91,8 +92,11 @@ def check_described(completed: Mapping[str, Any], raw: Mapping[str, Any]) -> Non
 
 
 def _kind(raw: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return why a model of this kind cannot run, as the end of a sentence, and the language model
-    in it, if that runs here; empty: it may be a decoder like others."""
+    """Return why a model of this kind cannot run, as the end of a sentence, and the supported
+    language models in it.
+
+    The reason is empty if the model may be a decoder like others.
+    """
     if raw.get("is_encoder_decoder"):
         return ": it is an encoder-decoder model of a kind that this engine cannot run", []
     parts = [name for name in _PARTS if isinstance(raw.get(name), Mapping)]

@@ -1,1 +1,1 @@
-"""The Anthropic Messages API: /v1/messages."""
+"""Serve the Anthropic Messages API: /v1/messages."""

@@ -1,6 +1,6 @@
-"""Errors in Anthropic's format: their types and bodies.
+"""Write errors in Anthropic's format.
 
-The module `errors` decides about error and status; this one only writes them in another format.
+The module `errors` decides about error and status; this module only converts the format.
 """
 
 from typing import Any
@@ -33,9 +33,9 @@ _TYPES = {
 
 
 def error_body(info: ErrorInfo) -> dict[str, Any]:
-    """Return the body of an error.
+    """Return the body of an error response.
 
-    For an error in the server, whose type is always api_error, `code` names the kind.
+    For an error in the server, the type is always api_error and `code` names the kind.
     """
     default = "invalid_request_error" if info.status < 500 else "api_error"
     kind = _TYPES.get(info.status, default)
@@ -51,15 +51,17 @@ ERROR_BODIES[_PATH] = error_body
 
 
 def error_event(error: BaseException) -> bytes:
-    """Make the event that ends a stream that fails midway."""
+    """Return the event that ends a stream after an error."""
     return event(error_body(describe_error(error)), "error")
 
 
 class AnthropicRoute(BodyRoute):
-    """A route whose errors have these bodies, whatever its handler raises."""
+    """A route whose errors have bodies in Anthropic's format, whatever its handler raises."""
 
     def get_route_handler(self) -> Handler:
-        """Return FastAPI's handler, which reads and checks the body, with its errors caught."""
+        """Return FastAPI's handler, which reads and checks the body, wrapped to convert its
+        errors.
+        """
         handle = super().get_route_handler()
 
         async def answer(request: Request) -> Response:
@@ -74,7 +76,7 @@ class AnthropicRoute(BodyRoute):
 
 
 class AnthropicStream(EventStream):
-    """A stream whose error before the first event has such a body."""
+    """A stream whose error before the first event has a body in Anthropic's format."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Checks conversations and tools in Anthropic's format, and converts them to the chat API.
+"""Check conversations and tools in Anthropic's format, and convert them to the chat API.
 
 Pure functions, independent of engine and framework.
 """
@@ -41,10 +41,10 @@ _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 
 def as_messages(conversation: Conversation) -> list[Message]:
-    """Return system prompt and turns as chat messages.
+    """Return the system prompt and the turns as chat messages.
 
     Raises:
-        RequestError: a block is malformed or cannot be read; names the place.
+        RequestError: a block is malformed or cannot be read; names its position.
     """
     messages: list[Message] = []
     if text := _read_system("system", conversation.system or ""):
@@ -61,10 +61,9 @@ def as_messages(conversation: Conversation) -> list[Message]:
 
 
 def as_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool] | None:
-    """Return tools in the format of the chat API; None when there are none.
+    """Return tools in the format of the chat API; None if there are none.
 
-    A tool of a type that Anthropic's servers run, or whose schema only Anthropic's models know, is
-    left out.
+    A tool that Anthropic's servers run, or whose schema only Anthropic's models know, is left out.
 
     Raises:
         RequestError: a tool is malformed.
@@ -79,8 +78,8 @@ def as_tool_choice(
     """Return the tool choice in the format of the chat API, and whether parallel calls are allowed.
 
     Args:
-        choice: of the request.
-        tools: of the request, as the client sent them.
+        choice: tool choice of the request.
+        tools: tools of the request, as the client sent them.
 
     Raises:
         RequestError: it is malformed, or names a tool that is left out.
@@ -109,10 +108,10 @@ def as_tool_choice(
 
 
 def _read_system(where: str, content: Any) -> str:
-    """Return the text of a system prompt.
+    """Return the text of a system prompt, without the accounting line that Claude Code adds at its
+    beginning.
 
-    Without the line that Claude Code puts in front of it for accounting: it differs in each
-    request, so no two requests would share a prefix of their prompts.
+    This line differs in each request, so no two requests could share a cached prefix.
     """
     texts = (
         [content] if isinstance(content, str) else _read_texts(where, content, _BLOCKS["system"])
@@ -125,9 +124,9 @@ def _read_turn(where: str, turn: InputMessage, names: dict[str, str]) -> list[Me
     """Return the messages of one turn. Tool results become separate messages before the user's.
 
     Args:
-        where: for errors.
+        where: position in the request, for errors.
         turn: the turn.
-        names: id of a call -> name of its function; grows.
+        names: id of a call -> name of its function; calls of this turn are added.
     """
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
@@ -185,7 +184,9 @@ def _read_result(where: str, block: Mapping[str, Any], names: Mapping[str, str])
 
 
 def _is_function(tool: Mapping[str, Any]) -> bool:
-    """Whether a tool is declared by a schema of its own."""
+    """Return whether a tool is declared by its own schema, so is not a tool of Anthropic's
+    servers.
+    """
     return tool.get("type") in (None, "custom")
 
 
@@ -212,7 +213,7 @@ def _read_tool(where: str, tool: Mapping[str, Any]) -> Tool | None:
 
 
 def _read_text(where: str, content: Any) -> str:
-    """Return the text of content in which there are only texts."""
+    """Return the text of content that may contain only text."""
     if isinstance(content, str):
         return content
     return "\n".join(_read_texts(where, content, _BLOCKS["system"]))
@@ -237,7 +238,7 @@ def _read_texts(where: str, content: Any, known: Sequence[str]) -> list[str]:
 
 
 def _read_parts(where: str, content: Any) -> list[Part]:
-    """Return the texts and images of the result of a tool."""
+    """Return the text and image parts of a tool result."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     parts: list[Part] = []
@@ -252,8 +253,9 @@ def _read_parts(where: str, content: Any) -> list[Part]:
 
 
 def _read_image(where: str, block: Mapping[str, Any]) -> Part:
-    """Return an image as a part of the chat API. Whether the model reads images is found out
-    later."""
+    """Return an image as a part of the chat API. Whether the model reads images is checked
+    later.
+    """
     given = block.get("source")
     source: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
     where, kind = f"{where}.source", source.get("type")
@@ -297,7 +299,7 @@ def _read_search_result(where: str, block: Mapping[str, Any]) -> str:
 
 
 def _with_heads(block: Mapping[str, Any], keys: Sequence[str], text: str) -> str:
-    """Return a text after the title and other fields of its block."""
+    """Return a text with the title and other fields of its block before it."""
     heads = [head for key in keys if isinstance(head := block.get(key), str) and head]
     return "\n".join([*heads, text])
 
@@ -311,7 +313,9 @@ def _read_reference(where: str, block: Mapping[str, Any]) -> str:
 
 
 def _read_compaction(where: str, block: Mapping[str, Any]) -> str:
-    """Return the summary of the conversation before it; a failed compaction has none."""
+    """Return the summary of the earlier conversation in a compaction block; empty if the compaction
+    failed.
+    """
     if block.get("content") is None:
         return ""
     return read_string(where, block, "content", may_be_empty=True)
@@ -330,7 +334,7 @@ _READERS: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
 def _block_type(where: str, block: Any, known: Sequence[str]) -> str | None:
     """Return the type of a block; None if it is left out.
 
-    Blocks of types that this server does not know are about tools and services of Anthropic's
+    Blocks of unknown types are left out, because they are about tools and services of Anthropic's
     servers.
     """
     kind = block.get("type") if isinstance(block, Mapping) else None

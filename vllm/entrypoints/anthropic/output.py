@@ -1,7 +1,7 @@
-"""Answers in Anthropic's format: content blocks of the model's output, and stream events.
+"""Write answers in Anthropic's format: content blocks of the model's output, and stream events.
 
-Independent of engine and framework: `MessageWriter` gets the parsed parts of a turn in their order,
-and returns events as JSON objects. An answer that is not streamed is made in the same way.
+Independent of engine and framework: `MessageWriter` gets the parsed parts of a turn in order, and
+returns events as JSON objects. Answers without streaming are created in the same way.
 """
 
 import json
@@ -25,11 +25,11 @@ sending such arguments back."""
 
 
 class MessageWriter:
-    """Builds one message piece by piece.
+    """Builds one message piece by piece, and returns its stream events.
 
     Args:
-        message_id: of the message.
-        model: its name for the client.
+        message_id: id of the message.
+        model: model name for the client.
     """
 
     def __init__(self, message_id: str, model: str) -> None:
@@ -54,10 +54,10 @@ class MessageWriter:
         return self._call_index >= 0
 
     def begin(self, usage: Mapping[str, Any]) -> list[Event]:
-        """Begin the message.
+        """Return the events that begin the message.
 
         Args:
-            usage: from `describe_usage`, as far as it is known.
+            usage: result of `describe_usage`, as far as it is known.
         """
         self.message["usage"] = usage
         return [
@@ -66,22 +66,22 @@ class MessageWriter:
         ]
 
     def add_reasoning(self, delta: str) -> list[Event]:
-        """Add reasoning."""
+        """Add reasoning, and return its events."""
         # The signature is empty: Anthropic's servers sign blocks to verify them later, and this
         # server does not verify them.
         events = self._enter({"type": "thinking", "thinking": "", "signature": ""})
         return [*events, self._delta(delta)]
 
     def add_text(self, delta: str) -> list[Event]:
-        """Add text of the answer."""
+        """Add text of the answer, and return its events."""
         return [*self._enter({"type": "text", "text": ""}), self._delta(delta)]
 
     def add_tool_call(self, delta: Mapping[str, Any]) -> list[Event]:
-        """Add a delta of a tool call.
+        """Add a delta of a tool call, and return its events.
 
         Args:
-            delta: {"index", "id", "function": {"name", "arguments"}}, as in the chat API: id and
-                name come with the first delta of an index. Calls come one after the other.
+            delta: {"index", "id", "function": {"name", "arguments"}}, as in the chat API. The first
+                delta of an index has the id and the name. Calls follow one after another.
         """
         function = delta.get("function") or {}
         events: list[Event] = []
@@ -100,12 +100,12 @@ class MessageWriter:
     def finish(
         self, stop_reason: str, stop_sequence: str | None, usage: Mapping[str, Any]
     ) -> list[Event]:
-        """End the message.
+        """Return the events that end the message.
 
         Args:
-            stop_reason: of `describe_stop`.
-            stop_sequence: that ended it, or None.
-            usage: of `describe_usage`.
+            stop_reason: from `describe_stop`.
+            stop_sequence: stop string that ended the message, or None.
+            usage: result of `describe_usage`.
         """
         events: list[Event] = []
         if not self.message["content"]:
@@ -117,8 +117,9 @@ class MessageWriter:
         return [*events, {"type": "message_stop"}]
 
     def _enter(self, block: dict[str, Any]) -> list[Event]:
-        """Return events that end the open block and begin this one; none if a block like it is
-        open."""
+        """Return the events that close the open block and begin this one; none if a block of this
+        type is already open.
+        """
         if self._block is not None and self._block["type"] == block["type"]:
             return []
         events = self._close()
@@ -127,10 +128,10 @@ class MessageWriter:
         return [*events, self._event("content_block_start", content_block=dict(block))]
 
     def _close(self) -> list[Event]:
-        """Return events that end the open block.
+        """Return the events that close the open block.
 
-        The arguments of a call are sent here in one piece, because only now it is known whether
-        they are a JSON object.
+        The arguments of a tool call are sent here as one piece, because only now it is known
+        whether they are a JSON object.
         """
         block = self._block
         if block is None:
@@ -165,8 +166,10 @@ def describe_usage(
     num_cached_tokens: int,
     num_thinking_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """Return `usage` of a message: cached prompt tokens are counted separately. Details of the
-    output are left out if the number of thinking tokens is None."""
+    """Return the `usage` of a message, in which cached prompt tokens are counted separately.
+
+    If `num_thinking_tokens` is None, the details of the output are left out.
+    """
     usage: dict[str, Any] = {
         "input_tokens": num_prompt_tokens - num_cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -184,9 +187,9 @@ def describe_stop(
     """Return `stop_reason` and `stop_sequence` of a message.
 
     Args:
-        finish_reason: of the chat API.
-        stop_reason: the stop string or stop token that ended it, or None.
-        has_calls: the message calls tools.
+        finish_reason: finish reason of the chat API.
+        stop_reason: stop string or stop token that ended the output, or None.
+        has_calls: whether the message calls tools.
     """
     if finish_reason == "length":
         return "max_tokens", None
@@ -198,11 +201,11 @@ def describe_stop(
 
 
 def _read_arguments(text: str) -> tuple[dict[str, Any], str]:
-    """Read the arguments of a call as an object, and return the JSON text of this object as well.
+    """Return the arguments of a call as an object, and the JSON text of this object.
 
-    A text that is no JSON object, because the model has made a mistake or was cut off, is itself
-    the only argument: a tool refuses the unknown name, where it might run with a part of the
-    arguments or without any.
+    If the text is not a JSON object, because of a mistake of the model or because it was cut off,
+    it becomes the value of one argument with an unknown name. A tool refuses that name; otherwise
+    it might run with incomplete arguments.
     """
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any]), text

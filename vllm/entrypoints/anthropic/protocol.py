@@ -1,4 +1,4 @@
-"""Request bodies in Anthropic's format: POST /v1/messages and /v1/messages/count_tokens.
+"""Define request bodies in Anthropic's format: POST /v1/messages and /v1/messages/count_tokens.
 
 The content of blocks is checked in `input`.
 """
@@ -30,13 +30,13 @@ class InputMessage(RequestModel):
 
 
 class MessagesMetadata(RequestModel):
-    """Information about the request, without any effect."""
+    """Information about the request, which has no effect."""
 
     user_id: str | None = None
 
 
 class ThinkingConfig(RequestModel):
-    """Whether the model shall reason first. The effect depends on the chat template."""
+    """Whether the model should reason first. The effect depends on the chat template."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[Int64, Field(ge=1)] | None = None
@@ -51,7 +51,7 @@ class OutputConfig(RequestModel):
 
 
 class Conversation(RequestBody):
-    """The fields that make the prompt."""
+    """Fields that determine the prompt."""
 
     messages: ListOf[InputMessage] = Field(min_length=1)
     model: str | None = None
@@ -104,7 +104,7 @@ class ErrorDetail(RequestModel):
 
 
 class AnthropicError(RequestModel):
-    """Body of every error of these routes."""
+    """Body of every error response of these routes."""
 
     type: Literal["error"] = "error"
     error: ErrorDetail

@@ -1,4 +1,4 @@
-"""Converts a request in Anthropic's format to one of the chat API.
+"""Convert a request in Anthropic's format to a request of the chat API.
 
 Pure functions, independent of the engine. Every error names the field as the client wrote it.
 """
@@ -15,7 +15,7 @@ _SAMPLING_FIELDS = ("temperature", "top_p", "top_k")
 
 
 def as_chat_request(request: MessagesRequest) -> ChatCompletionRequest:
-    """Convert to the equivalent chat request.
+    """Convert a request to the equivalent chat request.
 
     Raises:
         RequestError: a block, a tool or a format is not available, or fields contradict each other.
@@ -38,11 +38,11 @@ THREAD_UNSUPPORTED = "thread_unsupported_request"
 def prompt_fields(conversation: Conversation) -> dict[str, Any]:
     """Return the fields of a chat request that determine its prompt.
 
-    If the last turn is the assistant's, it is the beginning of the answer, and the model continues
-    it.
+    If the last turn is from the assistant, it is the beginning of the answer, and the model
+    continues it.
 
     Raises:
-        RequestError: see `as_chat_request`.
+        RequestError: a block or a tool is not available, or fields contradict each other.
     """
     if conversation.thread is not None:
         raise RequestError(
@@ -100,8 +100,9 @@ def _response_format(conversation: Conversation) -> dict[str, Any] | None:
 
 
 def _template_kwargs(conversation: Conversation) -> dict[str, Any] | None:
-    """Return thinking and effort under the names that chat templates use; a template ignores
-    unknown names."""
+    """Return the thinking and effort settings under the names that chat templates use. Templates
+    ignore unknown names.
+    """
     kwargs: dict[str, Any] = {}
     if conversation.thinking is not None:
         kwargs["enable_thinking"] = conversation.thinking.type != "disabled"

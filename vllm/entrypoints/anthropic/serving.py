@@ -1,4 +1,4 @@
-"""Anthropic's API: POST /v1/messages and /v1/messages/count_tokens."""
+"""Serve Anthropic's API: POST /v1/messages and /v1/messages/count_tokens."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -80,7 +80,9 @@ async def _write_at_once(turn: ChatTurn, writer: MessageWriter) -> None:
 
 
 async def _write_events(turn: ChatTurn, writer: MessageWriter) -> AsyncGenerator[list[Event], None]:
-    """Yield the events of a message, one list per engine step; nothing before the first output."""
+    """Yield the events of a message, one list per engine step. Nothing is yielded before the first
+    output.
+    """
     async with aclosing(turn.stream()) as deltas:
         is_begun = False
         async for delta in deltas:
@@ -118,8 +120,9 @@ def _usage(turn: ChatTurn, num_output_tokens: int | None = None) -> dict[str, An
 
 
 async def _encoded(events: AsyncGenerator[list[Event], None]) -> AsyncGenerator[bytes, None]:
-    """Yield the encoded events. An error before the first event is raised; later it becomes an
-    event."""
+    """Yield the encoded events. An error before the first event is raised; a later one becomes an
+    event.
+    """
     is_begun = False
     async with aclosing(events):
         try:

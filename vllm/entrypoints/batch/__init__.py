@@ -1,1 +1,1 @@
-"""Parts of `vllm run-batch`: its lines, and requests without a socket."""
+"""Implement `vllm run-batch`: read its lines, and call the routes without a socket."""

@@ -1,4 +1,4 @@
-"""Input and output of a batch: files, streams and URLs."""
+"""Open the input and output of a batch: files, streams and URLs."""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ def _is_url(text: str) -> bool:
 
 @contextlib.contextmanager
 def open_input(source: str) -> Iterator[IO[bytes]]:
-    """Open the input, so that it can be read twice.
+    """Open the input of a batch, so that it can be read twice.
 
     Args:
         source: a file, a pipe, or an http(s) URL.
@@ -60,17 +60,17 @@ def _open_source(source: str) -> IO[bytes]:
 
 @contextlib.contextmanager
 def open_output(target: str, folder: str | None = None) -> Iterator[IO[bytes]]:
-    """Open the output.
+    """Open the output of a batch.
 
-    A file gets its name when everything is written, and a URL gets everything with one PUT. If the
-    batch fails before, the records stay in a temporary file, which the log names. Every write is
-    flushed, so a killed process loses none. Standard output, pipes and devices are written to
-    directly.
+    A file gets its final name after everything is written, and a URL receives everything with one
+    PUT. If the batch fails earlier, the records remain in a temporary file, which the log names.
+    Every write is flushed, so a killed process loses no record. Standard output, pipes and devices
+    are written to directly.
 
     Args:
         target: a file, `-`, or an http(s) URL.
-        folder: where the records are kept until they are sent to a URL; None: the folder of
-            the system for temporary files.
+        folder: folder of the records until they are sent to a URL; None: the system's folder for
+            temporary files.
 
     Raises:
         ConfigError: the file cannot be written, or the server refuses the records.
@@ -145,7 +145,7 @@ def _open_stream(path: str) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def _kept_when_broken_off(path: Path) -> Iterator[None]:
-    """Keep a file whose writer fails, unless there is nothing in it."""
+    """Keep the file if writing fails, unless it is empty."""
     try:
         yield
     except BaseException:

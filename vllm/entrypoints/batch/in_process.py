@@ -1,4 +1,4 @@
-"""Calls the application like a client, without a socket."""
+"""Call the application like a client, without a socket."""
 
 import asyncio
 
@@ -8,13 +8,14 @@ from starlette.types import ASGIApp, Message
 async def call_app(
     app: ASGIApp, path: str, body: bytes, content_type: str = "application/json"
 ) -> tuple[int, bytes]:
-    """POST a body to a route that does not stream. Cancelling it disconnects the client.
+    """POST a body to a route that does not stream. Cancelling the call acts like a client that
+    disconnects.
 
     Args:
         app: the application.
-        path: of the route, in ASCII.
-        body: of the request.
-        content_type: of the body.
+        path: path of the route, in ASCII.
+        body: body of the request.
+        content_type: content type of the body.
 
     Returns:
         Status and body of the response.

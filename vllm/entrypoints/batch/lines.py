@@ -1,4 +1,5 @@
-"""The lines of OpenAI's batch files: each input line is a request, each output line a record.
+"""Process the lines of OpenAI's batch files: each input line is a request, each output line a
+record.
 
 Every line that is not blank gives one record, even if it is not valid.
 """
@@ -28,13 +29,13 @@ class _Line(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """The parts of a body that are checked here; the route checks the rest."""
+    """The fields of a body that are checked here; the route checks the others."""
 
     stream: Any = None
 
 
 class _CustomId(msgspec.Struct):
-    """The id of a line that is not valid otherwise."""
+    """The id of a line that is otherwise not valid."""
 
     custom_id: str | None = None
 
@@ -61,17 +62,17 @@ async def run_lines(
     max_concurrent: int,
     fetch: Fetch,
 ) -> BatchCounts:
-    """Answer all lines.
+    """Answer all lines of a batch.
 
     Args:
         app: the server's application; its engine is ready.
-        lines: of the input, read as needed.
-        sink: gets the records, each with a newline, in the order of the input.
-        max_concurrent: requests at once.
-        fetch: gets the sounds that lines name.
+        lines: input lines, read as needed.
+        sink: receives the records, each with a newline, in the order of the input.
+        max_concurrent: maximum number of requests at the same time.
+        fetch: downloads the audio files that lines name.
 
     Raises:
-        OSError: from `lines` or `sink`; requests that run are ended.
+        OSError: from `lines` or `sink`; running requests are aborted.
     """
     counts = BatchCounts()
     numbered = enumerate(line for line in lines if line.strip())
@@ -109,8 +110,9 @@ async def _work(
 
 
 async def answer_line(app: ASGIApp, line: bytes, fetch: Fetch) -> dict[str, Any]:
-    """Return the record of a line, as JSON values. Errors of the line or the route become part of
-    the record."""
+    """Return the record of a line, as JSON values. Errors of the line or the route are part of the
+    record.
+    """
     try:
         request = _read_line(line)
         given = bytes(request.body)
@@ -132,7 +134,7 @@ def _read_line(line: bytes) -> _Line:
     """Read a line and check that it can be sent.
 
     Raises:
-        RequestError: it cannot.
+        RequestError: it cannot be sent.
     """
     try:
         request = msgspec.json.decode(line, type=_Line)

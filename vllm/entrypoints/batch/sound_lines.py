@@ -1,4 +1,4 @@
-"""Lines of batch files about sounds: a URL instead of an uploaded file."""
+"""Convert batch lines about audio, which have a URL instead of an uploaded file."""
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -18,17 +18,17 @@ _FORMATS = ("json", "verbose_json")
 
 
 class Form(NamedTuple):
-    """A body with its content type."""
+    """The body of a form, and its content type."""
 
     data: bytes
     content_type: str
 
 
 def check_sound_body(body: bytes) -> dict[str, Any]:
-    """Return the fields of a line about a sound.
+    """Return the fields of a line about audio.
 
     Raises:
-        RequestError: there is no URL of the sound, or the answer would be no JSON.
+        RequestError: the URL of the audio is missing, or the answer would not be JSON.
     """
     try:
         fields = msgspec.json.decode(body)
@@ -56,10 +56,10 @@ def check_sound_body(body: bytes) -> dict[str, Any]:
 
 
 async def sound_form(body: bytes, fetch: Fetch) -> Form:
-    """Return the form that asks for the same as a line, with the sound of its URL.
+    """Return the form that is equivalent to a line, with the audio file from its URL.
 
     Raises:
-        RequestError: the line is not valid, or the sound cannot be fetched.
+        RequestError: the line is not valid, or the file cannot be fetched.
     """
     fields = check_sound_body(body)
     data = await fetch(fields.pop(_FILE_URL), _FILE_URL)
@@ -78,7 +78,7 @@ async def sound_form(body: bytes, fetch: Fetch) -> Form:
 
 
 def _values(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a form: a list gives one for each value."""
+    """Yield (name, value) of each part of a form. A list becomes one part per value."""
     for name, value in fields.items():
         for each in value if isinstance(value, list) else [value]:
             if each is not None:

@@ -1,5 +1,6 @@
-"""`vllm bench`: load for a server, and the speed of the engine without one.
+"""Implement `vllm bench`: measure a server under load, or the engine without a server.
 
-`load` sends, `http_client` and `backends` speak to the server, `datasets` and `arrivals` say what
-is sent and when, `statistics` and `report` say how it went; one module per subcommand joins them.
+`load` sends requests, `http_client` and `backends` talk to the server, `datasets` and `arrivals`
+define what is sent and when, `statistics` and `report` describe the results. One module per
+subcommand combines them.
 """

@@ -1,7 +1,7 @@
-"""Makes the requests that the benchmark sends to a server, and reads their event streams.
+"""Create the requests that the benchmark sends to a server, and read their event streams.
 
-Counts of tokens are those of `usage`, which the server is asked to send at the end of a stream;
-pieces of text are not counted as tokens.
+Token counts come from `usage`, which the server is asked to send at the end of a stream. Pieces of
+text are not counted as tokens.
 """
 
 import base64
@@ -30,7 +30,7 @@ class BenchRequest:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Result of one request. Times in seconds of `time.perf_counter()`."""
+    """Result of one request. Times are in seconds of `time.perf_counter()`."""
 
     start_s: float
     """When it was sent."""
@@ -51,24 +51,24 @@ class RequestRecord:
 
     @property
     def ttft_s(self) -> float:
-        """Time to the first token."""
+        """Seconds to the first token."""
         return self.output_s[0] - self.start_s
 
     @property
     def e2el_s(self) -> float:
-        """Time to the end of the response."""
+        """Seconds to the end of the response."""
         return self.end_s - self.start_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first one; None without a second token."""
+        """Seconds per output token after the first one; None without a second token."""
         if self.num_output_tokens < 2:
             return None
         return (self.output_s[-1] - self.output_s[0]) / (self.num_output_tokens - 1)
 
     @property
     def itl_s(self) -> list[float]:
-        """Time between pieces; a piece may hold several tokens."""
+        """Seconds between pieces of the stream; a piece may contain several tokens."""
         return [b - a for a, b in zip(self.output_s, self.output_s[1:], strict=False)]
 
 
@@ -91,7 +91,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    """An event of either endpoint, or the body of an error in either format."""
+    """An event of either endpoint, or an error body in either format."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -107,11 +107,11 @@ class Backend:
     """An endpoint that streams tokens.
 
     Args:
-        client: of the server.
-        path: below the client's URL.
-        is_chat: whether it takes messages instead of a prompt.
-        fields: further fields of every request, such as model and temperature.
-        keep_text: keep the text of answers in the records.
+        client: client of the server.
+        path: path after the client's URL.
+        is_chat: whether the endpoint takes messages instead of a prompt.
+        fields: other fields of every request, such as model and temperature.
+        keep_text: whether to keep the text of answers in the records.
     """
 
     def __init__(
@@ -134,7 +134,9 @@ class Backend:
         }
 
     async def send(self, request: BenchRequest, record: RequestRecord) -> None:
-        """Send a request and fill its record, whatever happens; only cancelling is raised."""
+        """Send a request and fill its record. Errors are recorded; only a cancellation is
+        raised.
+        """
         reader = _StreamReader(record, self._keep_text)
         try:
             response = await self._client.request(
@@ -157,7 +159,7 @@ class Backend:
 
 
 def _content(request: BenchRequest) -> Any:
-    """Return the content of a message: a text, or the pictures and the text."""
+    """Return the content of a message: a text, or the images and the text."""
     if not request.images:
         return request.prompt
     urls = (f"data:image/jpeg;base64,{base64.b64encode(file).decode()}" for file in request.images)
@@ -183,7 +185,7 @@ class _StreamReader:
                 self._take(_DECODER.decode(data), received_s)
 
     def finish(self) -> str | None:
-        """Return what is wrong with the complete stream, or None."""
+        """Return the error in the complete stream, or None."""
         if self._error is not None:
             return self._error
         if not self._is_done:
@@ -220,7 +222,7 @@ class _StreamReader:
 
 
 def _output_of(choice: _Choice) -> str:
-    """Return the text of a piece; for a tool call, whether there is one."""
+    """Return the text of a piece, or a line break for a tool call; empty if there is neither."""
     if choice.text is not None:
         return choice.text
     delta = choice.delta
@@ -250,17 +252,17 @@ _MAX_EVENT_BYTES = 16 << 20
 
 
 class SseParser:
-    """Joins pieces of a body into events."""
+    """Splits the body of an event stream into events."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Return the `data` of every event that this piece completes; comments and names are left
-        out.
+        """Return the `data` of every event that this piece completes. Comments and names are
+        ignored.
 
         Raises:
-            ValueError: an event does not end.
+            ValueError: an event is too long.
         """
         text = self._rest + piece if self._rest else piece
         # A fast path, because nearly every piece is exactly one event with one line.

@@ -1,4 +1,4 @@
-"""Settings for the requests of a benchmark, and the flags that set them."""
+"""Define the settings for the requests of a benchmark, and their flags."""
 
 import argparse
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ _DATASET_NAMES = {"custom": "jsonl"}
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetArgs:
-    """Settings for the requests to make.
+    """Settings for the requests to create.
 
     Raises:
-        ConfigError: a number is out of its range, or the dataset needs a file and has none.
+        ConfigError: a number is out of range, or the dataset needs a file and none is given.
     """
 
     name: str
@@ -60,12 +60,12 @@ class DatasetArgs:
 
     @property
     def is_random(self) -> bool:
-        """Whether prompts are drawn."""
+        """Whether the prompts are random."""
         return self.name in ("random", RANDOM_MM)
 
 
 def dataset_of(path: str | None) -> str:
-    """Return the type of a dataset file by its name; random without one."""
+    """Return the dataset type by the name of its file; random without a file."""
     return "random" if path is None else _BY_SUFFIX.get(Path(path).suffix, "text")
 
 
@@ -131,7 +131,7 @@ def read_dataset_flags(args: argparse.Namespace) -> DatasetArgs:
     """Read the flags of `add_dataset_flags`, with the seed of the benchmark.
 
     Raises:
-        ConfigError: a flag is out of its range.
+        ConfigError: a flag is out of range.
     """
     name = args.dataset_name or dataset_of(args.dataset_path)
     return DatasetArgs(

@@ -1,7 +1,7 @@
-"""The requests of a benchmark: random token ids, or prompts of a file.
+"""Create the requests of a benchmark: random token ids, or prompts from a file.
 
 random    ids drawn from the vocabulary
-random-mm the same, with random pictures
+random-mm random prompts with random images
 sharegpt  JSON: [{"conversations": [{"value": question}, {"value": answer}, ...]}, ...]
 jsonl     one object per line: {"prompt": text or ids, "output_len": 128}; output_len is optional
 text      one prompt per line
@@ -31,7 +31,7 @@ _NUM_WORDS = 512
 
 
 def random_lengths(args: DatasetArgs, rng: random.Random) -> list[tuple[int, int]]:
-    """Draw prompt tokens, without the prefix, and output tokens of each request."""
+    """Draw the numbers of prompt tokens (without the prefix) and output tokens of each request."""
 
     def draw(mean: int) -> int:
         low, high = round(mean * (1 - args.range_ratio)), round(mean * (1 + args.range_ratio))
@@ -42,7 +42,7 @@ def random_lengths(args: DatasetArgs, rng: random.Random) -> list[tuple[int, int
 
 
 def random_requests(args: DatasetArgs, token_ids: Sequence[int]) -> list[BenchRequest]:
-    """Make prompts of ids drawn evenly from `token_ids`."""
+    """Create requests with prompts of ids drawn evenly from `token_ids`."""
     rng = random.Random(args.seed)
     prefix = rng.choices(token_ids, k=args.prefix_len)
     return [
@@ -54,9 +54,10 @@ def random_requests(args: DatasetArgs, token_ids: Sequence[int]) -> list[BenchRe
 
 
 def random_texts(args: DatasetArgs, tokenizer: "PreTrainedTokenizerBase") -> list[BenchRequest]:
-    """Make prompts as text: words drawn from the vocabulary, of the wanted number of tokens.
+    """Create requests with text prompts: words drawn from the vocabulary, with the wanted number of
+    tokens.
 
-    Some tokenizers do not give the same tokens back for the text; the number is then approximate.
+    Some tokenizers do not return the same tokens for the text; the number is then approximate.
     """
     rng = random.Random(args.seed)
     words = _words(tokenizer, rng)
@@ -70,7 +71,7 @@ def random_texts(args: DatasetArgs, tokenizer: "PreTrainedTokenizerBase") -> lis
 
 
 def with_images(args: DatasetArgs, requests: list[BenchRequest]) -> list[BenchRequest]:
-    """Return the requests with their pictures, if the dataset has some.
+    """Add random images to the requests, if the dataset has images.
 
     Raises:
         ConfigError: Pillow is not installed.
@@ -88,7 +89,7 @@ def ordinary_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
 
 
 def _words(tokenizer: "PreTrainedTokenizerBase", rng: random.Random) -> list[int]:
-    """Return tokens that do not change when they are decoded and encoded again."""
+    """Return tokens that remain the same when they are decoded and encoded again."""
     ids = ordinary_ids(tokenizer)
     rng.shuffle(ids)
     words: list[int] = []
@@ -118,7 +119,9 @@ def _text_of(
 def _encode(
     tokenizer: "PreTrainedTokenizerBase", text: str, *, is_prompt: bool = False
 ) -> list[int]:
-    """Return the token ids; a prompt begins with the special tokens that the server adds."""
+    """Return the token ids of a text. A prompt begins with the special tokens that the server
+    adds.
+    """
     ids: list[int] = tokenizer(text, add_special_tokens=is_prompt, verbose=False)["input_ids"]
     return ids
 
@@ -131,15 +134,16 @@ def file_requests(
     tokenizer: "PreTrainedTokenizerBase | None",
     max_model_len: int | None = None,
 ) -> list[BenchRequest]:
-    """Read requests of a file in random order by the seed; repeated if the file has too few.
+    """Read the requests of a file, in a random order that depends on the seed. They are repeated if
+    the file has too few.
 
     Args:
-        args: with a path.
-        tokenizer: counts tokens; None counts none, and answers of sharegpt have 128.
-        max_model_len: requests that are longer are left out, where their tokens are known.
+        args: settings with the path of the file.
+        tokenizer: counts tokens; None: tokens are not counted, and answers of sharegpt have 128.
+        max_model_len: longer requests are left out, if their tokens are known.
 
     Raises:
-        ConfigError: the file cannot be read, or nothing in it can be used.
+        ConfigError: the file cannot be read, or contains nothing usable.
     """
     assert args.path is not None
     readers = {"sharegpt": _read_sharegpt, "jsonl": _read_jsonl, "text": _read_lines}

@@ -1,7 +1,7 @@
-"""The HTTP client of the benchmarks, on aiohttp, which is the extra `vllm[bench]`.
+"""Send HTTP requests for the benchmarks. Based on aiohttp, which is the extra `vllm[bench]`.
 
-A body is passed on in the pieces in which it arrives. The client follows no redirects, uses no
-proxies, keeps no cookies and decompresses nothing.
+A body is passed on in the pieces in which it arrives. The client does not follow redirects, use
+proxies, keep cookies or decompress anything.
 """
 
 import time
@@ -32,9 +32,9 @@ class HttpClient:
 
     Args:
         base_url: `http://host:port/prefix` or `https://...`.
-        headers: sent with every request.
-        verify_tls: False accepts any certificate.
-        connect_timeout_s: for one connection.
+        headers: headers that are sent with every request.
+        verify_tls: False: accept any certificate.
+        connect_timeout_s: time limit for opening a connection.
 
     Raises:
         ConfigError: the URL has another form, a header has a line break, or aiohttp is not
@@ -65,16 +65,18 @@ class HttpClient:
     ) -> Response:
         """Send a request and wait for the end of its response.
 
-        A body that is sent is JSON. A request whose connection breaks before the response begins
-        is sent again, once: the server may have closed a kept connection in the same moment.
+        The body is sent as JSON. If the connection breaks before the response begins, the request
+        is sent once more, because the server may have closed an idle connection in the same moment.
         Cancelling closes the connection.
 
         Args:
-            path: below the base URL, with its slash.
-            on_body: takes the pieces of the body, if the status is 200.
+            method: HTTP method.
+            path: path after the base URL, with its slash.
+            body: body to send.
+            on_body: receives the pieces of the response body, if the status is 200.
 
         Raises:
-            OSError: no connection, or it broke before the response had ended.
+            OSError: no connection, or it broke before the end of the response.
         """
         try:
             try:

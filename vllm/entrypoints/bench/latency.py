@@ -1,4 +1,4 @@
-"""`vllm bench latency`: repeats one batch of requests with fixed lengths."""
+"""Run `vllm bench latency`: repeat one batch of requests with fixed lengths."""
 
 import argparse
 import time
@@ -16,7 +16,7 @@ _PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
-    """Add all flags."""
+    """Add the flags of the command."""
     group = parser.add_argument_group("batch")
     for flag, default, help in (
         ("--batch-size", 8, "prompts"),
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
 
     Raises:
         RequestError: n and temperature contradict each other.
-        ConfigError: a number is too small, or the engine cannot start.
+        ConfigError: a value is too small, or the engine cannot start.
     """
     for name in ("batch_size", "input_len", "output_len", "num_iters"):
         if getattr(args, name) < 1:
@@ -58,8 +58,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _time_batch(llm: "LLM", args: argparse.Namespace, num_tokens: int, seed: int) -> float:
-    """Return the seconds for one batch. Each seed has different prompts, so that none is in the
-    prefix cache."""
+    """Return the seconds for one batch. Each seed gives different prompts, so that none is in the
+    prefix cache.
+    """
     vocab_size = llm.llm_engine.vllm_config.model.resolved_arch.vocab_size
     dataset = DatasetArgs(
         name="random", num_prompts=args.batch_size, input_len=args.input_len, seed=seed

@@ -1,4 +1,4 @@
-"""Sends requests at their planned times, and shows the progress.
+"""Send requests at their planned times, and show the progress.
 
 Independent of HTTP and of the content of requests.
 """
@@ -17,15 +17,16 @@ from vllm.entrypoints.bench.backends import BenchRequest, RequestRecord
 def arrival_times(
     count: int, request_rate: float, burstiness: float, rng: random.Random
 ) -> list[float]:
-    """Return times in ascending order; the first one is 0.
+    """Return the times at which to send requests, in ascending seconds from 0.
 
-    Gaps have a gamma distribution with mean 1 / `request_rate` and coefficient of variation
-    1 / sqrt(`burstiness`): 1 is a Poisson process, less gives bursts, more gives even gaps.
+    Gaps have a gamma distribution with mean 1 / `request_rate` and coefficient of variation 1 /
+    sqrt(`burstiness`): 1 is a Poisson process, a smaller value gives bursts, a larger one more even
+    gaps.
 
     Args:
-        count: requests.
-        request_rate: per second; infinity sends all at once.
-        burstiness: above 0; infinity makes all gaps equal.
+        count: number of requests.
+        request_rate: requests per second; infinity: all at once.
+        burstiness: above 0; infinity: all gaps are equal.
     """
     if math.isinf(request_rate):
         return [0.0] * count
@@ -45,7 +46,7 @@ Send = Callable[[BenchRequest, RequestRecord], Awaitable[None]]
 
 @dataclass
 class LoadRun:
-    """State and result of a load."""
+    """State and result of a load run."""
 
     records: list[RequestRecord] = field(default_factory=list)
     """One per request that was sent, in the order of sending."""
@@ -58,12 +59,12 @@ class LoadRun:
 
     @property
     def duration_s(self) -> float:
-        """From the first request to the end of the last response."""
+        """Seconds from the first request to the end of the last response."""
         return self.end_s - self.start_s
 
     @property
     def num_pieces(self) -> int:
-        """Pieces of output so far."""
+        """Number of output pieces received so far."""
         return sum(len(record.output_s) for record in self.records)
 
 
@@ -77,15 +78,16 @@ async def run_load(
     stop: asyncio.Event | None = None,
     on_done: Callable[[RequestRecord], None] | None = None,
 ) -> None:
-    """Send every request at its time and wait for all of them.
+    """Send every request at its time, and wait for all of them.
 
     Args:
-        run: empty; what happens is written to it.
-        send: how to send one.
-        requests: what to send.
-        arrivals: when, in seconds after the start; ascending, one per request.
-        max_concurrency: most requests in flight: further ones wait, even if they are due.
-        stop: when set, no more are sent and those in flight are cut off.
+        run: empty run, in which everything is recorded.
+        send: sends one request.
+        requests: requests to send.
+        arrivals: time of each request, in ascending seconds after the start.
+        max_concurrency: maximum number of requests in flight; further ones wait, even if they are
+            due.
+        stop: when set, no more requests are sent and running ones are cancelled.
         on_done: called when a request has ended.
     """
     stop = stop or asyncio.Event()
@@ -145,10 +147,10 @@ _INTERVAL_S = 0.5
 
 
 class LoadProgress:
-    """Shows a load on stderr while it runs; to be entered inside an event loop.
+    """Shows the progress of a load on stderr. Enter it inside an event loop.
 
-    Tokens per second are pieces per second: most servers send one token in a piece, and the
-    true count comes at the end of each stream.
+    Tokens per second are pieces per second: most servers send one token per piece, and the true
+    count comes at the end of each stream.
     """
 
     def __init__(self, run: LoadRun, total: int, *, is_shown: bool) -> None:

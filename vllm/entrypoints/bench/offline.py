@@ -1,4 +1,4 @@
-"""Shared code of the benchmarks without a server."""
+"""Share code between the benchmarks without a server."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def make_llm(args: argparse.Namespace) -> "LLM":
-    """Make the engine that the flags describe."""
+    """Create the engine that the flags describe."""
     from vllm import LLM
 
     return LLM(**vars(EngineArgs.from_cli_args(args)))
@@ -30,7 +30,7 @@ def sampling(num_tokens: int, args: argparse.Namespace) -> "SamplingParams":
 
 
 def facts(llm: "LLM") -> dict[str, Any]:
-    """Return the facts that a result depends on: model, device, threads."""
+    """Return what a result depends on: model, device, threads."""
     import torch
 
     config = llm.llm_engine.vllm_config

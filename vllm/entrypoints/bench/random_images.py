@@ -1,4 +1,6 @@
-"""Random pictures for requests of a benchmark. They need no network, and no two are alike."""
+"""Create random images for the requests of a benchmark. They need no network, and no two are the
+same.
+"""
 
 import argparse
 import ast
@@ -28,7 +30,7 @@ class RandomImageArgs:
     """Number and sizes of the images of each request.
 
     Raises:
-        ConfigError: a number is out of its range.
+        ConfigError: a value is out of range.
     """
 
     num_items: int = 1
@@ -55,11 +57,11 @@ class RandomImageArgs:
 
 
 class RandomImages:
-    """Draws pictures.
+    """Creates random images.
 
     Args:
-        args: of the pictures.
-        seed: decides all of them.
+        args: number and sizes of the images.
+        seed: seed of the random images.
 
     Raises:
         ConfigError: Pillow is not installed.
@@ -76,7 +78,7 @@ class RandomImages:
         self._rng, self._pixels = random.Random(seed), np.random.default_rng(seed)
 
     def draw(self) -> tuple[bytes, ...]:
-        """Return the files (JPEG) of one request."""
+        """Return the image files (JPEG) of one request."""
         args = self._args
         low = math.floor(args.num_items * (1 - args.range_ratio))
         high = math.ceil(args.num_items * (1 + args.range_ratio))
@@ -128,7 +130,7 @@ def read_image_flags(args: argparse.Namespace) -> RandomImageArgs:
     """Return the arguments from the flags of `add_image_flags`.
 
     Raises:
-        ConfigError: a flag is malformed or out of its range.
+        ConfigError: a flag is malformed or out of range.
     """
     text = args.random_mm_bucket_config
     return RandomImageArgs(

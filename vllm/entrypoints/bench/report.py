@@ -1,4 +1,4 @@
-"""Writes results: a table for people, one JSON object for programs."""
+"""Write benchmark results: a table for people, one JSON object for programs."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from vllm.version import __version__
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine: facts that a result depends on in addition to the settings."""
+    """Describe the machine, on which a result depends in addition to the settings."""
     has_affinity = hasattr(os, "sched_getaffinity")
     return {
         "cpus": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
@@ -24,12 +24,14 @@ def machine() -> dict[str, Any]:
 
 
 def timestamp() -> str:
-    """Return the local time in a form for file names."""
+    """Return the local time in a format for file names."""
     return datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
 def write_table(rows: Iterable[Sequence[object]], file: TextIO) -> None:
-    """Write columns as wide as they need; the first one left-aligned, the others right-aligned."""
+    """Write a table with columns as wide as needed; the first is left-aligned, the others
+    right-aligned.
+    """
     texts = [[_text(cell) for cell in row] for row in rows]
     widths = [
         max(len(row[i]) for row in texts if i < len(row)) for i in range(max(map(len, texts)))
@@ -66,12 +68,14 @@ def write_json(result: Mapping[str, Any], target: str) -> None:
 
 
 def emit(result: Mapping[str, Any], rows: Iterable[Sequence[object]], output: str | None) -> None:
-    """Print the table to stdout, or to stderr if the JSON is written to stdout.
+    """Print the result table, and write the result as JSON if requested.
+
+    The table is printed to stderr if the JSON is written to stdout.
 
     Args:
-        result: what is written as JSON.
-        rows: the table.
-        output: where the JSON goes, if anywhere.
+        result: result to write as JSON.
+        rows: rows of the table.
+        output: file for the JSON, or `-` for stdout; None: no JSON.
     """
     write_table(rows, sys.stderr if output == "-" else sys.stdout)
     if output is not None:
@@ -82,7 +86,7 @@ def check_writable(target: str | None) -> None:
     """Check before the run that its result can be written.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot be written.
     """
     if target is None or target == "-":
         return

@@ -1,4 +1,4 @@
-"""`vllm bench serve`: sends load to a running server and measures latency and throughput."""
+"""Run `vllm bench serve`: send load to a running server and measure latency and throughput."""
 
 import argparse
 import asyncio
@@ -37,15 +37,15 @@ _PATHS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Send the load. Prints a table to stdout, progress to stderr, and JSON if requested.
+    """Run the benchmark. Prints a table to stdout, progress to stderr, and JSON if requested.
 
-    Ctrl-C ends the load and shows the results so far.
+    Ctrl-C stops the load and shows the results so far.
 
     Returns:
-        The exit code: 0, 1 when no request completed, 130 when it was interrupted.
+        The exit code: 0; 1 if no request completed; 130 if it was interrupted.
 
     Raises:
-        ConfigError: the flags make no sense, or the server cannot be used.
+        ConfigError: the flags are wrong, or the server cannot be used.
     """
     check_args(args)
     report.check_writable(args.output_json)
@@ -129,7 +129,7 @@ async def _measure_with(
 
 
 async def _warm_up(send: Send, requests: Sequence[BenchRequest], count: int) -> None:
-    """Send the first request `count` times, which also checks that such requests work."""
+    """Send the first request `count` times, which also checks that it works."""
     for _ in range(count):
         warmup = LoadRun()
         await run_load(warmup, send, requests[:1], [0.0])
@@ -164,7 +164,7 @@ async def _send_load(
 
 @contextmanager
 def _stop_at_ctrl_c() -> Iterator[asyncio.Event]:
-    """Yield an event that the first Ctrl-C sets; the second one ends the program."""
+    """Yield an event that the first Ctrl-C sets; the second Ctrl-C ends the program."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -184,8 +184,9 @@ def _stop_at_ctrl_c() -> Iterator[asyncio.Event]:
 
 
 def _allow_many_sockets() -> None:
-    """Raise the limit of open files: every request in flight is one, and the usual limit of 1,024
-    is soft."""
+    """Raise the limit of open files, because every request in flight needs one. The usual limit of
+    1,024 can be raised by the process itself.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # some systems have a lower limit than they report
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

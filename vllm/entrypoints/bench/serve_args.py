@@ -1,4 +1,4 @@
-"""The flags of `vllm bench serve`."""
+"""Define the flags of `vllm bench serve`."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ _BACKENDS = {"openai": "openai", "vllm": "openai", "openai-chat": "openai-chat"}
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
-    """Add all flags."""
+    """Add the flags of the command."""
     _add_server_flags(parser)
     _add_load_flags(parser)
     add_dataset_flags(parser, input_len=1024, num_prompts=1000)
@@ -22,10 +22,10 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
 
 
 def check_args(args: argparse.Namespace) -> None:
-    """Check the flags, and resolve the flags that depend on each other.
+    """Check the flags, and resolve flags that depend on each other.
 
     Raises:
-        ConfigError: a value is out of its range or is not written as documented.
+        ConfigError: a value is out of range or not in the documented format.
     """
     args.backend = _BACKENDS[args.backend]
     args.goodput = parse_goodput(args.goodput)

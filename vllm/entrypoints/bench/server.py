@@ -1,4 +1,4 @@
-"""Asks a running server for its model, and for its counters before and after a load."""
+"""Query a running server for its model, and for its counters before and after a load."""
 
 import asyncio
 import re
@@ -42,14 +42,14 @@ class ServedModel:
 
 
 async def find_model(client: HttpClient, timeout_s: float) -> ServedModel:
-    """Wait until the server answers, and ask which model it serves.
+    """Wait until the server answers, and return the model that it serves.
 
     Args:
-        client: of the server.
-        timeout_s: 0 asks once.
+        client: client of the server.
+        timeout_s: seconds to wait; 0: ask once.
 
     Raises:
-        ConfigError: it does not answer in time, refuses, or serves no model.
+        ConfigError: the server does not answer in time, refuses, or serves no model.
     """
     deadline_s = time.monotonic() + timeout_s
     is_waiting = False
@@ -89,7 +89,7 @@ def _first_model(client: HttpClient, response: Response) -> ServedModel:
 
 @dataclass(frozen=True)
 class Readings:
-    """Counters of a server of this package, and its warm-up."""
+    """Counters of a server of this package, and the state of its warm-up."""
 
     counters: dict[str, float]
     num_warm: int | None = None
@@ -98,12 +98,14 @@ class Readings:
 
     @property
     def is_warming(self) -> bool:
-        """Buckets are still being warmed up, and until then forward passes are padded more."""
+        """Whether buckets are still being warmed up; until then, forward passes have more
+        padding.
+        """
         return self.num_warm is not None and self.num_warm < self.num_wanted
 
 
 async def read_server(client: HttpClient) -> Readings | None:
-    """Return what `/metrics` shows; None for other servers."""
+    """Return the counters from `/metrics`; None for servers of other software."""
     try:
         response = await client.request("GET", "/metrics")
     except OSError:
@@ -123,7 +125,9 @@ async def read_server(client: HttpClient) -> Readings | None:
 
 
 def difference(before: Readings | None, after: Readings | None) -> dict[str, float] | None:
-    """Return by how much counters have grown, and how many buckets were warm if not all were."""
+    """Return the growth of the counters between two readings, and the number of warm buckets if not
+    all were warm.
+    """
     if before is None or after is None:
         return None
     old, new = before.counters, after.counters

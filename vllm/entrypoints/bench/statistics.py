@@ -1,4 +1,4 @@
-"""Statistics of a load. The names of results are the usual ones, which scripts read."""
+"""Compute the statistics of a load. Results have the usual names, which scripts read."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,8 +24,9 @@ def percentile_name(percentile: float) -> str:
 def describe(
     values: Sequence[float], percentiles: Sequence[float], digits: int = 3
 ) -> dict[str, Any]:
-    """Return mean, median, standard deviation and percentiles (linear between values); None without
-    values."""
+    """Return mean, median, standard deviation and percentiles (linearly interpolated); each is None
+    if there are no values.
+    """
     import numpy as np
 
     names = [percentile_name(p) for p in percentiles]
@@ -40,7 +41,7 @@ def describe(
 
 
 def metric_values(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
-    """Return the milliseconds of every metric over completed requests."""
+    """Return the milliseconds of every metric for all completed requests."""
     return {
         "ttft": [r.ttft_s * 1e3 for r in records],
         "tpot": [tpot * 1e3 for r in records if (tpot := r.tpot_s) is not None],
@@ -53,7 +54,7 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
     """Parse limits: `ttft:200` means at most 200 ms.
 
     Raises:
-        ConfigError: a pair is malformed, or names another metric than ttft, tpot and e2el.
+        ConfigError: a pair is malformed, or its metric is not ttft, tpot or e2el.
     """
     limits = {}
     for pair in pairs:
@@ -75,7 +76,9 @@ def summarize(
     percentiles: Sequence[float],
     goodput: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Return all figures of a finished load; latencies in milliseconds, of completed requests."""
+    """Return all figures of a finished load. Latencies are in milliseconds and cover completed
+    requests.
+    """
     done = [r for r in run.records if not r.is_cut and r.error is None]
     failed = [r for r in run.records if not r.is_cut and r.error is not None]
     duration_s = max(run.duration_s, 1e-9)
@@ -109,7 +112,8 @@ def summarize(
 
 def _count_good(records: Sequence[RequestRecord], limits: Mapping[str, float]) -> int:
     """Count the requests within all limits. A limit for later tokens does not apply to a request
-    with one token."""
+    with one token.
+    """
 
     def is_good(record: RequestRecord) -> bool:
         ms = {

@@ -1,4 +1,4 @@
-"""`vllm bench throughput`: submits all requests at once to an engine, without a server."""
+"""Run `vllm bench throughput`: submit all requests at once to an engine, without a server."""
 
 import argparse
 import time
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
-    """Add all flags."""
+    """Add the flags of the command."""
     add_dataset_flags(parser, input_len=512, num_prompts=1000)
     parser.add_argument("--disable-tqdm", action="store_true", help="do not show a progress bar")
     offline.add_cli_args(parser)
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
 
     Raises:
         RequestError: n and temperature contradict each other.
-        ConfigError: a flag is out of its range, a file cannot be used, or the engine cannot start.
+        ConfigError: a flag is out of range, a file cannot be used, or the engine cannot start.
     """
     dataset = read_dataset_flags(args)
     offline.sampling(1, args)  # wrong arguments raise before the model is loaded
@@ -81,7 +81,7 @@ def _check_reads_images(llm: "LLM") -> None:
 
 
 def _prompt(request: BenchRequest, llm: "LLM") -> Any:
-    """Return the prompt of a request. Pictures come before its tokens."""
+    """Return the prompt of a request. Images come before its tokens."""
     if not isinstance(request.prompt, list):
         return request.prompt
     if not request.images:

@@ -1,4 +1,4 @@
-"""The texts of a calibration as samples of tokens."""
+"""Split the texts of a calibration into samples of tokens."""
 
 import json
 import random
@@ -22,7 +22,7 @@ def read_texts(path: str) -> list[str]:
     plain text.
 
     Raises:
-        ConfigError: it cannot be read, or has no text.
+        ConfigError: the file cannot be read, or has no text.
     """
     if path.endswith((".pkl", ".pickle")):
         raise ConfigError(
@@ -80,10 +80,12 @@ def split_samples(
     sample_tokens: int,
     num_samples: int,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Split texts into samples of at most `sample_tokens` tokens: samples to measure, and held-out
-    ones.
+    """Split texts into samples of at most `sample_tokens` tokens.
 
-    The split depends only on the texts. A single sample is both.
+    The split depends only on the texts. If there is only one sample, it is in both lists.
+
+    Returns:
+        (samples to measure, held-out samples).
 
     Raises:
         ConfigError: the texts are too short.
@@ -109,16 +111,16 @@ def split_samples(
 
 
 def write_samples(path: Path, samples: Sequence[Sequence[int]]) -> None:
-    """Write one sample per line."""
+    """Write one sample of token ids per line."""
     lines = (json.dumps({"prompt_token_ids": list(sample)}) + "\n" for sample in samples)
     path.write_text("".join(lines), encoding="utf-8")
 
 
 def read_samples(path: Path) -> list[list[int]]:
-    """Read the samples that `write_samples` has written.
+    """Read the samples that `write_samples` wrote.
 
     Raises:
-        ConfigError: it is not there, or was changed.
+        ConfigError: the file does not exist, or was changed.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -1,5 +1,6 @@
-"""The folder of a calibration: which files there are, what is done, and the files that the steps
-without a model change."""
+"""Manage the folder of a calibration: its files, the finished steps, and the steps that only change
+files.
+"""
 
 import json
 import re
@@ -24,7 +25,7 @@ DEVICES = {"g2": "GAUDI2", "g3": "GAUDI3"}
 
 
 class CalibrationFolder:
-    """The files of one model and one kind of card.
+    """The calibration files of one model and one kind of Gaudi card.
 
     Args:
         out: folder for all models.
@@ -41,28 +42,28 @@ class CalibrationFolder:
 
     @property
     def measure_config(self) -> Path:
-        """QUANT_CONFIG to measure."""
+        """QUANT_CONFIG file for measuring."""
         return self.path / f"maxabs_measure_{self.device}.json"
 
     @property
     def quant_config(self) -> Path:
-        """QUANT_CONFIG to serve."""
+        """QUANT_CONFIG file for serving."""
         return self.path / f"maxabs_quant_{self.device}.json"
 
     @property
     def samples(self) -> Path:
-        """Samples of tokens that are measured."""
+        """File with the samples of tokens to measure."""
         return self.path / "calibration_samples.jsonl"
 
     @property
     def held_out(self) -> Path:
-        """Samples of tokens for the perplexity."""
+        """File with the samples of tokens for the perplexity."""
         return self.path / "evaluation_samples.jsonl"
 
     def write_configs(
         self, scale_method: str, blocked: list[str], scale_format: str | None = None
     ) -> None:
-        """Write both files of QUANT_CONFIG."""
+        """Write both QUANT_CONFIG files."""
         common = {
             "method": "HOOKS",
             "observer": "maxabs",
@@ -83,12 +84,12 @@ class CalibrationFolder:
         self._write(self.quant_config, quant)
 
     def delete_measurements(self) -> None:
-        """Delete files of earlier measurements, and scales computed of them."""
+        """Delete the files of earlier measurements, and the scales computed from them."""
         for file in Path(self.prefix).parent.glob("inc_output_hooks_maxabs*"):
             file.unlink()
 
     def delete_scales(self) -> None:
-        """Delete scales, so that they are computed anew."""
+        """Delete the scales, so that they are computed again."""
         for file in Path(self.prefix).parent.glob("inc_output_hooks_maxabs_[A-Z]*"):
             file.unlink()
 
@@ -99,7 +100,7 @@ class CalibrationFolder:
         return self.path / f"calibration_{self.device}.json"
 
     def read_state(self) -> dict[str, Any]:
-        """Read the state that earlier runs have written; empty if there is none.
+        """Read the state that earlier runs wrote; empty if there is none.
 
         Raises:
             ConfigError: the file is damaged.
@@ -110,7 +111,7 @@ class CalibrationFolder:
         return read_json_object(self._state_file, what, advice)
 
     def write_state(self, state: dict[str, Any]) -> None:
-        """Replace what is kept for later runs."""
+        """Write the state that later runs read."""
         self._write(self._state_file, state)
 
     def _write(self, path: Path, content: dict[str, Any]) -> None:
@@ -147,12 +148,13 @@ class CalibrationFolder:
                 self._write_ranks(measured.path, measured.nodes, rank, world_size)
 
     def unify(self, world_size: int, target: int, *, shares_experts: bool = False) -> None:
-        """Make measurements for `target` ranks from the measurements of `world_size`.
+        """Create measurements for `target` ranks from the measurements of `world_size` ranks.
 
         Args:
-            world_size: ranks that were measured.
-            target: fewer ranks, of which each gets the numbers of neighbours.
-            shares_experts: each rank has measured other experts.
+            world_size: number of ranks that were measured.
+            target: smaller number of ranks, each of which combines the values of neighbouring
+                ranks.
+            shares_experts: whether each rank has measured different experts.
 
         Raises:
             ConfigError: that is not possible, or measurements are missing or damaged.
@@ -169,7 +171,8 @@ class CalibrationFolder:
             self._write_ranks(file_path(self.prefix, rank, target), nodes, rank, target)
 
     def expand(self, world_size: int, target: int) -> None:
-        """Make measurements for `target` ranks from the measurements of fewer ranks, `world_size`.
+        """Create measurements for `target` ranks from the measurements of fewer ranks,
+        `world_size`.
 
         Raises:
             ConfigError: that is not possible, or measurements are missing or damaged.
@@ -200,12 +203,13 @@ class CalibrationFolder:
 
 
 def link_attention(nodes: dict[str, Node]) -> bool:
-    """Give attention matmuls the ranges of their inputs and outputs: the second input of matmul_qk
-    and matmul_av is the content of the cache, and the output of fused attention is the input of
-    o_proj.
+    """Copy measured ranges to the attention matmuls that use the same values.
+
+    The second input of matmul_qk and matmul_av is the content of the KV cache, and the output of
+    fused attention is the input of o_proj.
 
     Returns:
-        Whether anything has changed, which needs modules for these matmuls.
+        Whether anything has changed. Nothing changes if the model has no such matmuls.
     """
     has_changed = False
     for name, node in list(nodes.items()):

@@ -1,4 +1,6 @@
-"""Perplexity of samples of tokens, by the log-probabilities that an engine gives for prompts."""
+"""Compute the perplexity of token samples, from the log-probabilities that an engine gives for
+prompts.
+"""
 
 import math
 from collections.abc import Sequence
@@ -11,11 +13,12 @@ if TYPE_CHECKING:
 
 
 def perplexity(llm: "LLM", samples: Sequence[Sequence[int]], *, use_tqdm: bool = False) -> float:
-    """Return exp of the mean of -log p over all tokens except the first of each sample.
+    """Return the perplexity: exp of the mean of -log p over all tokens except the first of each
+    sample.
 
     Args:
-        llm: takes samples as prompts with room for one more token.
-        samples: of at least two tokens.
+        llm: engine that accepts each sample as a prompt, plus one output token.
+        samples: samples of at least two tokens each.
         use_tqdm: show progress.
     """
     from vllm import SamplingParams

@@ -1,7 +1,7 @@
-"""Converts measurements of some ranks to fewer ranks, or to more.
+"""Convert measurements of some ranks to fewer or more ranks.
 
-Ranks that slice experts have the same ones, with parts of their features; ranks that share the
-experts out (`--enable-expert-parallel`) number theirs from 0 on each. Reads no files.
+If ranks slice the experts, each has a part of the features of every expert. If ranks divide the
+experts (`--enable-expert-parallel`), each numbers its own experts from 0. Reads no files.
 """
 
 import re
@@ -14,15 +14,16 @@ _EXPERT = re.compile(r"(?P<op>.+)\.(?P<part>w13_list|w2_list)\.(?P<number>\d+)")
 
 
 def unify(parts: Sequence[Measurements], *, shares_experts: bool = False) -> dict[str, Node]:
-    """Return the larger values of several ranks, as the measurements of one.
+    """Combine the measurements of several ranks to the measurements of one rank, by taking the
+    larger values.
 
     Args:
-        parts: neighbours, in their order.
-        shares_experts: each has other experts: expert i of part p becomes p * experts + i, and
-            inputs that the module of all experts has for each of them follow each other.
+        parts: measurements of neighbouring ranks, in order.
+        shares_experts: each rank has different experts. Then expert i of part p becomes expert p *
+            experts + i, and the per-expert inputs of the module of all experts are concatenated.
 
     Raises:
-        ConfigError: the files are not of the same modules.
+        ConfigError: the files do not contain the same modules.
     """
     if not shares_experts:
         nodes = parts[0].nodes
@@ -48,11 +49,12 @@ def unify(parts: Sequence[Measurements], *, shares_experts: bool = False) -> dic
 
 
 def expand(measured: Measurements, num_parts: int) -> list[dict[str, Node]]:
-    """Divide the measurements of one rank among `num_parts`, which divide its experts; other
-    measurements are the same on each.
+    """Divide the measurements of one rank among `num_parts` ranks.
+
+    The experts are divided; other measurements are the same on each rank.
 
     Raises:
-        ConfigError: the experts cannot be shared out evenly.
+        ConfigError: the experts cannot be divided evenly.
     """
     counts = _expert_counts(measured.nodes)
     for op, count in counts.items():
@@ -77,7 +79,7 @@ def expand(measured: Measurements, num_parts: int) -> list[dict[str, Node]]:
 
 
 def _expert_counts(nodes: Mapping[str, Node]) -> dict[str, int]:
-    """Count the experts of a layer, by the module of all of them."""
+    """Count the experts of each layer, by the name of the module of all experts."""
     numbers: dict[str, set[int]] = {}
     for name in nodes:
         if (match := _EXPERT.fullmatch(name)) is not None:

@@ -1,4 +1,4 @@
-"""Runs the steps of a calibration (`steps`), all in order, or one again."""
+"""Run the steps of a calibration (`steps`): all in order, or one again."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -50,18 +50,20 @@ class CalibrationSettings:
 
     @property
     def other_ranks(self) -> int | None:
-        """Number of ranks for which scales are made, if it differs from the ranks that ran."""
+        """Number of ranks for which scales are created, if it differs from the number of ranks that
+        ran.
+        """
         return self.unify_ranks or self.expand_ranks
 
 
 class Calibration:
-    """One model, its folder, and the steps.
+    """Runs the steps of a calibration for one model.
 
     Args:
-        engine: arguments of the engine; quantization is set here.
-        folder: of the files.
-        settings: of the user.
-        say: called with each line for the user.
+        engine: arguments of the engine; their quantization is changed here.
+        folder: folder of the files.
+        settings: settings of the user.
+        say: called with each line of output for the user.
     """
 
     def __init__(
@@ -97,10 +99,10 @@ class Calibration:
         }
 
     def run(self, step: str | None = None) -> dict[str, Any]:
-        """Do the steps that are not done yet.
+        """Run the steps that are not done yet.
 
         Args:
-            step: to do again, and no other; None: all.
+            step: run only this step, even if it is done; None: all steps that are not done.
 
         Returns:
             The state of the calibration.
@@ -224,8 +226,9 @@ class Calibration:
         state["perplexity"] = {"before": before, "after": after}
 
     def _write_configs(self) -> None:
-        """Write the configs, without the modules that the model's family leaves out, unless the
-        user has named some."""
+        """Write the configs. They exclude the modules of `blocked`, by default the modules that
+        the model family names.
+        """
         arch = self.engine.create_engine_config().model.resolved_arch
         scales = family_of(arch.model_type).fp8_scales
         blocked = list(self.settings.blocked or scales.blocked)

@@ -1,7 +1,7 @@
-"""The steps of a calibration, in their order.
+"""List the steps of a calibration, in order.
 
-The run, the help of `vllm calibrate` and the table of docs/quantization.md read them here. A step
-has a method of its name in `run.Calibration`.
+The run, the help of `vllm calibrate` and the table of docs/quantization.md read them here. Each
+step has a method with its name in `run.Calibration`.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step, which can be done again."""
+    """One step, which can be repeated."""
 
     name: str
     does: str
@@ -23,7 +23,7 @@ class Step:
 
     @property
     def flag(self) -> str | None:
-        """Return the flag of `only_with`."""
+        """Flag of the setting without which the step is skipped; None if the step always runs."""
         return None if self.only_with is None else f"--{self.only_with.replace('_', '-')}"
 
 
@@ -101,6 +101,6 @@ STEPS = {
 
 
 def steps_before(name: str) -> list[str]:
-    """Return the names of the steps before one."""
+    """Return the names of the steps before a step."""
     names = list(STEPS)
     return names[: names.index(name)]

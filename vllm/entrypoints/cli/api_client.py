@@ -1,6 +1,6 @@
-"""The client of `vllm chat` and `vllm complete` for an OpenAI server: models and streamed answers.
+"""Call an OpenAI server for `vllm chat` and `vllm complete`: list models and stream answers.
 
-Only the standard library: the official client is a large dependency for two commands.
+Uses only the standard library: the official client is a large dependency for two commands.
 """
 
 import argparse
@@ -23,15 +23,15 @@ _MAX_LINE_BYTES = 16 * 2**20
 
 
 class ApiClient:
-    """One server.
+    """A client for one server.
 
     Args:
-        url: with the path before the routes, such as http://localhost:8000/v1. Without /v1 at its
-            end, it is tried with it too.
-        api_key: None sends none.
+        url: URL with the path before the routes, such as http://localhost:8000/v1. Without /v1 at
+            its end, it is also tried with it.
+        api_key: None: send no key.
 
     Raises:
-        ConfigError: the URL is not one of HTTP.
+        ConfigError: the URL is not an HTTP URL.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -45,7 +45,7 @@ class ApiClient:
 
         Raises:
             ConfigError: the server cannot be reached.
-            RequestError: it refuses, or has no model.
+            RequestError: the server refuses the request, or has no model.
         """
         with contextlib.closing(self._connect()) as connection:
             response = self._send(connection, "GET", "/models", None)
@@ -55,11 +55,11 @@ class ApiClient:
         return str(models[0].get("id"))
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of a streamed answer. Closing the iterator ends the request.
+        """Yield the chunks of a streamed answer. Closing the iterator aborts the request.
 
         Raises:
             ConfigError: the server cannot be reached.
-            RequestError: it refuses, or the answer fails in the middle.
+            RequestError: the server refuses the request, or the answer fails midway.
         """
         with contextlib.closing(self._connect()) as connection:
             response = self._send(connection, "POST", path, {**body, "stream": True})
@@ -169,7 +169,7 @@ def text_of(chunk: Mapping[str, Any]) -> str:
 
 
 def add_client_flags(parser: FlexibleArgumentParser) -> None:
-    """Add flags for the server and the model."""
+    """Add the flags for the server and the model."""
     parser.add_argument(
         "--url",
         default="http://localhost:8000/v1",
@@ -192,11 +192,11 @@ def add_client_flags(parser: FlexibleArgumentParser) -> None:
 
 
 def connect(args: argparse.Namespace) -> tuple[ApiClient, dict[str, Any]]:
-    """Make a client, and the fields that all its requests share.
+    """Create a client, and return it with the fields that all its requests share.
 
     Raises:
         ConfigError: the server cannot be reached.
-        RequestError: it refuses, or has no model.
+        RequestError: the server refuses the request, or has no model.
     """
     client = ApiClient(args.url, args.api_key or envs.get().VLLM_API_KEY)
     fields = {"model": args.model_name or client.first_model()}
@@ -207,7 +207,7 @@ def connect(args: argparse.Namespace) -> tuple[ApiClient, dict[str, Any]]:
 
 
 def write_answer(chunks: Iterator[dict[str, Any]]) -> str:
-    """Print an answer as it arrives; Ctrl-C ends it early. Returns the text."""
+    """Print an answer as it arrives, and return its text. Ctrl-C stops it early."""
     parts: list[str] = []
     with contextlib.closing(chunks) as source:  # type: ignore[type-var]
         try:
@@ -224,17 +224,17 @@ def write_answer(chunks: Iterator[dict[str, Any]]) -> str:
 
 
 def answer_prompts(quick: str | None, greeting: str, ask: Callable[[str], None]) -> None:
-    """Ask one question, or each one that the user enters until the input ends.
+    """Ask one question, or every question that the user enters until the input ends.
 
     Args:
-        quick: the only question; None reads them.
-        greeting: what the user sees before the first one.
-        ask: shows an answer.
+        quick: the only question; None: read questions from the user.
+        greeting: text that is shown before the first question.
+        ask: sends a question and shows the answer.
 
     Raises:
         ConfigError: the server cannot be reached.
-        RequestError: it refuses `quick`. A refused prompt of the user is reported, and the next one
-            is read.
+        RequestError: the server refuses `quick`. If it refuses a question that the user entered,
+            the error is shown and the next question is read.
     """
     if quick is not None:
         ask(quick)
@@ -248,7 +248,9 @@ def answer_prompts(quick: str | None, greeting: str, ask: Callable[[str], None])
 
 
 def read_prompts() -> Iterator[str]:
-    """Yield lines that the user enters, with history and editing; Ctrl-C or Ctrl-D ends them."""
+    """Yield the lines that the user enters, with history and editing. Ctrl-C or Ctrl-D ends the
+    input.
+    """
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):

@@ -1,4 +1,4 @@
-"""`vllm bench`: measure a server, or the engine without one."""
+"""Implement `vllm bench`: measure a server, or the engine without a server."""
 
 import argparse
 from importlib import import_module

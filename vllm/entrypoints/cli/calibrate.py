@@ -1,4 +1,6 @@
-"""`vllm calibrate`: FP8 scales for `--quantization inc`, from a model and a file of texts."""
+"""Implement `vllm calibrate`: compute FP8 scales for `--quantization inc`, from a model and a file
+of texts.
+"""
 
 import argparse
 import sys
@@ -17,7 +19,7 @@ _DEVICES = ("g2", "g3")
 
 
 def _blocked_by_default() -> str:
-    """Return the names of modules that a calibration of some families leaves unquantized."""
+    """Describe which modules are left unquantized by default, for the help text."""
     families: dict[tuple[str, ...], list[str]] = {}
     for family in FAMILIES.values():
         if family.fp8_scales.blocked:
@@ -129,7 +131,7 @@ def add_parser(
 
 
 def run(args: argparse.Namespace) -> None:
-    """Calibrate, and print what to run then."""
+    """Calibrate, and print the commands to run next."""
     from vllm.entrypoints.calibration.folder import CalibrationFolder
     from vllm.entrypoints.calibration.run import Calibration, CalibrationSettings
 
@@ -183,7 +185,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _device(args: argparse.Namespace, engine: EngineArgs) -> str:
-    """Return the card that scales are for."""
+    """Return the kind of Gaudi card for which scales are computed."""
     from vllm.platforms import resolve_platform
     from vllm.platforms.hpu import HPUPlatform
 

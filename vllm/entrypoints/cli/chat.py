@@ -1,4 +1,4 @@
-"""`vllm chat`: a conversation with a model on a server."""
+"""Implement `vllm chat`: a conversation with a model on a server."""
 
 import argparse
 
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: the server cannot be reached.
-        RequestError: it refuses the only message.
+        RequestError: the server refuses the message given with --quick.
     """
     client, fields = connect(args)
     messages: list[dict[str, str]] = []

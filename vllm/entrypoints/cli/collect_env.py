@@ -1,4 +1,4 @@
-"""`vllm collect-env`: facts about the machine for a bug report."""
+"""Implement `vllm collect-env`: print facts about the machine for a bug report."""
 
 import argparse
 import os
@@ -122,7 +122,7 @@ def _engine_facts() -> Iterator[tuple[str, str]]:
 
 
 def _card_facts() -> Iterator[tuple[str, str]]:
-    """Yield what the sensors of the cards say, where there are cards."""
+    """Yield the sensor readings of the Gaudi cards; nothing without cards."""
     from vllm.platforms import resolve_platform
 
     try:

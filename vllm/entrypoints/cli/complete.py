@@ -1,4 +1,4 @@
-"""`vllm complete`: completes text with a model on a server."""
+"""Implement `vllm complete`: complete text with a model on a server."""
 
 import argparse
 
@@ -21,11 +21,11 @@ def add_parser(
 
 
 def run(args: argparse.Namespace) -> None:
-    """Complete lines until the input ends.
+    """Complete each line until the input ends.
 
     Raises:
         ConfigError: the server cannot be reached.
-        RequestError: it refuses the only text.
+        RequestError: the server refuses the text given with --quick.
     """
     client, fields = connect(args)
 

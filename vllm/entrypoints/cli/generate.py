@@ -1,4 +1,4 @@
-"""`vllm generate`: complete prompts from the command line, a file or standard input."""
+"""Implement `vllm generate`: complete prompts from the command line, a file or standard input."""
 
 import argparse
 import json
@@ -69,7 +69,7 @@ def add_parser(
 def run(args: argparse.Namespace) -> None:
     """Generate and print: results on stdout, logs and progress on stderr.
 
-    The last line, with the speed, also goes to stderr when stdout is to hold JSON only.
+    The last line, with the speed, is also printed to stderr if stdout must contain only JSON.
     """
     prompts = list(_read_prompts(args))
     if not prompts:
@@ -112,7 +112,9 @@ def _read_prompts(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _read_sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """Read the sampling parameters of the flags, which are checked before the model is loaded."""
+    """Return the sampling parameters from the flags. They are checked before the model is
+    loaded.
+    """
     from vllm import SamplingParams
 
     names = ("max_tokens", "temperature", "top_p", "top_k", "n", "stop")

@@ -1,4 +1,6 @@
-"""`vllm hpu-check`: does the Gaudi card of this machine compute what the engine needs?"""
+"""Implement `vllm hpu-check`: check whether the Gaudi card of this machine computes what the engine
+needs.
+"""
 
 import argparse
 import json
@@ -66,7 +68,7 @@ def add_parser(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the card, real or simulated, and print a row for each check as it ends.
+    """Check the card, real or simulated, and print a line for each finished check.
 
     Returns:
         The exit code.
@@ -96,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _save(path: Path, bridge: "HabanaBridge", *, is_simulated: bool) -> None:
-    """Measure the card, and write its rates.
+    """Measure the rates of the card, and write them to a file.
 
     Raises:
         ConfigError: the kind of the card is not known, or the file cannot be written.

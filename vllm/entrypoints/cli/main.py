@@ -1,11 +1,10 @@
-"""The `vllm` command: one module per subcommand.
+"""Implement the `vllm` command, with one module per subcommand.
 
 A subcommand is a module with `add_parser(subparsers)` and `run(args)`, listed in `_COMMANDS`. It
-may have `prepare(words)`, which begins what takes long before the flags are declared, and returns
-the context in which the command runs.
-Only the module of the command that was given is imported, and it imports torch and the engine
-inside `run`, so that `--help` and a bad flag answer at once. `run` may return an exit code; None
-is 0.
+may have `prepare(words)`, which starts slow work before the flags are declared, and returns the
+context in which the command runs. Only the module of the given command is imported, and it imports
+torch and the engine inside `run`, so that `--help` and a bad flag answer at once. `run` may return
+an exit code; None is 0.
 """
 
 import difflib
@@ -37,7 +36,9 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code. Flag errors and `--help` exit from argparse."""
+    """Run the command line and return the exit code. argparse itself exits after flag errors and
+    `--help`.
+    """
 
     words = list(sys.argv[1:] if argv is None else argv)
     parser: FlexibleArgumentParser | None = None
@@ -62,15 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepared(words: Sequence[str]) -> AbstractContextManager[None]:
-    """Return the context that the `prepare` of the command opens, if it has one."""
+    """Return the context that `prepare` of the command opens; an empty context if the command has
+    none.
+    """
     name = _given(words)
     prepare = getattr(_module(name), "prepare", None) if name in _COMMANDS else None
     return nullcontext() if prepare is None else prepare(words)
 
 
 def _given(words: Sequence[str]) -> str:
-    """Return the name of the command, or the word that is in its position; empty if there is
-    none."""
+    """Return the first word that is not a flag, which should be the command; empty if there is
+    none.
+    """
     return next((word for word in words if not word.startswith("-")), "")
 
 
@@ -97,7 +101,7 @@ def _create_parser(words: Sequence[str]) -> FlexibleArgumentParser:
 
 
 def _find_mistake(word: str) -> str | None:
-    """Return what is wrong with the first word of a command line; None if it may be right."""
+    """Describe the mistake in the first word of a command line; None if it may be right."""
     if word in _COMMANDS or word in ("-h", "--help", "-v", "--version"):
         return None
     if word.startswith("-"):

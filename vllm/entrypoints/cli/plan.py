@@ -1,4 +1,6 @@
-"""`vllm plan`: the memory, buckets and start of an engine, without its device and its weights."""
+"""Implement `vllm plan`: predict the memory, buckets and start of an engine, without its device and
+weights.
+"""
 
 import argparse
 import dataclasses
@@ -122,7 +124,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _in_cards(message: str) -> str:
-    """Return an error of the engine with the flag of this command for the number of cards."""
+    """Replace the engine's flag for the number of cards by the flag of this command in an error
+    message.
+    """
     return re.sub(r"--tensor-parallel-size|\btensor_parallel_size\b", "--num-cards", message)
 
 
@@ -190,7 +194,7 @@ def _plan(args: argparse.Namespace, device: str, host_bytes: int | None) -> int:
 
 
 def _write(flag: str, path: str, text: str) -> None:
-    """Write the file of a flag.
+    """Write the file that a flag names.
 
     Raises:
         ConfigError: it cannot be written.
@@ -205,7 +209,7 @@ def _traffic_path(source: str, device: str) -> Path:
     """Return the path of --traffic.
 
     Raises:
-        ConfigError: the device has no buckets.
+        ConfigError: the device has no buckets, so it cannot use traffic.
     """
     if device not in CARDS:
         raise ConfigError(f"--traffic needs a card: --device {device} has no buckets")
@@ -213,10 +217,10 @@ def _traffic_path(source: str, device: str) -> Path:
 
 
 def _at_rate(traffic: "Traffic | None", rate: float) -> "RequestLengths":
-    """Return the requests of a traffic at another rate.
+    """Return the requests of a recorded traffic at another request rate.
 
     Raises:
-        ConfigError: the rate is no positive number, or there are no requests.
+        ConfigError: the rate is not a positive number, or there are no requests.
     """
     from vllm.planning.request_lengths import RequestLengths
 
@@ -234,7 +238,7 @@ def _at_rate(traffic: "Traffic | None", rate: float) -> "RequestLengths":
 
 
 def _add_goals(parser: FlexibleArgumentParser) -> None:
-    """Declare the flags of the search for cards."""
+    """Declare the flags of the search for a number of cards."""
     group = parser.add_argument_group(
         "Goals",
         "Shows the smallest number of cards (1, 2, 4 or 8; or only --num-cards) that meets all "
@@ -259,10 +263,10 @@ def _add_goals(parser: FlexibleArgumentParser) -> None:
 
 
 def _measured(path: str, device: str) -> Measured:
-    """Read the rates of a card.
+    """Read the measured rates of a card from a file.
 
     Raises:
-        ConfigError: they are not the rates of such a card.
+        ConfigError: they are not rates of such a card.
     """
     if device not in CARDS:
         raise ConfigError(f"--measured needs a card, one of {', '.join(CARDS)}; got {device}")
@@ -270,7 +274,7 @@ def _measured(path: str, device: str) -> Measured:
 
 
 def _goals(args: argparse.Namespace) -> "Goals | None":
-    """Return the goals; None: there are none.
+    """Return the goals of the search; None if no goal is given.
 
     Raises:
         ConfigError: a goal is wrong.
@@ -284,7 +288,7 @@ def _goals(args: argparse.Namespace) -> "Goals | None":
 
 
 def _mean_lengths(traffic: "Traffic") -> dict[str, int]:
-    """Return the tokens of a usual request."""
+    """Return the mean numbers of input and output tokens of a request."""
     from vllm.planning.request_lengths import RequestLengths
 
     if not isinstance(traffic, RequestLengths):
@@ -302,10 +306,10 @@ def _search(
     goals: "Goals | None",
     traffic: "Traffic | None",
 ) -> "FoundCards | None":
-    """Return the cards that meet the goals; None without goals.
+    """Search for the cards that meet the goals; None without goals.
 
     Raises:
-        ConfigError: a goal or a length is wrong, or the model fits no number of cards.
+        ConfigError: a goal or a length is wrong, or no number of cards can hold the model.
     """
     from vllm.planning.card_search import NUMBERS_OF_CARDS, search_cards
     from vllm.planning.engine_plan import make_engine_plan
@@ -381,7 +385,7 @@ def _given_flags(args: argparse.Namespace) -> list[str]:
 
 
 def _device(name: str | None) -> str:
-    """Return the device.
+    """Return the device to plan for.
 
     Raises:
         ConfigError: the device is unknown.
@@ -398,18 +402,18 @@ def _check_num_cards(given: str | None) -> None:
     """Check --num-cards.
 
     Raises:
-        ConfigError: it is not a positive integer.
+        ConfigError: the value is not a positive integer.
     """
     if given is not None and (not given.isdecimal() or int(given) < 1):
         raise ConfigError(f"--num-cards {given} must be a number of at least 1")
 
 
 def _num_cards(given: str | None, tensor: int) -> int:
-    """Return the cards that divide each layer among them.
+    """Return the number of cards among which each layer is divided.
 
     Args:
-        given: with --num-cards.
-        tensor: with the flag of an engine, or in its file; 1: neither has to have it.
+        given: value of --num-cards.
+        tensor: value of the engine's flag or config file; 1: not set.
 
     Raises:
         ConfigError: both are given, with different values.
@@ -424,7 +428,7 @@ def _num_cards(given: str | None, tensor: int) -> int:
 
 
 def _host_bytes(args: argparse.Namespace) -> int | None:
-    """Return the bytes of --host-memory; None: not given.
+    """Return the value of --host-memory in bytes; None if it is not given.
 
     Raises:
         ConfigError: it is not a positive number of GiB, or the device is a card.

@@ -1,4 +1,4 @@
-"""`vllm quantize`: a checkpoint with weights of few bits, from an unquantized one."""
+"""Implement `vllm quantize`: write a quantized checkpoint from an unquantized one."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""`vllm run-batch`: runs the requests of a file like the server."""
+"""Implement `vllm run-batch`: run the requests of a file as the server would."""
 
 import argparse
 

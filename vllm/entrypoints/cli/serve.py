@@ -1,4 +1,4 @@
-"""`vllm serve`: an OpenAI-compatible server for one model."""
+"""Implement `vllm serve`: an OpenAI-compatible server for one model."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,10 +8,11 @@ from vllm.utils import FlexibleArgumentParser
 
 
 def prepare(words: Sequence[str]) -> AbstractContextManager[None]:
-    """Launch the process of the engine core; leaving the context ends it, if nobody has taken it.
+    """Launch the process of the engine core early. It is killed at the end of the context if it was
+    not used.
 
     Args:
-        words: the command line, of which nothing is known yet.
+        words: the command line, not parsed yet.
     """
     from vllm.engine.process.core_launch import early_core
 
@@ -34,7 +35,7 @@ def add_parser(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal. Returns the exit code."""
+    """Serve until a signal arrives. Returns the exit code."""
     from vllm.entrypoints.openai.api_server import run_server
     from vllm.entrypoints.openai.cli_args import exit_after_help, read_args
 

@@ -1,4 +1,4 @@
-"""The normal form of a conversation, and the rendering of chat templates.
+"""Bring conversations into a normal form, and render them with chat templates.
 
     messages of any API
       messages.read_messages     checked, and one form for everything that clients write differently
@@ -6,7 +6,7 @@
       templates.Template.render  the text
     thinking                     the switches of thinking, under the names of all templates
 
-Templates disagree about conversations, and they do not say what they read. So `Template` renders
-small probes, once per template, and looks whether their texts appear. Knows no tokenizer, engine or
-web framework; needs jinja2 only.
+Templates expect different forms of conversations, and do not declare which. So `Template` renders
+small probes, once per template, and checks whether their texts appear in the result. Independent of
+tokenizers, the engine and web frameworks; needs only jinja2.
 """

@@ -1,7 +1,7 @@
-"""The jinja2 environment that templates of the Hugging Face hub expect.
+"""Create the jinja2 environment that templates of the Hugging Face hub expect.
 
-Templates are foreign code. The sandbox protects Python's internals; where a template comes from a
-request, the deadline and the memory limit of its process protect the rest.
+Templates are foreign code. The sandbox protects Python's internals. For a template from a request,
+the deadline and the memory limit of its process protect the rest.
 """
 
 import functools
@@ -36,12 +36,16 @@ def environment() -> jinja2.Environment:
 
 
 class _GenerationBlocks(Extension):
-    """`{% generation %}`, which marks the assistant's text for training and changes no text."""
+    """Implements `{% generation %}`, which marks the assistant's text for training and does not
+    change the text.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Read the block; its body remains. Its variables end with it, as in transformers."""
+        """Parse the block and keep its body. Its variables end with the block, as in
+        transformers.
+        """
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body).set_lineno(line)

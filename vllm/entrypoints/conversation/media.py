@@ -1,7 +1,6 @@
-"""Images, sounds and videos of a conversation: reads the parts of content that have them, and
-collects them in order.
+"""Read the parts of a conversation that contain images, audio or videos, and collect them in order.
 
-Fetches and decodes nothing. Knows no family of models.
+Fetches and decodes nothing. Independent of model families.
 """
 
 import re
@@ -15,7 +14,7 @@ from vllm.inputs import MODALITIES, plural
 
 
 class _Kind(NamedTuple):
-    """A type of parts with an item."""
+    """A type of content part with a media item."""
 
     modality: str
     fields: tuple[str, ...]
@@ -58,7 +57,7 @@ WHERE = "where"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaPart:
-    """An image, sound or video of a conversation."""
+    """An image, audio clip or video of a conversation."""
 
     modality: str
     """"image", "audio" or "video"."""
@@ -87,7 +86,7 @@ class MediaText:
 
 @dataclass(frozen=True, kw_only=True)
 class MediaRules:
-    """Limits of a model for the media of a conversation, and their texts."""
+    """Limits of a model for the media of a conversation, and the texts that represent the items."""
 
     texts: Mapping[str, MediaText]
     """Modality that the model reads -> its text."""
@@ -109,11 +108,11 @@ class RenderedChat:
 
 
 class MediaParts:
-    """The media of one conversation.
+    """Collects the media of one conversation.
 
     Args:
-        limits: items that the conversation may have, by modality that the model reads.
-        is_local: the conversation is of the program itself, whose relative paths can be found.
+        limits: maximum number of items, by modality that the model reads.
+        is_local: the conversation comes from this program, so relative paths can be resolved.
     """
 
     def __init__(self, limits: Mapping[str, int] | None = None, *, is_local: bool = False) -> None:
@@ -123,10 +122,10 @@ class MediaParts:
         self._is_local = is_local
 
     def read(self, where: str, kind: str, part: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the normal form of a part that has a type of `MEDIA_TYPES`.
+        """Return the normal form of a content part whose type is in `MEDIA_TYPES`.
 
         Raises:
-            RequestError: the model cannot read it, or it has no item.
+            RequestError: the model cannot read it, or the item is missing.
         """
         if isinstance(named := part.get(WHERE), str):
             where = named[:_MAX_WHERE_CHARS]
@@ -139,7 +138,7 @@ class MediaParts:
         return {"type": modality, "index": len(self.parts) - 1}
 
     def _accepted(self, kind: str) -> str:
-        """Return what the model reads, and why a type is not accepted."""
+        """Describe what the model reads, and why a type is not accepted."""
         if not self._limits:
             return "'text', as this model reads text only"
         types = " or ".join(repr(_USUAL_TYPES[modality]) for modality in self._limits)
@@ -152,7 +151,8 @@ class MediaParts:
         """Refuse more items than a request may have.
 
         Raises:
-            RequestError: there are more; names both numbers, and the first item above the limit.
+            RequestError: there are more items; names both numbers, and the first item above the
+                limit.
         """
         for modality, limit in self._limits.items():
             found = [part for part in self.parts if part.modality == modality]
@@ -176,21 +176,22 @@ def image_part(url: str, where: str, detail: str | None = None) -> dict[str, Any
     """Return an image of another API as a part of the chat API.
 
     Args:
-        url: of the image.
-        where: its position in the request, for errors.
+        url: URL of the image.
+        where: position of the image in the request, for errors.
         detail: resolution that the client asks for, or None.
     """
     return {"type": "image", "url": url, "detail": detail, WHERE: where}
 
 
 def is_media(part: Mapping[str, Any]) -> bool:
-    """Whether a part of the normal form is an image, a sound or a video."""
+    """Return whether a part in the normal form is an image, an audio clip or a video."""
     return part["type"] in MODALITIES
 
 
 def media_type(part: Mapping[str, Any]) -> str | None:
-    """Return the type of a part with media that does not name its type, such as {"image_url": ...};
-    None for any other part."""
+    """Return the type of a media part that does not name its type, such as {"image_url": ...}; None
+    for any other part.
+    """
     return next((kind for kind in part if kind in MEDIA_TYPES), None)
 
 
@@ -231,7 +232,7 @@ def _read_part(where: str, kind: str, part: Mapping[str, Any], is_local: bool) -
 
 
 def _read_base64(name: str, given: Any) -> str:
-    """Return the data: URL of a sound that is given as base64."""
+    """Return a data: URL for audio that is given as base64."""
     about = given if isinstance(given, Mapping) else {}
     data, form = about.get("data"), about.get("format")
     if not isinstance(data, str) or not data:
@@ -250,7 +251,7 @@ def _read_base64(name: str, given: Any) -> str:
 
 
 def _read_embeddings(name: str, given: Any) -> Mapping[str, Any]:
-    """Return embeddings as `multi_modal_data` takes them."""
+    """Return image embeddings in the form that `multi_modal_data` accepts."""
     if isinstance(given, str) or hasattr(given, "shape"):
         return {"image_embeds": given}
     if not isinstance(given, Mapping):
@@ -263,7 +264,7 @@ def _read_embeddings(name: str, given: Any) -> Mapping[str, Any]:
 
 
 def _read_source(name: str, key: str, modality: str, given: Any, is_local: bool) -> Any:
-    """Return a URL, or an object that a program has given."""
+    """Return the source of an item: a URL, or an object that a program has given."""
     if isinstance(given, Path):
         given = str(given)
     if isinstance(given, str) and (given := given.strip()):
@@ -289,8 +290,9 @@ def _read_source(name: str, key: str, modality: str, given: Any, is_local: bool)
 
 
 def _is_object(modality: str, given: Any, is_local: bool) -> bool:
-    """Return whether it is an object of a program, which JSON cannot have, or bytes or a list of
-    one."""
+    """Return whether the value is an object of a program that JSON cannot contain, or non-empty
+    bytes or a list of one.
+    """
     if modality != "image" and is_local and isinstance(given, (bytes, list, tuple)):
         return bool(given)
     if isinstance(given, (str, bytes, int, float, Mapping, type(None))):

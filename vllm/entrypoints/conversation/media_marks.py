@@ -1,8 +1,9 @@
-"""Keeps media and the text of users apart while a template renders a conversation.
+"""Keep media apart from the text of users while a template renders a conversation.
 
-A user's text may have the text of the token of an item, such as `<image>`, and must stay text.
-So a character that occurs nowhere in the conversation is put into it before rendering, and taken
-out afterwards. Items in strings are such characters around their index, until the end.
+A user's text may contain the placeholder of an item, such as `<image>`, and must remain text. So a
+character that occurs nowhere in the conversation is inserted into such text before rendering, and
+removed afterwards. Media in strings are represented by such characters around their index until
+then.
 """
 
 import re
@@ -20,14 +21,14 @@ _PRIVATE_USE = "\ue001-\uf8ff"
 
 
 class MediaMarks:
-    """Marks the media and the placeholders of users in one conversation.
+    """Marks the media and the placeholders that users wrote in one conversation.
 
     Args:
-        texts: of an item, by modality.
+        texts: placeholder of an item, by modality.
         given: all values from the client that a template may show.
 
     Raises:
-        ValueError: no character is left for marks.
+        ValueError: no unused character is left for marks.
     """
 
     def __init__(self, texts: Mapping[str, MediaText], given: Sequence[Any]) -> None:
@@ -44,7 +45,7 @@ class MediaMarks:
         """Index of an item -> its modality."""
 
     def with_texts(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages, in which the parts with media have a text."""
+        """Return the messages, in which the media parts also have a text."""
         return [_map_media(message, self._with_text) for message in messages]
 
     def _with_text(self, part: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +53,7 @@ class MediaMarks:
         return {**part, "text": f"{self._mark}{part['index']}{self._mark}"}
 
     def order_of(self, messages: Sequence[Message]) -> list[int]:
-        """Return the indices of the items, in the order of fitted messages."""
+        """Return the indices of the items in the order of the fitted messages."""
         found: list[int] = []
         for message in messages:
             content: Content = message["content"]
@@ -65,11 +66,11 @@ class MediaMarks:
         return found
 
     def count(self, indices: Sequence[int]) -> Counter[str]:
-        """Return how many of some items are of each modality."""
+        """Return the number of items of each modality among the given indices."""
         return Counter(self._modalities[index] for index in indices)
 
     def protect(self, value: Any) -> Any:
-        """Return a value of JSON in which no text has a placeholder."""
+        """Return a JSON value in which no string contains a placeholder."""
         if not self._literals:
             return value
         if isinstance(value, str):
@@ -83,11 +84,11 @@ class MediaMarks:
         return value
 
     def remove(self, text: str) -> tuple[str, list[int], Counter[str]]:
-        """Take the marks out of a rendered text.
+        """Remove the marks from a rendered text.
 
         Returns:
-            The text; the indices of the placeholders, of all in it, that a user has written; and
-            the number of the others by modality.
+            The text; the indices of the placeholders that a user has written, among all
+            placeholders; and the number of the other placeholders by modality.
         """
         literals, counts = list[int](), Counter[str]()
         written = {literal: placeholder for placeholder, literal in self._literals.items()}
@@ -122,7 +123,7 @@ def _unused_char(texts: Sequence[str]) -> str:
 
 
 def without_index(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with parts of media as templates know them."""
+    """Return the messages with media parts in the form that templates expect."""
     return [_map_media(each, lambda part: media_of_template(part["type"])) for each in messages]
 
 
@@ -134,7 +135,7 @@ def _map_media(message: Message, change: Callable[[dict[str, Any]], dict[str, An
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield all texts in a value of JSON."""
+    """Yield all strings in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

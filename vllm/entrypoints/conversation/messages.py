@@ -1,12 +1,12 @@
-"""Reads messages as clients send them: checks them and converts them to one form.
+"""Check messages as clients send them, and convert them to one normal form.
 
-In this form
+In this form:
 
 - content is a string or a list of `{"type": "text", "text": ...}` and, for an image, a sound or a
-  video, `{"type": "image", "index": ...}` or the like, never None;
-- calls of tools are functions with id, type and name; their arguments are as the client sent them;
-- results of tools have the role `tool`, and id and name of the call that they answer;
-- the thoughts of the assistant have all three names that templates read;
+  video, `{"type": "image", "index": ...}` or similar, never None;
+- tool calls are functions with id, type and name; their arguments are unchanged;
+- tool results have the role `tool`, and the id and name of the call that they answer;
+- the reasoning of the assistant has all three names that templates read;
 - fields that are None or empty lists are absent.
 
 Independent of the template.
@@ -36,15 +36,15 @@ _MAY_BE_SILENT = ("assistant", "tool", "function")
 
 
 def read_messages(messages: object, media: MediaParts | None = None) -> list[Message]:
-    """Return copies of the messages in the form above.
+    """Return copies of the messages in the normal form of this module.
 
     Args:
-        messages: as the client sent them.
-        media: gets the images, sounds and videos. None: the model reads text only.
+        messages: messages as the client sent them.
+        media: collects the images, audio and videos. None: the model reads only text.
 
     Raises:
-        RequestError: not a conversation, or media that the model cannot read; names message and
-            field.
+        RequestError: it is not a conversation, or has media that the model cannot read; names the
+            message and the field.
     """
     media = MediaParts() if media is None else media
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
@@ -61,7 +61,7 @@ def read_messages(messages: object, media: MediaParts | None = None) -> list[Mes
 
 
 def check_continued(messages: Sequence[Message]) -> None:
-    """Refuse to continue a message without content, whose calls would be cut off.
+    """Refuse to continue a final message without content, because its tool calls would be cut off.
 
     Raises:
         RequestError: names the field.
@@ -96,17 +96,19 @@ def _read_message(where: str, given: Any, media: MediaParts) -> Message:
 
 
 def silent_content(message: Message) -> str:
-    """Return the content of a message that has none, as the official clients send calls back.
+    """Return the content of a message without content, such as tool calls that the official clients
+    send back.
 
-    Of real templates a third fail without content, among them DeepSeek R1 and V3.1 and QwQ, and
-    none needs it to be None. A refusal has its text in a separate field.
+    It is a string, because a third of real templates fail if content is missing (DeepSeek R1 and
+    V3.1 and QwQ, for example), and no template needs None. The text of a refusal is in a separate
+    field.
     """
     refusal = message.get("refusal")
     return refusal if isinstance(refusal, str) else ""
 
 
 def name_reasoning(message: Message) -> None:
-    """Give the thoughts all names that templates read.
+    """Store the reasoning of a message under all names that templates read.
 
     Qwen, GLM and MiniMax read `reasoning_content`, GPT-OSS `thinking`, others `reasoning`.
     """
@@ -129,8 +131,8 @@ def link_results(conversation: Sequence[Message]) -> None:
     """Connect the results of tools with their calls: ids, names, and the role `tool`.
 
     Templates of Mistral and Kimi K2 read the name of the function in a result, which the chat API
-    does not have. Results of the API before tools have the role `function` and a name instead of an
-    id.
+    does not have. Results of the older function API have the role `function`, and a name instead of
+    an id.
     """
     names: dict[str, str] = {}
     waiting: dict[str, None] = {}
@@ -158,12 +160,14 @@ def link_results(conversation: Sequence[Message]) -> None:
 
 
 def without_media(content: Content) -> Content:
-    """Return content of the normal form without its images, sounds and videos."""
+    """Return content in the normal form without its images, audio and videos."""
     return content if isinstance(content, str) else [p for p in content if not is_media(p)]
 
 
 def join_texts(parts: Sequence[Part]) -> Content:
-    """Return content of parts: a string of lines if all of them are texts."""
+    """Join content parts to a string of lines if all of them are text; otherwise return them
+    unchanged.
+    """
     if all(part["type"] == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)
     return list(parts)
@@ -209,7 +213,7 @@ def _read_part(where: str, part: Any, media: MediaParts) -> Part:
 
 
 def _read_calls(where: str, message: Message) -> list[dict[str, Any]]:
-    """Read the calls of a message. The API before tools has a single `function_call`."""
+    """Read the tool calls of a message. The older function API has a single `function_call`."""
     given = message.pop("tool_calls", ())
     if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
         raise RequestError(

@@ -1,4 +1,6 @@
-"""Renders a conversation with a chat template: the same for templates of models and of requests."""
+"""Render a conversation with a chat template, in the same way for templates of models and of
+requests.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +19,12 @@ which shows whether the template keeps white space at the end of a message."""
 
 
 class CannotRenderError(Exception):
-    """The template is wrong or refuses the conversation; the text is its reason, in one line."""
+    """The template is wrong or refuses the conversation. str() is the reason, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """A conversation as text."""
+    """A conversation that was rendered as text."""
 
     text: str
     order: list[int] = field(default_factory=list)
@@ -47,20 +49,19 @@ def render_conversation(
 
     Args:
         source: the template.
-        messages: of `read_messages`.
-        special_tokens: of the tokenizer: name -> text.
+        messages: result of `read_messages`.
+        special_tokens: special tokens of the tokenizer: name -> text.
         tools: functions that the model may call.
-        content_format: see `rules.fit`.
+        content_format: form of content that the template reads; see `rules.fit`.
         add_generation_prompt: begin the answer of the assistant.
         continue_final_message: cut the text after the content of the last message.
-        variables: further ones of the template.
-        media: fields of a `MediaText`, by modality. None: the model reads text only, and there are
-            no media.
+        variables: other variables for the template.
+        media: fields of a `MediaText`, by modality. None: the model reads only text.
 
     Raises:
-        CannotRenderError: the template raised something, or leaves out an item or the message that
-            is to be continued.
-        MemoryError: as it is.
+        CannotRenderError: the template raises an error, or leaves out an item or the message to
+            continue.
+        MemoryError: the template needs too much memory.
     """
     try:
         template = load_template(source, tuple(special_tokens.items()), has_tools=bool(tools))

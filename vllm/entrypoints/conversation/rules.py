@@ -1,8 +1,8 @@
-"""Fits a conversation to what its template reads.
+"""Change a conversation to the form that its template reads.
 
-Each rule is a function that says which templates need it. A rule asks the template only if the
-conversation has what the rule is about, so a plain conversation costs no more than a look at its
-messages.
+Each rule is a function whose docstring names the templates that need it. A rule examines the
+template only if the conversation contains what the rule is about, so a plain conversation costs no
+more than a look at its messages.
 """
 
 import hashlib
@@ -39,15 +39,15 @@ def fit(
     content_format: ContentFormat,
     placeholders: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Message]:
-    """Return the messages as a template reads them.
+    """Return the messages in the form that a template reads.
 
     Args:
-        messages: of `read_messages`. They are not changed. Parts with media have a text for
+        messages: result of `read_messages`, which is not changed. Media parts also have a text, for
             templates that do not read such parts.
-        template: of the model or the request.
-        content_format: auto decides for each kind of message; string and openai, for lists of
-            parts, hold for all.
-        placeholders: that the template must write for an item, by modality.
+        template: template of the model or the request.
+        content_format: auto decides for each kind of message; string and openai (lists of parts)
+            apply to all messages.
+        placeholders: text that the template must write for an item, by modality.
     """
     fitted = [dict(message) for message in messages]
     for rule in _RULES:
@@ -59,7 +59,7 @@ def fit(
 
 
 def rename_developer(messages: list[Message], template: Template) -> list[Message]:
-    """Rename the role `developer` to `system`, where its text would be lost.
+    """Rename the role `developer` to `system` if the template would not show its text.
 
     Few templates know the role. Qwen 2 to 3, DeepSeek, GLM, Phi-3 and MiniMax drop its messages;
     Qwen 3.5, Gemma and Mistral refuse them.
@@ -71,7 +71,7 @@ def rename_developer(messages: list[Message], template: Template) -> list[Messag
 
 
 def rename_results(messages: list[Message], template: Template) -> list[Message]:
-    """Rename the role `tool` to an older one, where only that is shown.
+    """Rename the role `tool` to an older name if the template shows only that.
 
     The role of results was `function` in the first API, `ipython` in Llama 3 and `observation` in
     GLM 4.
@@ -89,7 +89,7 @@ def rename_results(messages: list[Message], template: Template) -> list[Message]
 
 
 def join_systems(messages: list[Message], template: Template) -> list[Message]:
-    """Join the system messages at the beginning, where the template shows only the first one.
+    """Join the system messages at the beginning if the template shows only the first one.
 
     Qwen 3.5, Gemma, Mistral and Llama 2 refuse a second one.
     """
@@ -101,12 +101,12 @@ def join_systems(messages: list[Message], template: Template) -> list[Message]:
 
 
 def place_systems(messages: list[Message], template: Template) -> list[Message]:
-    """Join a system message to its neighbour, where the template refuses or drops it.
+    """Join a system message to its neighbour if the template refuses or drops it.
 
-    Qwen 3.5, Gemma and Mistral refuse system messages after the first message, and GLM 4 or
-    GPT-OSS drop them; Gemma 2 and the first Mistral know none at all. The text is put before the
-    user message that follows, or else after the message that precedes it. So the order of texts
-    does not change, and a prefix cache is not lost.
+    Qwen 3.5, Gemma and Mistral refuse system messages after the first message, and GLM 4 or GPT-OSS
+    drop them; Gemma 2 and the first Mistral do not support them at all. The text is put before the
+    next user message, or else after the previous message. So the order of texts does not change,
+    and cached prefixes remain valid.
     """
     placed: list[Message] = []
     waiting: list[Content] = []
@@ -125,7 +125,9 @@ def place_systems(messages: list[Message], template: Template) -> list[Message]:
 
 
 def _append_waiting(placed: list[Message], waiting: list[Content], template: Template) -> None:
-    """Add the contents to the last message, or as one of the user after the assistant's."""
+    """Add the waiting contents to the last message, or as a new user message if the last one is
+    from the assistant.
+    """
     if not waiting:
         return
     last = placed[-1] if placed else None
@@ -136,10 +138,10 @@ def _append_waiting(placed: list[Message], waiting: list[Content], template: Tem
 
 
 def join_neighbours(messages: list[Message], template: Template) -> list[Message]:
-    """Join messages that follow each other, where the template requires that roles alternate.
+    """Join consecutive messages if the template requires that roles alternate.
 
     Gemma, Mistral and Llama 2 refuse two messages of the user or of the assistant in succession.
-    Mistral also refuses one of the user after the result of a tool, to which the text is added.
+    Mistral also refuses a user message after a tool result; its text is added to the result.
     """
     groups: list[list[Message]] = []
     for message in messages:
@@ -163,9 +165,10 @@ def _join_group(group: Sequence[Message]) -> Message:
 
 
 def split_calls(messages: list[Message], template: Template) -> list[Message]:
-    """Give each call a message of its own, followed by its result, where several are refused.
+    """Split a message with several tool calls into one message per call, each followed by its
+    result, if the template refuses several.
 
-    Templates of Llama 3.1 and 3.3 refuse two calls in one message, and the models write them.
+    Templates of Llama 3.1 and 3.3 refuse two calls in one message, although the models write them.
     """
     has_several = any(len(message.get("tool_calls", ())) > 1 for message in messages)
     if not has_several or not template.refuses_two_calls():
@@ -193,10 +196,10 @@ def split_calls(messages: list[Message], template: Template) -> list[Message]:
 
 
 def translate_ids(messages: list[Message], template: Template) -> list[Message]:
-    """Replace ids of calls and results, where the template requires another form.
+    """Replace the ids of calls and results if the template requires another format.
 
     Templates of Mistral accept only nine letters and digits, and histories have ids of other
-    servers. An id is always replaced by the same one, so that prefixes stay equal.
+    servers. An id is always replaced by the same one, so that prefixes remain equal.
     """
     ids = [call["id"] for message in messages for call in message.get("tool_calls", ())]
     ids += [message["tool_call_id"] for message in messages if "tool_call_id" in message]
@@ -212,7 +215,7 @@ def translate_ids(messages: list[Message], template: Template) -> list[Message]:
 
 
 def nine_letters(given: str) -> str:
-    """Return an id of nine letters and digits for any id; such an id is kept.
+    """Return an id of nine letters and digits for any id; an id that has this form is kept.
 
     >>> nine_letters("aB3dE6gH9")
     'aB3dE6gH9'
@@ -230,13 +233,13 @@ def nine_letters(given: str) -> str:
 
 
 def fit_arguments(messages: list[Message], template: Template) -> list[Message]:
-    """Give the arguments of calls the type that the template reads, and never refuse any.
+    """Convert the arguments of calls to the type that the template reads, and never refuse any.
 
-    Most templates want an object. Templates of DeepSeek V3 and R1 append it to a text, and some
-    print it, which would be Python instead of JSON: they get JSON text. Models write damaged
-    arguments, and an output may end inside of them, so a history may have text that is no object.
-    It is shown as it is, or as the value of `arguments` where the template reads the members of an
-    object.
+    Most templates expect an object. Templates of DeepSeek V3 and R1 append the arguments to a text,
+    and some print them, which would give Python instead of JSON: these get JSON text. Models write
+    damaged arguments, and an output may end inside of them, so a history may contain text that is
+    not an object. It is shown unchanged, or as the value of `arguments` if the template reads the
+    members of an object.
     """
     for message in messages:
         if "tool_calls" not in message:
@@ -263,7 +266,7 @@ def _fit_argument(given: Any, template: Template) -> Any:
 
 
 def _parse_object(given: Any) -> dict[str, Any] | None:
-    """Return arguments as an object, or None if they are something else."""
+    """Return arguments as an object; None if they are something else."""
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -277,7 +280,7 @@ def _as_json(value: Any) -> str:
 
 
 def split_thoughts(messages: list[Message], template: Template) -> list[Message]:
-    """Put the content of a message with calls into its thoughts, where it may not have both.
+    """Move the content of a message with calls into its reasoning, if the template refuses both.
 
     GPT-OSS writes one text before a call, and its template refuses two.
     """
@@ -300,13 +303,13 @@ def fit_content(
     content_format: ContentFormat,
     placeholders: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Message]:
-    """Give each content the form that the template reads in messages of this kind.
+    """Convert each content to the form that the template reads in messages of this kind.
 
-    Content that was sent as a string stays one, unless the template would not show it: some, for
-    models with images, have no branch for strings. Lists become strings where the template has no
-    branch for lists, or prints them: Gemma 4, GLM 4.6 and Mistral Small 3.2 read lists of the
+    Content that was sent as a string remains a string, unless the template would not show it: some
+    templates for models with images do not handle strings. Lists become strings if the template
+    does not handle lists, or prints them: Gemma 4, GLM 4.6 and Mistral Small 3.2 read lists of the
     user, and print lists of other roles as Python. Media remain parts where the template writes
-    their placeholder, such as in messages of the user, and are text elsewhere.
+    their placeholder, such as in messages of the user, and become text elsewhere.
     """
     for index, message in enumerate(messages):
         content = message["content"]
@@ -371,7 +374,7 @@ def join_contents(contents: Sequence[Content]) -> Content:
 
 
 def fit_tools(tools: Sequence[Tool] | None, template: Template) -> list[Tool] | None:
-    """Add what tools lack, where the template cannot do without.
+    """Add missing fields to tools if the template needs them.
 
     Description and parameters are optional, and an object may have no properties. Templates of
     DeepSeek V3.1, GPT-OSS, Qwen 2 and Seed-OSS read them.

@@ -1,8 +1,8 @@
-"""A compiled chat template, and what is known about it from rendering probes.
+"""Compile a chat template, and find out its properties by rendering probes.
 
 A probe is a conversation of two to five messages with words that occur nowhere else. A template
-reads something if it renders the probe and its text has these words. Every question is answered
-once per template, when a conversation first asks it.
+reads something if it renders the probe and the result contains these words. Every property is
+determined once per template, when it is first needed.
 """
 
 import functools
@@ -39,7 +39,7 @@ _FOREIGN_ID = "call_1a2b3c4d5e6f"
 
 
 class MessageKind(NamedTuple):
-    """The properties of a message that decide which branch of a template it takes."""
+    """The properties of a message that decide how a template handles it."""
 
     role: str
     has_calls: bool
@@ -48,15 +48,15 @@ class MessageKind(NamedTuple):
 
 
 class Template:
-    """A chat template. Thread-safe.
+    """A compiled chat template and its properties. Thread-safe.
 
     Args:
-        source: of the template.
+        source: source text of the template.
         special_tokens: variables of all renderings: name -> text.
-        has_tools: render probes with a tool, as templates may have other branches then.
+        has_tools: render probes with a tool, because templates may behave differently then.
 
     Raises:
-        jinja2.TemplateSyntaxError: it is not Jinja.
+        jinja2.TemplateSyntaxError: the source is not valid Jinja.
     """
 
     def __init__(
@@ -76,7 +76,11 @@ class Template:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the text of a conversation. Raises whatever the template does."""
+        """Return the text of a conversation.
+
+        Raises:
+            Any error that the template raises.
+        """
         return self._compiled.render(
             {
                 **self._special_tokens,
@@ -91,17 +95,23 @@ class Template:
     # ---- content ------------------------------------------------------------------------------
 
     def content_form(self, kind: MessageKind) -> ContentForm | None:
-        """Return the form in which text is shown, a string if possible; None if in neither."""
+        """Return the form of content that the template shows, a string if possible; None if it
+        shows neither form.
+        """
         if self._shows_content(kind, "string"):
             return "string"
         return "parts" if self._shows_content(kind, "parts") else None
 
     def reads_parts(self, kind: MessageKind) -> bool:
-        """Whether the texts of a list are shown, and not the list as Python or JSON text."""
+        """Return whether the template shows the texts of a list of parts, rather than the list as
+        Python or JSON text.
+        """
         return self._shows_content(kind, "parts")
 
     def _shows_content(self, kind: MessageKind, form: ContentForm) -> bool:
-        """Whether content of a message is shown, with others as strings or, if need be, alike."""
+        """Return whether the content of a message is shown in this form. Other messages have
+        strings, or the same form if needed.
+        """
         if kind.role not in _ROLES and not self._admits(kind.role):
             return form == "string"
 
@@ -116,7 +126,9 @@ class Template:
         return self._ask((kind, form), ask)
 
     def shows_media(self, kind: MessageKind, modality: str, placeholder: str) -> bool:
-        """Whether it writes the placeholder once for each item of a list, and shows the texts."""
+        """Return whether the template writes the placeholder once for each item of a list, and
+        shows the texts.
+        """
         if kind.role not in _ROLES and not self._admits(kind.role):
             return False
 
@@ -134,11 +146,13 @@ class Template:
     # ---- roles --------------------------------------------------------------------------------
 
     def shows_role(self, kind: MessageKind) -> bool:
-        """Whether it shows messages of this kind. True also if it renders no probe at all."""
+        """Return whether the template shows messages of this kind. Also True if no probe can be
+        rendered.
+        """
         return self.content_form(kind) is not None or not self._can_be_probed()
 
     def shows_two_systems(self) -> bool:
-        """Whether it shows two system messages at the beginning."""
+        """Return whether the template shows two system messages at the beginning."""
         first, second = ({"role": "system", "content": word} for word in _WORDS)
         probe = [first, second, _MIDDLE_USER]
         return self._ask(
@@ -151,7 +165,9 @@ class Template:
         )
 
     def refuses_in_a_row(self, *roles: str) -> bool:
-        """Whether it refuses a message of the second role just because of the first before it."""
+        """Return whether the template refuses a message of the second role directly after the first
+        role.
+        """
 
         def ask() -> bool:
             before = {
@@ -165,7 +181,7 @@ class Template:
         return self._ask(roles, ask)
 
     def refuses_two_calls(self) -> bool:
-        """Whether it refuses two calls in one message."""
+        """Return whether the template refuses two calls in one message."""
         single = _call_of({}, result="r")
         calls = single[1]["tool_calls"]
         double = [single[0], {**single[1], "tool_calls": calls * 2}, single[2]]
@@ -174,7 +190,7 @@ class Template:
     # ---- tools --------------------------------------------------------------------------------
 
     def needs_nine_letters(self) -> bool:
-        """Whether it refuses ids of calls that are not nine letters and digits."""
+        """Return whether the template refuses ids of calls that are not nine letters and digits."""
         return self._ask(
             "ids",
             lambda: (
@@ -184,7 +200,9 @@ class Template:
         )
 
     def needs_text_arguments(self) -> bool:
-        """Whether it shows the arguments of a call as JSON only if they are text already."""
+        """Return whether the template shows the arguments of a call as JSON only if they are given
+        as text.
+        """
         key, value = _WORDS
 
         def is_shown(arguments: Any) -> bool:
@@ -195,13 +213,16 @@ class Template:
         return self._ask("arguments", lambda: not is_shown({key: value}) and is_shown(as_text))
 
     def reads_damaged_arguments(self) -> bool:
-        """Whether it shows arguments that are text and not JSON."""
+        """Return whether the template shows arguments that are text but not valid JSON."""
         text = f'{{"{" ".join(_WORDS)}'
         return self._ask("damaged", lambda: self._shows(_call_of(text, result="r")))
 
     def can_show_tool(self, *lacks: str) -> bool:
-        """Whether it renders a tool without these of description, parameters and properties; True
-        also if it refuses a complete one."""
+        """Return whether the template renders a tool without the given fields (description,
+        parameters, properties).
+
+        Also True if it refuses a complete tool.
+        """
         parameters = {k: v for k, v in _TOOL["parameters"].items() if k not in lacks}
         function = {**_TOOL, "parameters": parameters}
         tool = _function({key: value for key, value in function.items() if key not in lacks})
@@ -214,7 +235,9 @@ class Template:
         )
 
     def refuses_thoughts_and_text(self) -> bool:
-        """Whether it refuses thoughts next to content in a message with calls."""
+        """Return whether the template refuses reasoning together with content in a message with
+        calls.
+        """
         thoughts = dict.fromkeys(REASONING_NAMES, "t")
         return self._ask(
             "thoughts",
@@ -233,14 +256,18 @@ class Template:
         return answer
 
     def _can_be_probed(self) -> bool:
-        """Whether it renders a single message; it may need variables that only requests have."""
+        """Return whether the template renders a single message. Some need variables that only
+        requests have.
+        """
         probe = [_MIDDLE_USER]
         return self._ask(
             "any", lambda: self._renders(probe) or self._renders([_with_parts(_MIDDLE_USER)])
         )
 
     def _admits(self, role: str) -> bool:
-        """Whether to probe a role that no API has: clients may invent any number of them."""
+        """Return whether to probe a role that is not part of any API. The number is limited,
+        because clients may invent roles.
+        """
         if len(self._other_roles) < _MAX_OTHER_ROLES and len(role) <= _MAX_ROLE_CHARS:
             self._other_roles.add(role)
         return role in self._other_roles
@@ -267,10 +294,11 @@ class Template:
 def load_template(
     source: str, special_tokens: tuple[tuple[str, str], ...], *, has_tools: bool = False
 ) -> Template:
-    """Return the template with this source; those used last are kept, with their answers.
+    """Return the template with this source. The most recently used templates are cached, with their
+    properties.
 
     Raises:
-        jinja2.TemplateSyntaxError: it is not Jinja.
+        jinja2.TemplateSyntaxError: the source is not valid Jinja.
     """
     return Template(source, dict(special_tokens), has_tools=has_tools)
 
@@ -281,21 +309,25 @@ def _compile(source: str) -> jinja2.Template:
 
 
 def check_syntax(source: str) -> None:
-    """Compile a template and render nothing.
+    """Check the syntax of a template without rendering it.
 
     Raises:
-        jinja2.TemplateSyntaxError: it is not Jinja.
+        jinja2.TemplateSyntaxError: the source is not valid Jinja.
     """
     _compile(source)
 
 
 def media_of_template(modality: str) -> dict[str, str]:
-    """Return an image, sound or video as templates know it: some look for the key, not the type."""
+    """Return a media part as templates expect it. It has both type and key, because some templates
+    look for the key.
+    """
     return {"type": modality, modality: ""}
 
 
 def _around(kind: MessageKind, content: Any) -> tuple[list[Message], int]:
-    """Return the shortest usual conversation with a message of a kind, and its index."""
+    """Return the shortest usual conversation that contains a message of this kind, and the index of
+    the message.
+    """
     probed: Message = {"role": kind.role, "content": content}
     if kind.role == "tool":
         return [*_call_of({}), probed | {"tool_call_id": _NINE_LETTERS, "name": _TOOL_NAME}], 2
@@ -319,7 +351,7 @@ def _call_of(
     content: Any = "",
     **fields: Any,
 ) -> list[Message]:
-    """Return a question and a call, and its result if there is one."""
+    """Return a conversation with a question, a tool call, and its result if there is one."""
     function = {"name": _TOOL_NAME, "arguments": arguments}
     call = {"id": call_id, "type": "function", "function": function}
     messages: list[Message] = [

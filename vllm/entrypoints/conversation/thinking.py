@@ -1,8 +1,8 @@
-"""The switches of thinking: what requests say, and the arguments of chat templates.
+"""Convert the thinking switches of requests to arguments of chat templates.
 
-Requests of all APIs, and `LLM.chat`, end up with arguments of the chat template. Each family of
-models has a name of its own for the switch, and a client cannot know which; so one that is given
-sets all of them when the template is rendered. A template ignores the names that it does not know.
+Requests of all APIs, and `LLM.chat`, end up with arguments of the chat template. Each model family
+has its own name for the switch, which a client cannot know. So any given switch sets all of them
+when the template is rendered. A template ignores names that it does not know.
 """
 
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ _NO_EFFORT = "none"
 
 
 def with_all_switches(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a template with all switches, if one of them is given.
+    """Return the template arguments with all thinking switches, if one of them is given.
 
-    `reasoning_effort` "none" is a switch as well; other efforts leave it to the template whether
-    the model thinks.
+    `reasoning_effort` "none" also counts as a switch; with other efforts the template decides
+    whether the model thinks.
     """
     is_on = switch_of(kwargs)
     if is_on is None:
@@ -34,9 +34,9 @@ def with_all_switches(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge_switches(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a template for a request, which go before the server's defaults.
+    """Return the template arguments for a request. They take precedence over the server's defaults.
 
-    A switch of the request replaces the server's switches of all names.
+    A switch of the request replaces the server's switches under all names.
     """
     replaced = {*given, *(_SWITCHES if switch_of(given) is not None else ())}
     kept = {name: value for name, value in defaults.items() if name not in replaced}
@@ -44,7 +44,7 @@ def merge_switches(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dic
 
 
 def switch_of(kwargs: Mapping[str, Any]) -> bool | None:
-    """Return whether the arguments of a template say that the model thinks; None: they do not."""
+    """Return whether the template arguments turn thinking on or off; None if they do neither."""
     for name, values in _SWITCHES.items():
         value = kwargs.get(name)
         if value is not None and (True in values or value == values[False]):

@@ -1,1 +1,1 @@
-"""Middleware in front of the routes: plain ASGI, each with one task."""
+"""Provide the middleware before the routes: plain ASGI, each with one task."""

@@ -1,4 +1,4 @@
-"""One log line for each HTTP request, at the end of its response."""
+"""Log one line for each HTTP request, at the end of its response."""
 
 import logging
 import time

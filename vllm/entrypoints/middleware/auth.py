@@ -1,4 +1,4 @@
-"""API keys: one check in front of every route."""
+"""Check API keys before every route."""
 
 import base64
 import hmac
@@ -13,14 +13,14 @@ _MESSAGE = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: 
 
 
 class Authentication:
-    """Refuses requests without one of the keys.
+    """Refuses requests without a valid API key.
 
-    No key is needed for health routes, for pages, which ask for the key themselves, and for
-    OPTIONS, which browsers send without headers.
+    No key is needed for health routes, for pages (which ask for the key themselves), and for
+    OPTIONS (which browsers send without headers).
 
     Args:
         app: the wrapped application.
-        keys: at least one.
+        keys: at least one key.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
@@ -56,7 +56,9 @@ def _given_key(scope: Scope) -> bytes | None:
 
 
 def _password(credentials: str) -> bytes | None:
-    """Return the password of Basic authentication (RFC 7617), which is the key; any user name."""
+    """Return the password of Basic authentication (RFC 7617), which must be the key. The user name
+    is ignored.
+    """
     try:
         return base64.b64decode(credentials, validate=True).partition(b":")[2]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Compressed request bodies: gzip, deflate (RFC 9110, section 8.4.1) and zstd (RFC 8878).
+"""Decompress request bodies: gzip, deflate (RFC 9110, section 8.4.1) and zstd (RFC 8878).
 
 zstd needs the package zstandard, the extra `zstd`.
 """
@@ -22,24 +22,24 @@ _Data = bytes | memoryview
 
 
 class DecompressionError(Exception):
-    """A body is not what its Content-Encoding says."""
+    """A body does not have the format that its Content-Encoding names."""
 
 
 class OutputTooLargeError(Exception):
-    """A body is larger than the limit once it is decompressed."""
+    """A body is larger than the limit after decompression."""
 
 
 def decompress(data: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Return the decompressed data.
+    """Return the decompressed data of a body.
 
     Args:
         data: the whole body.
         encoding: one of `ENCODINGS`.
-        max_bytes: of the result.
+        max_bytes: largest accepted result.
 
     Raises:
         DecompressionError: the data is damaged or incomplete.
-        OutputTooLargeError: there is more than `max_bytes`; no more than that is in memory.
+        OutputTooLargeError: the result is larger than `max_bytes`; the rest is not decompressed.
     """
     if encoding == "gzip":
         return _read(data, lambda: zlib.decompressobj(_GZIP), max_bytes)
@@ -52,7 +52,7 @@ def decompress(data: bytes, encoding: str, max_bytes: int) -> bytes:
 
 
 class _Reader(Protocol):
-    """Reads one member or frame; zlib's interface."""
+    """Decompressor for one member or frame, with the interface of zlib."""
 
     @property
     def eof(self) -> bool: ...
@@ -67,7 +67,7 @@ class _Reader(Protocol):
 
 
 class _ZstdReader:
-    """Reads one frame of zstd in small pieces."""
+    """Decompresses one zstd frame in small pieces."""
 
     def __init__(self) -> None:
         import zstandard
@@ -80,7 +80,7 @@ class _ZstdReader:
         self.unused_data: _Data = b""
 
     def decompress(self, data: _Data, max_length: int, /) -> bytes:
-        """Read the next piece, which becomes at most some megabytes."""
+        """Decompress the next piece, to at most a few megabytes."""
         try:
             part: bytes = self._reader.decompress(data[:_ZSTD_PIECE_BYTES])
         except self._error as error:

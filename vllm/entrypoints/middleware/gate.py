@@ -1,4 +1,4 @@
-"""Holds or refuses requests while the engine is not ready."""
+"""Hold or refuse requests while the engine is not ready."""
 
 import asyncio
 import math
@@ -33,16 +33,17 @@ _MAX_RETRY_AFTER_S = 600
 
 
 class Gate:
-    """Lets requests to model routes through when the engine is ready.
+    """Passes requests to model routes only when the engine is ready.
 
-    Before, they wait or get 503 with Retry-After, as `early_requests` says; one whose client
-    leaves stops waiting. While the server drains they get 503, and 500 when the engine is dead.
-    The bodies have been read: after it, `receive` only reports that the client has left.
+    Before that, they wait or get 503 with Retry-After, depending on `early_requests`; a request
+    whose client disconnects stops waiting. While the server drains they get 503, and 500 when the
+    engine is dead. The bodies have already been read, so `receive` only reports that the client has
+    disconnected.
 
     Args:
         app: the wrapped application.
-        context: of the server.
-        routes: of the server; a path that none of them has is answered at once.
+        context: context of the server.
+        routes: routes of the server; a request to an unknown path is answered at once.
     """
 
     def __init__(self, app: ASGIApp, context: ServerContext, routes: FastAPI) -> None:
@@ -86,7 +87,9 @@ class Gate:
         return all(route.matches(scope)[0] is Match.NONE for route in self._routes.routes)
 
     async def _wait(self, receive: Receive) -> bool:
-        """Wait until the start has succeeded or failed. Returns False if the client has left."""
+        """Wait until the start has succeeded or failed. Returns False if the client has
+        disconnected.
+        """
         ready = asyncio.ensure_future(self._context.engine.startup.wait())
         left = asyncio.ensure_future(receive())
         self._num_waiting += 1

@@ -1,4 +1,4 @@
-"""Limits for request bodies: size, time to arrive, and content type; compressed ones are unpacked.
+"""Limit request bodies: size, time to arrive, and content type. Compressed bodies are decompressed.
 
 The whole body is read here. So no route has to wait for a client, and a body that is too large is
 refused before it is in memory.
@@ -32,7 +32,7 @@ _ANY_TYPE_PREFIX = "/v1/audio/"
 
 
 class SizeLimit(NamedTuple):
-    """Limit of the bytes of a body."""
+    """The largest allowed body, in bytes."""
 
     max_bytes: int
     flag: str
@@ -40,14 +40,14 @@ class SizeLimit(NamedTuple):
 
 
 class BodyLimits:
-    """Reads the body of each request; answers 413, 408 or 415 if it breaks a limit.
+    """Reads the body of each request, and answers 413, 408 or 415 if it breaks a limit.
 
     Args:
-        app: reads the bodies that are accepted.
-        max_bytes: limit of the body of a request, for its path.
-        timeout_s: for it to arrive.
-        routers: of the server. A path that they do not have gets its own error from `app`, whatever
-            the type of the body.
+        app: gets the requests with accepted bodies.
+        max_bytes: returns the limit for the body of a request, by its path.
+        timeout_s: seconds for the body to arrive.
+        routers: routers of the server. `app` answers a request to an unknown path, whatever the
+            type of the body.
     """
 
     def __init__(
@@ -152,10 +152,11 @@ class BodyLimits:
     async def _unpack(
         self, scope: Scope, body: bytes, encoding: str, max_bytes: int
     ) -> tuple[Scope, bytes]:
-        """Unpack a compressed body. Returns it with the headers of a plain request.
+        """Decompress a body. Returns it with the headers of an uncompressed request.
 
         Raises:
-            DecompressionError, OutputTooLargeError: see `decompress`.
+            DecompressionError: the data is damaged or incomplete.
+            OutputTooLargeError: the result is larger than `max_bytes`.
         """
         if len(body) < _LARGE_BODY_BYTES:
             body = decompress(body, encoding, max_bytes)

@@ -1,4 +1,4 @@
-"""Counts requests in progress, for GET /load and for a graceful shutdown."""
+"""Count requests in progress, for GET /load and for a graceful shutdown."""
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -9,7 +9,7 @@ _NOT_COUNTED = PROBES | {"/load", "/metrics", "/version"}
 
 
 class CountRequests:
-    """Counts a request from its arrival until the end of its response."""
+    """Counts each request from its arrival until the end of its response."""
 
     def __init__(self, app: ASGIApp, context: ServerContext) -> None:
         self.app = app

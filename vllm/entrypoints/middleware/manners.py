@@ -1,4 +1,6 @@
-"""Requests of monitors, proxies and browsers: HEAD, OPTIONS, and paths with a slash too many."""
+"""Handle requests of monitors, proxies and browsers: HEAD, OPTIONS, and paths with additional
+slashes.
+"""
 
 from collections.abc import Iterable
 
@@ -11,15 +13,16 @@ from vllm.entrypoints.shared.asgi import get_header, route_path
 
 
 class HttpManners:
-    """Middleware around keys, limits and routes, all of which see one form of each path.
+    """Middleware that normalises paths and answers HEAD and OPTIONS, before keys, limits and
+    routes.
 
-    A slash at the end of a path, and further ones at its beginning, are dropped. HEAD is answered
-    like GET, without the body. OPTIONS is answered with the methods of the route, unless it is the
-    question of a browser before a request to another origin, which CORS answers.
+    A slash at the end of a path, and additional ones at its beginning, are removed. HEAD is
+    answered like GET, without the body. OPTIONS is answered with the methods of the route; CORS
+    answers the preflight requests of browsers.
 
     Args:
-        app: gets the requests.
-        routers: of the server.
+        app: the wrapped application.
+        routers: routers of the server.
     """
 
     def __init__(self, app: ASGIApp, routers: Iterable[APIRouter]) -> None:
@@ -44,7 +47,7 @@ class HttpManners:
         await self.app(scope, receive, send)
 
     def _methods(self, scope: Scope) -> set[str]:
-        """Return the methods of a path; empty if no route has it."""
+        """Return the HTTP methods that a path accepts; empty if no route has the path."""
         found: set[str] = set()
         for route in self._routes:
             if route.matches(scope)[0] is not Match.NONE:

@@ -1,4 +1,4 @@
-"""X-Request-Id: accepted or created, and sent back with every response."""
+"""Accept or create an X-Request-Id, and return it with every response."""
 
 import re
 import uuid
@@ -13,13 +13,13 @@ _ALLOWED = re.compile(r"[A-Za-z0-9._:+/=-]+")
 
 
 class RequestIds:
-    """Gives each request an id that is safe to log and to send back.
+    """Gives each request an id that is safe to log and to return.
 
-    Routes see the same id in the headers: an unsafe id of a client is replaced.
+    Routes see the same id in the headers, because an unsafe id of a client is replaced.
 
     Args:
         app: the wrapped application.
-        is_sent_back: as a header of the response.
+        is_sent_back: whether to add the id to the headers of the response.
     """
 
     def __init__(self, app: ASGIApp, *, is_sent_back: bool = True) -> None:
@@ -45,5 +45,7 @@ class RequestIds:
 
 
 def is_safe(request_id: str) -> bool:
-    """Whether an id is short and has only characters that are harmless in logs and headers."""
+    """Return whether an id is short and has only characters that are harmless in logs and
+    headers.
+    """
     return len(request_id) <= _MAX_CHARS and _ALLOWED.fullmatch(request_id) is not None

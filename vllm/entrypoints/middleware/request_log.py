@@ -1,4 +1,4 @@
-"""Logs the parameters of each request, for --log-requests."""
+"""Log the parameters of each request, for --log-requests."""
 
 import json
 import re
@@ -26,7 +26,8 @@ class RequestLog:
 
     Args:
         app: the wrapped application.
-        max_log_len: most characters of a text, and most entries of a list. None: all.
+        max_log_len: maximum number of characters of a text, and of entries of a list. None: no
+            limit.
     """
 
     def __init__(self, app: ASGIApp, max_log_len: int | None) -> None:
@@ -59,7 +60,7 @@ class RequestLog:
 
 
 def without_media(value: Any) -> Any:
-    """Leave out the content of images and sounds at any depth of a JSON value, which is base64.
+    """Replace the base64 content of images and audio at any depth of a JSON value by its length.
 
     >>> without_media({"url": "data:image/png;base64,AAAA"})
     {'url': 'data:image/png;base64,... (26 characters)'}

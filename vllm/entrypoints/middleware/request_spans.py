@@ -1,4 +1,4 @@
-"""One OpenTelemetry span for each request to a model route."""
+"""Create one OpenTelemetry span for each request to a model route."""
 
 import time
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from vllm.utils.otel import AttributeValue, Tracer
 
 
 class RequestSpans:
-    """Makes a span for each request, with the engine's figures of it.
+    """Creates a span for each request, with the engine's statistics of the request.
 
-    Must be inside `RequestIds`: the id in the headers is part of the ids that the engine sees.
+    Must be inside `RequestIds`, because the id in the headers is a part of the ids in the engine.
     """
 
     def __init__(self, app: ASGIApp, context: ServerContext, tracer: Tracer) -> None:
@@ -59,7 +59,7 @@ class RequestSpans:
             span.end(attributes, error=error)
 
     def _finished(self, request_id: str) -> list[FinishedRequestStats]:
-        """Return the engine's figures of the request, one entry per prompt."""
+        """Return the engine's statistics of the request, one entry per prompt."""
         metrics = self._context.engine.metrics
         if metrics is None:
             return []

@@ -1,4 +1,4 @@
-"""ASGI middleware that the user names with --middleware."""
+"""Load the ASGI middleware that the user names with --middleware."""
 
 import inspect
 from collections.abc import Iterable
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def add_user_middleware(app: "FastAPI", names: Iterable[str]) -> None:
-    """Add the middleware around the routes; the first name is the outermost.
+    """Add user middleware around the routes; the first name is the outermost.
 
     A class is ASGI middleware, constructed with the inner application; a coroutine function gets a
     request and `call_next`. They run after the check of API keys.
 
     Raises:
-        ConfigError: a name cannot be imported, or is neither.
+        ConfigError: a name cannot be imported, or is neither a class nor a coroutine function.
     """
     for name in reversed(tuple(names)):
         found = find_middleware(name)
@@ -32,7 +32,7 @@ def find_middleware(name: str) -> Any:
     """Import the class or coroutine function of this name. Runs its module.
 
     Raises:
-        ConfigError: it cannot be imported, or is neither.
+        ConfigError: it cannot be imported, or is neither a class nor a coroutine function.
     """
     try:
         found = load_name(name)

@@ -1,1 +1,1 @@
-"""Shared code of the methods of `LLM`."""
+"""Share code between the methods of `LLM`."""

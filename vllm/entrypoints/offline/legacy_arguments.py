@@ -1,4 +1,4 @@
-"""Deprecated arguments of `LLM.generate`: each gives a DeprecationWarning and works."""
+"""Support deprecated arguments of `LLM.generate`: each works, and gives a DeprecationWarning."""
 
 import dataclasses
 import warnings
@@ -18,8 +18,9 @@ _STACK_LEVEL = 4
 def with_token_ids(
     prompts: Prompts | None, token_ids: list[int] | list[list[int]]
 ) -> list[PromptType]:
-    """Convert the deprecated argument to prompts. Texts that are given too are only shown in
-    outputs."""
+    """Convert the deprecated `prompt_token_ids` to prompts. Texts that are also given are only
+    shown in outputs.
+    """
     _warn(
         "The argument 'prompt_token_ids' is deprecated: pass "
         "prompts=[{'prompt_token_ids': [...]}, ...]"
@@ -46,8 +47,8 @@ def with_guided_options(
     """Return copies of the sampling parameters with the deprecated `guided_options_request`.
 
     Args:
-        params: one for all prompts or one per prompt.
-        options: a dict, or a data class with such fields.
+        params: one object for all prompts, or one per prompt.
+        options: a dict, or a data class with the same fields.
 
     Raises:
         RequestError: an option is not known, or the parameters have guided_decoding already.

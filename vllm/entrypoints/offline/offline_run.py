@@ -1,4 +1,4 @@
-"""Runs a list of requests to the end: the loop of every method of `LLM`."""
+"""Run a list of requests to the end. Every method of `LLM` uses this loop."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,16 +20,16 @@ def run_requests(
     requests: Sequence[tuple[str | None, EngineRequest]],
     use_tqdm: bool | MakeBar,
 ) -> list[AnyRequestOutput]:
-    """Run requests of the input processor. If it is interrupted, all remaining requests are
-    aborted.
+    """Run requests that the input processor created. If the run is interrupted, all remaining
+    requests are aborted.
 
     Returns:
-        One output per request, in their order.
+        One output per request, in the same order.
 
     Raises:
-        CapacityError: a prompt can never fit the KV cache; names it.
-        RequestError: a request was refused before it ran, as its adapter does not fit the model;
-            names the prompt.
+        CapacityError: a prompt can never fit into the KV cache; names the prompt.
+        RequestError: a request was refused before it ran, because its adapter does not fit the
+            model; names the prompt.
     """
     pending: dict[str, None] = {}
     try:
@@ -63,8 +63,9 @@ def _collect(
 
 
 def _refuse_wrong_adapter(output: AnyRequestOutput) -> None:
-    """Raise the error of a request that was refused before its first token, if it has an adapter:
-    the files of one are wrong for every request."""
+    """Raise an error if a request with an adapter was refused before its first token, because the
+    files of the adapter are then wrong for every request.
+    """
     if isinstance(output, RequestOutput) and output.lora_request is not None:
         for sample in output.outputs:
             if sample.is_refused and not sample.token_ids:
@@ -73,7 +74,7 @@ def _refuse_wrong_adapter(output: AnyRequestOutput) -> None:
 
 @contextmanager
 def naming_prompt(index: int, count: int) -> Iterator[None]:
-    """Put the index of the prompt in front of an error, when there are several."""
+    """Add the index of the prompt to the beginning of an error, if there are several prompts."""
     try:
         yield
     except (RequestError, CapacityError) as error:
@@ -86,7 +87,7 @@ def per_prompt(name: str, values: Iterable[Any] | None, count: int) -> list[Any]
     """Return the values as a list with one entry per prompt; None stays None.
 
     Raises:
-        RequestError: there are not as many as prompts.
+        RequestError: the number of values differs from the number of prompts.
     """
     if values is None:
         return None
@@ -103,7 +104,7 @@ def as_list(prompts: Prompts) -> list[PromptType]:
     """Return one prompt, or several, as a list.
 
     Raises:
-        RequestError: neither.
+        RequestError: `prompts` is neither.
     """
     if isinstance(prompts, (str, Mapping)):
         return [cast(PromptType, prompts)]

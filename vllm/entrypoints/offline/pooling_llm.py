@@ -1,4 +1,4 @@
-"""Offline use of pooling models: the methods that `LLM` has for them."""
+"""Provide the methods of `LLM` for pooling models."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -37,7 +37,7 @@ PoolingParameters = PoolingParams | Sequence[PoolingParams]
 
 
 class PoolingMethods:
-    """Embeddings, classes, scores and rewards. Mixed into `LLM`, which has the engine."""
+    """Computes embeddings, classes, scores and rewards. Mixed into `LLM`, which has the engine."""
 
     llm_engine: LLMEngine
     request_counter: Iterator[int]
@@ -52,23 +52,24 @@ class PoolingMethods:
         lora_request: Any = None,
         prompt_adapter_request: Any = None,
     ) -> list[Pooled]:
-        """Pool every prompt, whatever the task of the model is.
+        """Compute the pooled result of every prompt, for any pooling task.
 
         Args:
-            prompts: one or several, of any prompt type.
-            pooling_params: one for all or one per prompt.
+            prompts: one or several prompts of any type.
+            pooling_params: one object for all prompts, or one per prompt.
             prompt_token_ids: prompts as token ids, instead of `prompts`.
-            truncate_prompt_tokens: cut longer prompts to so many tokens; -1: to max_model_len.
-            use_tqdm: show a progress bar; or what makes one.
-            lora_request, prompt_adapter_request: only None for now.
+            truncate_prompt_tokens: maximum number of tokens, to which longer prompts are cut; -1:
+                max_model_len.
+            use_tqdm: whether to show a progress bar; or a function that creates one.
+            lora_request, prompt_adapter_request: must be None.
 
         Returns:
-            One output per prompt, in their order; `outputs.data` is a float32 tensor, [numbers],
-            or [tokens, numbers] with one result per token.
+            One output per prompt, in the same order. `outputs.data` is a float32 tensor: [values],
+            or [tokens, values] with one result per token.
 
         Raises:
-            RequestError: (a ValueError) a prompt or its parameters are wrong, the model does not
-                pool, or a result is not finite; names the prompt.
+            RequestError: (a ValueError) a prompt or its parameters are not valid, the model does
+                not pool, or a result is not finite; names the prompt.
         """
         refuse(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
         prompts = prompt_token_ids if prompts is None else prompts
@@ -93,10 +94,10 @@ class PoolingMethods:
         lora_request: Any = None,
         prompt_adapter_request: Any = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Return a vector for every prompt; arguments as for `encode`.
+        """Return an embedding vector for every prompt. The arguments are the same as for `encode`.
 
         Raises:
-            RequestError: as for `encode`, and when the model is not run for embeddings.
+            RequestError: as for `encode`, and if the model does not run for embeddings.
         """
         refuse(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
         require_task(self._pooler, "embed")
@@ -119,10 +120,11 @@ class PoolingMethods:
         lora_request: Any = None,
         prompt_adapter_request: Any = None,
     ) -> list[Pooled]:
-        """Run a reward model on every prompt; arguments and outputs as for `encode`.
+        """Run a reward model on every prompt. The arguments and outputs are the same as for
+        `encode`.
 
         Raises:
-            RequestError: as for `encode`, and when the model is not run for rewards.
+            RequestError: as for `encode`, and if the model does not run for rewards.
         """
         require_task(self._pooler, "reward")
         return self.encode(
@@ -144,10 +146,11 @@ class PoolingMethods:
         lora_request: Any = None,
         prompt_adapter_request: Any = None,
     ) -> list[ClassificationRequestOutput]:
-        """Return a probability per label for every prompt; arguments as for `encode`.
+        """Return a probability per label for every prompt. The arguments are the same as for
+        `encode`.
 
         Raises:
-            RequestError: as for `encode`, and when the model is not a classifier.
+            RequestError: as for `encode`, and if the model is not a classifier.
         """
         refuse(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
         require_task(self._pooler, "classify", "score")
@@ -172,11 +175,11 @@ class PoolingMethods:
     ) -> list[ScoringRequestOutput]:
         """Score pairs of texts: one text with each of several, or pair by pair.
 
-        An embedding model gives the cosine of the two vectors; a cross-encoder reads both texts
+        An embedding model scores by the cosine of the two vectors; a cross-encoder reads both texts
         at once.
 
         Args:
-            text_1: one text, or as many as in `text_2`.
+            text_1: one text, or as many texts as `text_2`.
             text_2: one text or several.
             truncate_prompt_tokens, use_tqdm, lora_request, prompt_adapter_request: as in `encode`.
 
@@ -184,8 +187,8 @@ class PoolingMethods:
             One score per pair.
 
         Raises:
-            RequestError: as for `encode`, and when the model cannot score or the numbers of texts
-                do not match.
+            RequestError: as for `encode`, and if the model cannot score or the numbers of texts do
+                not match.
         """
         refuse(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
         pooler = require_scores(self._pooler)
@@ -237,7 +240,9 @@ class PoolingMethods:
         truncate: int | None,
         use_tqdm: bool | MakeBar,
     ) -> list[Pooled]:
-        """Return results as numpy arrays; raise an error if one of the prompts has none."""
+        """Run prompts and return their results as numpy arrays. Raises an error if a prompt has no
+        result.
+        """
         each = _params_per_prompt(params, truncate, len(prompts))
         requests = []
         for index, prompt in enumerate(prompts):

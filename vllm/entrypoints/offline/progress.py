@@ -1,4 +1,4 @@
-"""The progress bar of offline generation."""
+"""Show the progress bar of offline generation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +10,11 @@ MakeBar = Callable[..., Any]
 
 
 class GenerationProgress:
-    """Counts requests that have finished, and tokens per second.
+    """Counts finished requests and tokens per second, and shows a progress bar.
 
     Args:
-        total: requests.
-        use_tqdm: False shows nothing.
+        total: number of requests.
+        use_tqdm: False: show nothing.
     """
 
     def __init__(self, total: int, use_tqdm: bool | MakeBar) -> None:

@@ -1,9 +1,10 @@
-"""The OpenAI-compatible server: `vllm serve`, or `python -m vllm.entrypoints.openai.api_server`.
+"""Run the OpenAI-compatible server: `vllm serve`, or `python -m
+vllm.entrypoints.openai.api_server`.
 
-Flags are checked first (`start_checks`); then the socket is bound and served at once. The
-application is imported, and the engine starts, while it answers: clients that ask meanwhile are
-told how far it is (`startup_app`, `health`), or waits (`gate`). So this module imports nothing that
-is slow to import.
+Flags are checked first (`start_checks`); then the socket is bound and served at once. While it
+answers, the application is imported and the engine starts. Clients that send requests meanwhile are
+told about the progress (`startup_app`, `health`) or wait (`gate`). For that reason this module
+imports nothing that is slow to import.
 """
 
 import sys
@@ -38,10 +39,10 @@ if TYPE_CHECKING:
 
 
 def build_app(context: "ServerContext") -> "FastAPI":
-    """Make the application for an engine, which may start later.
+    """Create the application for an engine, which may start later.
 
     Raises:
-        ConfigError: middleware of the user, or tracing, cannot be used.
+        ConfigError: the user's middleware or tracing cannot be used.
     """
     from vllm.entrypoints.server import app
 
@@ -53,12 +54,12 @@ def run_server(
     args: ServerArgs,
     load_server: "LoadServer | None" = None,
 ) -> int:
-    """Serve until a signal or the death of the engine. Returns the exit code.
+    """Serve until a signal arrives or the engine dies. Returns the exit code.
 
     Args:
-        engine_args: what to run.
-        args: of the server.
-        load_server: makes the application; None is `app.load_server`.
+        engine_args: arguments of the engine.
+        args: arguments of the server.
+        load_server: creates the application; None: `app.load_server`.
 
     Raises:
         ConfigError: the engine or the server cannot start with these arguments.
@@ -99,7 +100,9 @@ def _serve(
     listener: "socket.socket",
     load_server: "LoadServer | None",
 ) -> int:
-    """Serve on this socket. See `run_server`; `config` comes from `engine_args`, if it is known."""
+    """Serve on a socket; see `run_server`. `config` is resolved from `engine_args` already, or
+    None.
+    """
     from vllm.engine.async_llm_engine import AsyncLLM
     from vllm.engine.process.admission import AdmissionLimits
     from vllm.entrypoints.server.uvicorn_server import serve

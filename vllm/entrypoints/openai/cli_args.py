@@ -1,5 +1,6 @@
-"""The command line of the server: flags of the engine and the server, and a config file for
-both."""
+"""Define the command line of the server: flags of the engine and the server, and a config file for
+both.
+"""
 
 import argparse
 import dataclasses
@@ -81,10 +82,11 @@ def _add_server_flag(group: argparse._ArgumentGroup, field: ConfigField) -> None
 
 
 def read_args(args: argparse.Namespace) -> tuple[EngineArgs, ServerArgs]:
-    """Read a parsed command line, and the config file that it names.
+    """Return the arguments of the engine and the server, from a parsed command line and its config
+    file.
 
     Raises:
-        ConfigError: they contradict each other, or request a missing feature.
+        ConfigError: arguments contradict each other, or request a missing feature.
     """
     given = {name: value for name, value in vars(args).items() if value is not None}
     path = given.pop("config", None)
@@ -104,7 +106,9 @@ def read_args(args: argparse.Namespace) -> tuple[EngineArgs, ServerArgs]:
 
 
 def serve_while_warming(engine: EngineArgs) -> None:
-    """Let a server take requests before all buckets are warmed up, unless it was told otherwise."""
+    """Let a server accept requests before all buckets are warmed up, unless the user chose
+    otherwise.
+    """
     is_complete = envs.get().VLLM_FULL_WARMUP or engine.sampling_warmup == "all"
     if engine.ready_when is None and not is_complete:
         engine.ready_when = "first"
@@ -129,7 +133,7 @@ def _read_server(given: dict[str, Any]) -> ServerArgs:
 
 
 def _read_list(name: str, given: Any) -> Any:
-    """Read several words, or one word with a JSON list as in the fork."""
+    """Read a list that is given as several words, or as one word of JSON as in the Gaudi fork."""
     if not (isinstance(given, list) and len(given) == 1 and given[0].lstrip().startswith("[")):
         return given
     try:
@@ -147,10 +151,10 @@ def _take_compat(argument: CompatArgument, value: Any) -> None:
 
 
 def _read_file(path: str) -> dict[str, Any]:
-    """Read settings of a YAML file by name.
+    """Read settings by name from a YAML file.
 
     Raises:
-        ConfigError: it cannot be read, or has a name that is not a flag.
+        ConfigError: the file cannot be read, or has a name that is not a flag.
     """
     import yaml
 
@@ -180,13 +184,13 @@ def _read_file(path: str) -> dict[str, Any]:
 
 
 def known_names() -> list[str]:
-    """Return names of every flag that a file may set, sorted."""
+    """Return the sorted names of all flags that a config file may set."""
     parser = make_arg_parser(FlexibleArgumentParser(add_help=False))
     return sorted({action.dest for action in parser._actions} - {"config"})
 
 
 def exit_after_help(args: ServerArgs) -> None:
-    """If a parser's name is `help`, print the known names and exit."""
+    """Print the known parser names and exit if the name of a parser is `help`."""
     listings = {"tool_call_parser": _tool_parsers, "reasoning_parser": _reasoning_parsers}
     for field, names in listings.items():
         if getattr(args, field) == "help":

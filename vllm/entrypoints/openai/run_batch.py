@@ -1,4 +1,4 @@
-"""Runs the requests of a file: `vllm run-batch`, or `python -m` this module.
+"""Run the requests of a file: `vllm run-batch`, or `python -m` this module.
 
 It calls the application of the server without a socket, so that a request in a file has the same
 effect as online.
@@ -35,7 +35,7 @@ _SHOWN_FAILURES = 3
 
 
 def add_arguments(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
-    """Add all flags to a parser and return it: those of the batch, the engine and the server."""
+    """Add the flags of the batch, the engine and the server to a parser, and return it."""
     make_arg_parser(parser)
     group = parser.add_argument_group("batch")
     group.add_argument(
@@ -74,8 +74,11 @@ def add_arguments(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run all requests of the input file. Returns the exit code: 1 if the engine died, or a
-    request failed and that shall be an error.
+    """Run all requests of the input file.
+
+    Returns:
+        The exit code: 1 if the engine died, or if a request failed and the user asked for an error
+            in this case.
 
     Raises:
         ConfigError: flags, input or output cannot be used; the output file is unchanged.
@@ -171,7 +174,7 @@ def _count_lines(source: str, lines: IO[bytes]) -> int:
     """Count the lines that are not blank, and rewind `lines`.
 
     Raises:
-        ConfigError: no line is a valid request, so the model is not loaded.
+        ConfigError: no line is a valid request. The model is then not loaded.
     """
     from vllm.entrypoints.batch.lines import check_line
 
@@ -215,7 +218,7 @@ def _log_end(counts: "BatchCounts", elapsed_s: float) -> None:
 def _progress(
     num_lines: int, write: Callable[[bytes], object]
 ) -> Iterator[Callable[[bytes], object]]:
-    """Wrap `write` with a progress bar, unless stderr is not a terminal."""
+    """Yield `write`, wrapped to update a progress bar if stderr is a terminal."""
     from tqdm import tqdm
 
     with tqdm(total=num_lines, desc="requests", dynamic_ncols=True, disable=None) as bar:
@@ -228,7 +231,7 @@ def _progress(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run as a program. Returns the exit code."""
+    """Run the batch as a program. Returns the exit code."""
     from vllm.entrypoints.shared.program import run_command
 
     parser = add_arguments(FlexibleArgumentParser(prog="run_batch"))

@@ -1,1 +1,1 @@
-"""Routes for monitoring and operating the server."""
+"""Serve routes for monitoring and operating the server."""

@@ -1,7 +1,8 @@
-"""GET /openapi.json: the description of the server's routes, for programs and for the page /docs.
+"""Serve GET /openapi.json: the description of the server's routes, for programs and for the page
+/docs.
 
-Half a second of work, so it is done for the first request that asks for it, and not in the event
-loop; FastAPI would do it there.
+Creating it takes half a second, so it is done in a thread at the first request; FastAPI would do it
+in the event loop.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ _lock = threading.Lock()
 
 @router.get("/openapi.json", include_in_schema=False)
 async def openapi(request: Request) -> JSONResponse:
-    """Return the description of all routes."""
+    """Return the OpenAPI description of all routes."""
     description = await asyncio.to_thread(run_in_time_slices, partial(_describe, request.app))
     root_path = request.scope.get("root_path", "").rstrip("/")
     if root_path:

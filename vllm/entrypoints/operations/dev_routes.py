@@ -1,4 +1,4 @@
-"""Routes for development, only served with VLLM_SERVER_DEV_MODE=1."""
+"""Serve routes for development, only with VLLM_SERVER_DEV_MODE=1."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ async def server_info(request: Request) -> JSONResponse:
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> Response:
-    """Drop the prefix cache; 409 while requests use it."""
+    """Empty the prefix cache. Answers 409 while requests use it."""
     done = await get_context(request).engine.reset_prefix_cache()
     if done:
         return Response(status_code=200)
@@ -52,7 +52,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 @router.post("/reset_mm_cache")
 async def reset_mm_cache(request: Request) -> Response:
-    """Drop the images that have been read, and the embeddings that no running request reads."""
+    """Drop the cached images, and the embeddings that no running request reads."""
     await get_context(request).engine.reset_mm_cache()
     return Response(status_code=200)
 
@@ -73,19 +73,19 @@ async def collective_rpc(request: Request, call: WorkerCall) -> Response:
 
 @router.post("/sleep")
 async def sleep(request: Request, level: int = 1) -> Response:
-    """Release the memory of weights and KV cache; 409 while requests run."""
+    """Release the memory of weights and KV cache. Answers 409 while requests run."""
     await get_context(request).engine.sleep(level)
     return Response(status_code=200)
 
 
 @router.post("/wake_up")
 async def wake_up(request: Request, tags: Tags = None) -> Response:
-    """Allocate the memory again: of all parts, or of the parts that `tags` names."""
+    """Allocate the memory again: of all parts, or of the parts in `tags`."""
     await get_context(request).engine.wake_up(tags)
     return Response(status_code=200)
 
 
 @router.get("/is_sleeping")
 async def is_sleeping(request: Request) -> JSONResponse:
-    """Whether the memory of weights or KV cache is released."""
+    """Return whether the memory of weights or KV cache is released."""
     return JSONResponse({"is_sleeping": await get_context(request).engine.is_sleeping()})

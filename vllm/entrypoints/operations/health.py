@@ -1,4 +1,4 @@
-"""Probes, version and load of the server. None of them needs a model.
+"""Serve probes, the version and the load of the server. None of these routes needs a model.
 
 /livez     200 as long as the process answers
 /startupz  200 once the engine has been ready; 503 with phase and progress before
@@ -29,21 +29,21 @@ async def livez() -> JSONResponse:
 
 @router.get("/startupz")
 async def startupz(request: Request) -> JSONResponse:
-    """Whether the start has finished, and its progress."""
+    """Return whether the start has finished, and its progress."""
     context = get_context(request)
     return _describe(context, 200 if _has_started(context) else 503)
 
 
 @router.get("/readyz")
 async def readyz(request: Request) -> JSONResponse:
-    """Whether new requests are taken, and the reason if not."""
+    """Return whether new requests are accepted, and the reason if not."""
     context = get_context(request)
     return _describe(context, 200 if context.state == "ready" else 503)
 
 
 @router.get("/health", response_class=Response)
 async def health(request: Request) -> Response:
-    """Whether the engine runs, as a status without a body."""
+    """Return whether the engine runs, as a status without a body."""
     is_running = get_context(request).state in ("ready", "paused")
     return Response(status_code=200 if is_running else 503)
 
@@ -51,7 +51,7 @@ async def health(request: Request) -> Response:
 @router.get("/ping", operation_id="ping", response_class=Response)
 @router.post("/ping", operation_id="ping_post", response_class=Response)
 async def ping(request: Request) -> Response:
-    """Answer like /health."""
+    """Return the same as /health."""
     return await health(request)
 
 
@@ -68,7 +68,9 @@ async def load(request: Request) -> JSONResponse:
 
 
 def describe_warm_up(warm_up: WarmUpStats) -> dict[str, Any] | None:
-    """Return what is warmed up while the server serves; None: all was before the first request."""
+    """Return the progress of a warm-up that runs while the server serves; None if all buckets were
+    warm before the first request.
+    """
     if not warm_up.num_wanted:
         return None
     seconds, share = warm_up.seconds_left, warm_up.padded_share

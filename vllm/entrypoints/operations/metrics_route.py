@@ -1,7 +1,7 @@
-"""GET /metrics, and the metrics of HTTP requests, which are added to the engine's.
+"""Serve GET /metrics, and count HTTP requests as metrics in addition to the engine's metrics.
 
-Labels come from fixed sets: templates of routes, known methods, classes of status. Nothing that a
-client sends becomes a label.
+Labels come from fixed sets: route templates, known methods, status classes. Nothing that a client
+sends becomes a label.
 """
 
 import time
@@ -74,8 +74,9 @@ class HttpMetrics:
         self._in_progress.value += 1
 
     def end(self, path: str, method: str, status: int, seconds: float) -> None:
-        """Count the end of its response. Status 0: none was sent, because the client
-        disconnected."""
+        """Count the end of a response. Status 0: no response was sent, because the client
+        disconnected.
+        """
         self._in_progress.value -= 1
         handler = self._template_of(path)
         method = method if method in _METHODS else "OTHER"
@@ -96,7 +97,9 @@ class HttpMetrics:
 
 
 class CountHttp:
-    """Counts every request. The outermost middleware, so that refused requests count too."""
+    """Counts every request. It is the outermost middleware, so that refused requests are also
+    counted.
+    """
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
         self.app = app
@@ -134,13 +137,13 @@ def engine_metrics(context: ServerContext) -> ReadableMetrics | None:
 
 
 def count_http(app: FastAPI, routers: Iterable[APIRouter]) -> None:
-    """Count all requests to a server, for its GET /metrics.
+    """Add the middleware that counts all requests to a server, for its GET /metrics.
 
-    Call it after all other middleware was added: the last one is the outermost.
+    Call this after all other middleware was added, because the last one is the outermost.
 
     Args:
-        app: the server. Its own routes are known, those of included routers are not.
-        routers: what it includes, without a prefix.
+        app: the application. Its own routes are found, but not the routes of included routers.
+        routers: routers that the application includes, without a prefix.
     """
     routes = [*app.routes, *(route for included in routers for route in included.routes)]
     metrics = HttpMetrics(route.path for route in routes if isinstance(route, Route))

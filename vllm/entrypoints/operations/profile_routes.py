@@ -1,4 +1,4 @@
-"""Routes for traces of torch's profiler, served if VLLM_TORCH_PROFILER_DIR is set."""
+"""Serve routes for traces of torch's profiler, if VLLM_TORCH_PROFILER_DIR is set."""
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -10,13 +10,15 @@ router = APIRouter(tags=["development"])
 
 @router.post("/start_profile")
 async def start_profile(request: Request) -> Response:
-    """Begin a trace of what the workers compute."""
+    """Start a profiler trace of the workers."""
     await get_context(request).engine.start_profile()
     return Response(status_code=200)
 
 
 @router.post("/stop_profile")
 async def stop_profile(request: Request) -> Response:
-    """End the trace and write its file. A body tells which replicas have none."""
+    """Stop the profiler trace and write its file. If replicas have no trace, the body names
+    them.
+    """
     missing = await get_context(request).engine.stop_profile()
     return JSONResponse({"message": ". ".join(missing)}) if missing else Response(status_code=200)

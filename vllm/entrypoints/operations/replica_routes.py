@@ -1,10 +1,9 @@
-"""Routes that look after the replicas of --data-parallel-size, only served with
-VLLM_SERVER_DEV_MODE=1.
+"""Serve routes that manage the replicas of --data-parallel-size, only with VLLM_SERVER_DEV_MODE=1.
 
-    GET  /replicas              what each replica does
-    POST /replicas/1/drain      send no more requests to replica 1; answers when it has none
-    POST /replicas/1/resume     send requests to it again
-    POST /replicas/1/restart    drain it and replace its process, while the others serve
+GET  /replicas              what each replica does
+POST /replicas/1/drain      send no more requests to replica 1; answers when it has none
+POST /replicas/1/resume     send requests to it again
+POST /replicas/1/restart    drain it and replace its process, while the others serve
 """
 
 from typing import Annotated
@@ -29,14 +28,14 @@ Timeout = Annotated[
 
 @router.get("/replicas")
 async def replicas(request: Request) -> JSONResponse:
-    """State, process id, requests, tokens to compute and restarts of each replica."""
+    """Return the state, process id, requests, tokens to compute and restarts of each replica."""
     states = get_context(request).engine.replica_states()
     return JSONResponse({"replicas": [state._asdict() for state in states]})
 
 
 @router.post("/replicas/{replica}/drain")
 async def drain(request: Request, replica: int) -> Response:
-    """Send no more requests to a replica; answers when it has none."""
+    """Stop sending requests to a replica. Answers when it has none."""
     await get_context(request).engine.drain_replica(replica)
     return Response(status_code=200)
 
@@ -50,6 +49,6 @@ async def resume(request: Request, replica: int) -> Response:
 
 @router.post("/replicas/{replica}/restart")
 async def restart(request: Request, replica: int, timeout: Timeout = None) -> Response:
-    """Drain a replica and replace its process; answers when it serves again."""
+    """Drain a replica and replace its process. Answers when it serves again."""
     await get_context(request).engine.restart_replica(replica, timeout)
     return Response(status_code=200)

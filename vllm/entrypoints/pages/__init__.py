@@ -1,1 +1,1 @@
-"""Pages for people with a browser: chat, status, and the description of the API."""
+"""Serve pages for people with a browser: chat, status, and the description of the API."""

@@ -1,6 +1,6 @@
-"""GET /chat.json: facts about the server for the chat page.
+"""Serve GET /chat.json: facts about the server for the chat page.
 
-The page talks to the API as any client does; conversations are stored only in the browser.
+The page calls the API as any client does; conversations are stored only in the browser.
 """
 
 from collections.abc import Mapping
@@ -21,12 +21,12 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/chat.json")
 async def chat_info(request: Request) -> Response:
-    """Return facts for the page."""
+    """Return the facts for the chat page."""
     return fresh_json(describe(get_context(request)))
 
 
 def describe(context: ServerContext) -> dict[str, Any]:
-    """Return the state of the server, and the abilities of its model once it is ready."""
+    """Return the state of the server, and the abilities of its model after it is ready."""
     server = describe_server(context) | {
         "has_status_page": context.args.status_page,
         "has_docs": not context.args.disable_fastapi_docs,
@@ -60,6 +60,6 @@ def _refusal(context: ServerContext) -> str | None:
 
 
 def _sampling_defaults(of_model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults for requests that the settings show."""
+    """Return the default sampling parameters that the chat page shows."""
     shown = numbers_at(Door.API | Door.PAGE)
     return {name: of_model.get(name, number.default) for name, number in shown.items()}

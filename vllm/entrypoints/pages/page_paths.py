@@ -1,11 +1,12 @@
-"""The paths of the pages. Uses no framework, because it is needed before the application is
-imported."""
+"""Define the paths of the pages. Uses no framework, because they are needed before the application
+is imported.
+"""
 
 from vllm.entrypoints.shared.server_args import ServerArgs
 
 
 def page_paths(args: ServerArgs) -> dict[str, str]:
-    """Return the name of the page that this server shows, by its path."""
+    """Return path -> page name for the pages of this server."""
     paths: dict[str, str] = {}
     if args.status_page:
         paths |= {"/": "status", "/status": "status"}

@@ -1,6 +1,6 @@
-"""The page of `vllm plan --html`: one file that has its data in it, and asks no server.
+"""Create the page of `vllm plan --html`: one file that contains its data and needs no server.
 
-Knows the object that `vllm plan --json` prints, and nothing of how a plan is made.
+It only reads the object that `vllm plan --json` prints, independent of how a plan is made.
 """
 
 import json
@@ -13,10 +13,10 @@ _POLICY, _PLAN = "<!-- policy -->", "<!-- plan -->"
 
 
 def plan_page(plan: Mapping[str, Any]) -> str:
-    """Return the document.
+    """Return the HTML document of a plan.
 
     Args:
-        plan: the object of `vllm plan --json`.
+        plan: object of `vllm plan --json`.
     """
     page = load_page("plan")
     policy = f'<meta http-equiv="Content-Security-Policy" content="{page.file_policy}">'

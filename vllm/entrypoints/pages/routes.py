@@ -1,4 +1,4 @@
-"""The routes of the pages and of their data."""
+"""Serve the pages and their data."""
 
 from collections.abc import Awaitable, Callable
 
@@ -12,7 +12,7 @@ from vllm.entrypoints.shared.server_args import ServerArgs
 
 
 def page_routers(args: ServerArgs) -> list[APIRouter]:
-    """Return routers for the pages that this server shows."""
+    """Return the routers of the pages that this server shows."""
     pages = APIRouter(include_in_schema=False)
     for path, name in page_paths(args).items():
         pages.add_api_route(path, _show(name), methods=["GET", "HEAD"])
@@ -26,7 +26,7 @@ def page_routers(args: ServerArgs) -> list[APIRouter]:
 
 def _show(name: str) -> Callable[[Request], Awaitable[Response]]:
     async def show(request: Request) -> Response:
-        """Send the page; 304 without a body if the browser has it cached."""
+        """Return the page; 304 without a body if the browser has it cached."""
         page = load_page(name)
         if request.headers.get("if-none-match") == page.headers["etag"]:
             return Response(status_code=304, headers=page.headers)

@@ -1,4 +1,4 @@
-"""Facts about the server for all pages: its state, and the progress of its start."""
+"""Describe the state of the server and the progress of its start, for all pages."""
 
 from typing import Any
 
@@ -10,11 +10,10 @@ from vllm.version import __version__
 
 
 def describe_server(context: ServerContext) -> dict[str, Any]:
-    """Return version, state in one word, and progress.
+    """Return the version, the state in one word, and the progress of the start.
 
-    `eta_s` is the time until the engine is ready; None while it is not known.
-
-    `phases` lists the phases of the start that have ended.
+    `eta_s` is the estimated time until the engine is ready; None if it is not known. `phases` lists
+    the finished phases of the start.
     """
     startup = context.engine.startup
     return {
@@ -32,7 +31,7 @@ def describe_server(context: ServerContext) -> dict[str, Any]:
 
 
 def fresh_json(value: Any) -> Response:
-    """Make a JSON response that must not be cached."""
+    """Return a JSON response that must not be cached."""
     body = msgspec.json.encode(value)
     headers = {"content-type": "application/json", "cache-control": "no-store"}
     return Response(body, headers=headers)

@@ -1,4 +1,6 @@
-"""GET /status.json: the data of the status page. Ids and numbers, without prompts and answers."""
+"""Serve GET /status.json: the data of the status page. It contains ids and numbers, but no prompts
+or answers.
+"""
 
 import time
 from collections.abc import Sequence
@@ -27,14 +29,14 @@ _MAX_ID_CHARS = 128
 
 @router.get("/status.json")
 async def status(request: Request) -> Response:
-    """Return data for the page."""
+    """Return the data of the status page."""
     context = get_context(request)
     return fresh_json(describe(context, await context.card_readings()))
 
 
 @router.get("/status_buckets.json")
 async def buckets(request: Request) -> Response:
-    """Return the buckets for the map of the page: phase, sizes, and whether they are warm."""
+    """Return the buckets for the map on the page: phase, sizes, and whether they are warm."""
     context = get_context(request)
     if engine_metrics(context) is None or not context.engine.is_running:
         return fresh_json({"buckets": []})
@@ -43,8 +45,9 @@ async def buckets(request: Request) -> Response:
 
 
 def describe(context: ServerContext, cards: Sequence[CardReading] = ()) -> dict[str, Any]:
-    """Describe the server, its engine and its cards. Times are in seconds, and rates per second;
-    None is not known (yet)."""
+    """Describe the server, its engine and its cards. Times are in seconds, rates per second; None:
+    not known (yet).
+    """
     server = describe_server(context) | {
         "uptime_s": round(max(0.0, time.time() - context.created), 1),
         "in_progress": context.num_in_progress,
@@ -103,7 +106,7 @@ def _describe_engine(metrics: ReadableMetrics) -> dict[str, Any]:
 def _describe_media(
     totals: SchedulerStats, read: MediaReadStats, context: ServerContext
 ) -> dict[str, Any]:
-    """Return counts since the start, and the seconds of all items together."""
+    """Return media counts since the start, and the total seconds of all items."""
     return {
         "items": dict(read.read.num_items),
         "read_s": round(read.read.total_seconds, 4),
@@ -120,7 +123,7 @@ def _describe_media(
 
 
 def _describe_request(request: FinishedRequestStats) -> dict[str, Any]:
-    """Return ids and counts of a request, without its texts."""
+    """Return ids and counts of a request, without its text."""
     return {
         "id": request.request_id[:_MAX_ID_CHARS],
         "reason": request.finish_reason,

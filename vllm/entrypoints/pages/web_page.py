@@ -1,8 +1,9 @@
-"""A page as one document: styles and scripts are inlined, and its headers allow only these.
+"""Build each page as one document: styles and scripts are inlined, and its headers allow only
+these.
 
-A page lies in a folder of `vllm/assets/web_pages`. Its `page.html` names the files it is made of:
-`<script>/* include: shared/a.js chat/b.js */</script>`. The browser loads nothing else, so a page
-works without a network, and text that a model or a client wrote can never run.
+The files of a page are in a folder of `vllm/assets/web_pages`. Its `page.html` names the files to
+include: `<script>/* include: shared/a.js chat/b.js */</script>`. The browser loads nothing else, so
+a page works without a network, and text that a model or a client wrote can never run.
 
 Uses no framework, because pages are also served before the application is imported.
 """
@@ -26,12 +27,12 @@ _INCLUDE = re.compile(r"<(style|script)( [^>]*)?>/\* include: ([^*]+) \*/</\1>")
 
 @dataclass(frozen=True)
 class WebPage:
-    """One document.
+    """A page as one document.
 
     Attributes:
         body: HTML in UTF-8.
-        headers: of its response; names in lower case. The etag changes with the body.
-        file_policy: the content security policy of a page that is a file, and asks no server.
+        headers: headers of its response, with lower-case names. The etag changes with the body.
+        file_policy: the content security policy of a page that is a file and needs no server.
     """
 
     body: bytes
@@ -41,7 +42,7 @@ class WebPage:
 
 @cache
 def load_page(name: str) -> WebPage:
-    """Load the page in the folder of this name."""
+    """Load the page from the folder of this name."""
     sources: dict[str, list[str]] = {"style": [], "script": []}
 
     def include(match: re.Match[str]) -> str:
@@ -68,7 +69,7 @@ def load_page(name: str) -> WebPage:
 
 
 def _number_fields() -> str:
-    """Return the fields of the sampling parameters that are set on the chat page."""
+    """Return the HTML fields of the sampling parameters on the chat page."""
     numbers = numbers_at(Door.PAGE)
     # Penalties last, because they are rarely used.
     names = sorted(numbers, key=lambda name: name.endswith("_penalty"))
@@ -92,8 +93,9 @@ def _number_field(name: str, number: NumberRange) -> str:
 
 
 def _policy(styles: list[str], scripts: list[str]) -> str:
-    """Make a policy: only own styles and scripts run, nothing is requested, and no text becomes
-    HTML."""
+    """Return a content security policy: only the page's own styles and scripts run, nothing is
+    requested, and no text becomes HTML.
+    """
     return (
         f"default-src 'none'; script-src {' '.join(scripts)}; style-src {' '.join(styles)}; "
         "img-src data:; media-src data:; base-uri 'none'; form-action 'none'; "

@@ -1,1 +1,1 @@
-"""`vllm quantize`: a quantized checkpoint of an unquantized one."""
+"""Implement `vllm quantize`: create a quantized checkpoint from an unquantized one."""

@@ -1,7 +1,7 @@
-"""Finds the tensors of a checkpoint that are weights of layers that can be quantized.
+"""Find the tensors of a checkpoint that are weights of layers that can be quantized.
 
-The model that will load the quantized checkpoint says so: a layer is quantized as a whole, with all
-that runs in one product, or not at all. Knows no files and no formats.
+The model that will load the quantized checkpoint decides: all weights that run in one matmul are
+quantized, or none of them. Independent of files and formats.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ _PROBE = CheckpointTensor(torch.Size((2, 3)), lambda index: torch.empty(2, 3)[in
 
 @dataclass(frozen=True)
 class CheckpointWeight:
-    """The weight of a layer as a checkpoint has it."""
+    """The weight of a layer in a checkpoint."""
 
     name: str
     """Of the module in the quantized checkpoint."""
@@ -46,11 +46,11 @@ class CheckpointWeight:
 
 
 class CheckpointLayers:
-    """The linear layers of the checkpoint in a folder.
+    """The linear layers of a checkpoint.
 
     Args:
-        folder: of an unquantized checkpoint.
-        fits: whether the format holds a weight.
+        folder: folder of an unquantized checkpoint.
+        fits: returns whether the format supports a weight.
 
     Raises:
         ConfigError: the model is not supported.
@@ -68,26 +68,29 @@ class CheckpointLayers:
         self._known: dict[MethodLayer, bool] = {}
 
     def key(self, name: str) -> str:
-        """Return the key of a module by its name in a checkpoint or in transformers."""
+        """Return the name of a module in this engine's model, given its name in a checkpoint or in
+        transformers.
+        """
         return self._model.renamed(f"{name}.weight").removesuffix(".weight")
 
     def key_of_tensor(self, name: str) -> str:
-        """Return the name in the model of a tensor of the checkpoint."""
+        """Return the name of a checkpoint tensor in this engine's model."""
         return self._model.renamed(name)
 
     def is_quantized(self, key: str) -> bool:
-        """Whether the weight of this key is to be quantized."""
+        """Return whether the weight with this key will be quantized."""
         parts = self._parts(key)
         return bool(parts) and all(self._holds(place, parts) for place, _ in parts)
 
     def is_linear(self, key: str) -> bool:
-        """Whether this is a linear layer, quantized or not, that is no expert's."""
+        """Return whether this is a linear layer, quantized or not, and not an expert's layer."""
         parts = self._parts(key)
         return bool(parts) and all(isinstance(p.module, ParallelLinear) for p, _ in parts)
 
     def heads(self) -> list[str]:
-        """Return the names in the checkpoint of output heads, which are not quantized; also of a
-        tied one."""
+        """Return the checkpoint names of the output heads, tied ones included. They are not
+        quantized.
+        """
         return [
             self._name_in_checkpoint(path)
             for layer, path in self._paths.items()
@@ -95,7 +98,7 @@ class CheckpointLayers:
         ]
 
     def dense_experts(self) -> list[str]:
-        """Return the names in the checkpoint of experts that are not quantized."""
+        """Return the checkpoint names of experts that are not quantized."""
         found = [
             layer
             for layer in self._model.modules()
@@ -104,7 +107,7 @@ class CheckpointLayers:
         return [self._name_in_checkpoint(self._paths[layer]) for layer in found]
 
     def weights_of(self, name: str, tensor: Tensor) -> Iterator[CheckpointWeight]:
-        """Yield the weights in a tensor of the checkpoint that are to be quantized."""
+        """Yield the weights in a checkpoint tensor that will be quantized."""
         stem = name.removesuffix(".weight")
         if tensor.dim() == 2 and stem != name:
             key = self.key(stem)
@@ -118,7 +121,7 @@ class CheckpointLayers:
             yield from self._experts_in(name, tensor)
 
     def _experts_in(self, name: str, tensor: Tensor) -> Iterator[CheckpointWeight]:
-        """Yield the weights in a tensor with a matrix for each expert."""
+        """Yield the weights in a tensor that contains one matrix per expert."""
         source = CheckpointTensor(tensor.shape, tensor.__getitem__, dtype=tensor.dtype)
         for part, matrix in self._model.convert(self._model.renamed(name), source):
             key = part.removesuffix(".weight")
@@ -132,7 +135,9 @@ class CheckpointLayers:
         return next(iter(names_in_checkpoint(path, self._model)), path)
 
     def _parts(self, key: str) -> list[tuple[ParamTarget, Features | None]]:
-        """Return the targets of the parts of a layer; none: it is not a linear layer."""
+        """Return the targets in the model for the parts of a layer; empty if it is not a linear
+        layer.
+        """
         whole = f"{key}.weight"
         found: list[tuple[ParamTarget, Features | None]] = []
         parts = ((whole, _PROBE),) if whole in self._places else self._model.convert(whole, _PROBE)

@@ -1,6 +1,6 @@
-"""Writes the output of each method: tensors of a layer, and `quantization_config`.
+"""Write the tensors of a layer and the `quantization_config` in each output format.
 
-By the public descriptions of the formats: GPTQ (`qweight`, `qzeros`, `scales`, `g_idx`), AWQ in the
+The formats follow public descriptions: GPTQ (`qweight`, `qzeros`, `scales`, `g_idx`), AWQ in the
 layout gemm, and compressed-tensors for fp8 and int8.
 """
 
@@ -16,7 +16,9 @@ from vllm.ops.stored_weight import AWQ_ORDER, pack_bits
 
 
 def gptq_tensors(rounded: Rounded, bits: int) -> dict[str, Tensor]:
-    """Zero points are stored less one, as the first format does."""
+    """Return the tensors of a layer in GPTQ format. Zero points are stored minus one, as in the
+    first version of the format.
+    """
     return {
         "qweight": pack_bits(rounded.numbers, bits).T.contiguous(),
         "qzeros": pack_bits(rounded.zeros - 1, bits),
@@ -26,11 +28,12 @@ def gptq_tensors(rounded: Rounded, bits: int) -> dict[str, Tensor]:
 
 
 def gptq_settings(grid: Grid, by_activation: bool, dense: Sequence[str]) -> dict[str, Any]:
-    """
+    """Return the `quantization_config` of a GPTQ checkpoint.
+
     Args:
-        grid: of the weights.
-        by_activation: whether groups have inputs from everywhere.
-        dense: names of modules that stay dense, with all that is in them.
+        grid: values to which weights are rounded.
+        by_activation: whether the inputs of a group may have any position ("act-order").
+        dense: names of modules that are not quantized, including their submodules.
     """
     settings: dict[str, Any] = {
         "quant_method": "gptq",
@@ -47,7 +50,7 @@ def gptq_settings(grid: Grid, by_activation: bool, dense: Sequence[str]) -> dict
 
 
 def awq_tensors(rounded: Rounded) -> dict[str, Tensor]:
-    """Pack eight outputs of an input in a word."""
+    """Return the tensors of a layer in AWQ format, with eight outputs of an input in one word."""
 
     def words(numbers: Tensor) -> Tensor:
         eights = numbers.unflatten(1, (-1, 8))[..., list(AWQ_ORDER)]
@@ -61,7 +64,9 @@ def awq_tensors(rounded: Rounded) -> dict[str, Tensor]:
 
 
 def awq_settings(grid: Grid, dense: Sequence[str]) -> dict[str, Any]:
-    """Return the settings; arguments as for `gptq_settings`."""
+    """Return the `quantization_config` of an AWQ checkpoint. The arguments are the same as for
+    `gptq_settings`.
+    """
     return {
         "quant_method": "awq",
         "bits": grid.bits,
@@ -73,23 +78,23 @@ def awq_settings(grid: Grid, dense: Sequence[str]) -> dict[str, Any]:
 
 
 def fp8_tensors(weight: Tensor) -> dict[str, Tensor]:
-    """Round to e4m3, with a scale per output."""
+    """Round a weight to fp8 (e4m3), with one scale per output."""
     scales = _row_scales(weight, torch.finfo(torch.float8_e4m3fn).max)
     return {"weight": (weight.float() / scales).to(torch.float8_e4m3fn), "weight_scale": scales}
 
 
 def int8_tensors(weight: Tensor) -> dict[str, Tensor]:
-    """Round to int8, with a scale per output."""
+    """Round a weight to int8, with one scale per output."""
     scales = _row_scales(weight, 127)
     return {"weight": (weight.float() / scales).round().to(torch.int8), "weight_scale": scales}
 
 
 def compressed_settings(kind: str, ignored: Sequence[str]) -> dict[str, Any]:
-    """Return the settings for 8 bits per value, with inputs rounded row by row.
+    """Return the compressed-tensors settings for 8 bits per value, with one input scale per token.
 
     Args:
         kind: "float" or "int".
-        ignored: names of linear layers that stay dense.
+        ignored: names of linear layers that are not quantized.
     """
     weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel"}
     inputs = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}

@@ -1,5 +1,6 @@
-"""Finds the modules of a decoder layer that AWQ may scale: which module makes the inputs of
-which."""
+"""Find the modules of a decoder layer that AWQ may scale: which module computes the inputs of which
+layers.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from vllm.config.families import Family
 
 @dataclass(frozen=True)
 class ScaledPair:
-    """A module whose outputs can be divided, and all layers that have them as inputs."""
+    """A module whose outputs can be scaled, and all layers that read these outputs."""
 
     source: str
     targets: tuple[str, ...]
@@ -22,7 +23,7 @@ _EXPERT_UPS = ("mlp.experts.*.up_proj", "block_sparse_moe.experts.*.up_proj")
 
 
 def pairs_of(family: Family, layer: nn.Module) -> Iterator[ScaledPair]:
-    """Yield the pairs of a decoder layer of transformers, with experts as linear layers."""
+    """Yield the scalable pairs of a transformers decoder layer, whose experts are linear layers."""
     names = [name.removesuffix(".weight") for name, _ in layer.named_parameters()]
     # Some versions of transformers keep all experts of Granite in one tensor, which cannot be
     # scaled here.
@@ -39,10 +40,10 @@ def pairs_of(family: Family, layer: nn.Module) -> Iterator[ScaledPair]:
 
 
 def divide(family: Family, weight: Tensor, scales: Tensor) -> None:
-    """Divide the outputs of a norm or of a linear layer, in place.
+    """Divide the outputs of a norm or a linear layer by scales, in place.
 
     Args:
-        family: of the model.
+        family: family of the model.
         weight: [features] of a norm, or [features, inputs].
         scales: [features]
     """

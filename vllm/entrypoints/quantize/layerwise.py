@@ -1,7 +1,6 @@
-"""Quantizes a model one decoder layer after the other, with the inputs that the quantized layers
-before it make.
+"""Quantize a model one decoder layer after another, with inputs from the quantized layers before.
 
-The modules are those of transformers, in float32, one layer at a time; so any decoder works whose
+The modules are transformers modules, in float32, one layer at a time. So any decoder works whose
 layers are in a list and whose linear layers have the names of the checkpoint.
 """
 
@@ -29,7 +28,7 @@ class Inputs:
     """Some of them."""
 
     def add(self, x: Tensor) -> None:
-        """Add [rows, in]."""
+        """Add inputs [tokens, in] to the statistics."""
         self.hessian.addmm_(x.T, x)
         room = _SAMPLE_ROWS - sum(map(len, self.rows))
         if room > 0:
@@ -48,8 +47,8 @@ def quantize_layers(
     """Call `quantize` for every decoder layer.
 
     Args:
-        model: a causal model of transformers.
-        samples: token ids, all of one length.
+        model: a causal transformers model.
+        samples: token ids, all of the same length.
         quantize: rounds one layer.
 
     Raises:
@@ -71,10 +70,10 @@ def quantize_layers(
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the list of modules with the most parameters, and its name.
+    """Return the name of the module list with the most parameters, and the list.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the model has no module list.
     """
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     if not lists:
@@ -83,7 +82,7 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def linear_layers(layer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linear layers of a module with their names in it."""
+    """Yield the linear layers inside a module, with their names."""
     for name, module in layer.named_modules():
         if isinstance(module, nn.Linear):
             yield name, module
@@ -92,8 +91,9 @@ def linear_layers(layer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 def _first_inputs(
     model: nn.Module, layers: nn.ModuleList, samples: Sequence[Sequence[int]]
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """Return inputs of the first layer for each sample, and keywords of each layer, which are the
-    same for all samples."""
+    """Return the inputs of the first layer for each sample, and the keyword arguments of each
+    layer, which are the same for all samples.
+    """
     hidden: list[Tensor] = []
     keywords: list[dict[str, Any]] = []
 
@@ -116,7 +116,7 @@ def _first_inputs(
 
 
 class _EnoughError(Exception):
-    """Raised when the wanted inputs are known; the rest of the model need not run."""
+    """Raised when the wanted inputs are recorded, because the rest of the model need not run."""
 
 
 def _as_float(value: Any) -> Any:
@@ -133,8 +133,9 @@ def _first(outputs: Any) -> Tensor:
 
 
 class _recording:
-    """Adds the inputs of all linear layers of a layer while it is entered; layers with the same
-    inputs share an entry."""
+    """Records the inputs of all linear layers in a layer while the context is open. Layers with the
+    same inputs share an entry.
+    """
 
     def __init__(self, layer: nn.Module, inputs: dict[str, Inputs]) -> None:
         self.layer = layer

@@ -1,4 +1,6 @@
-"""Modules of transformers made of `nn.Linear`, so that each weight can be measured and rounded."""
+"""Convert transformers modules to `nn.Linear` layers, so that each weight can be measured and
+rounded.
+"""
 
 from typing import Any
 
@@ -7,11 +9,11 @@ from torch import Tensor, nn
 
 
 def use_linear_modules(model: nn.Module) -> None:
-    """Replace layers with transposed weights (GPT-2), and experts whose weights are one tensor, by
-    linear layers.
+    """Replace layers with transposed weights (GPT-2), and experts stored in one tensor, by linear
+    layers.
 
-    Experts become modules with a number each, with `gate_proj`, `up_proj` and `down_proj`. Those
-    that are stored in another way, or have biases, stay as they are.
+    Experts become numbered modules with `gate_proj`, `up_proj` and `down_proj`. Experts that are
+    stored differently, or have biases, are not changed.
     """
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
@@ -32,7 +34,9 @@ def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 
 
 def _are_gated_experts(module: nn.Module) -> bool:
-    """Whether a module has [E, 2 * I, hidden] for gates and ups, and [E, hidden, I]."""
+    """Return whether a module has weights [E, 2 * I, hidden] for gate and up projections, and [E,
+    hidden, I] for down.
+    """
     weights = dict(module.named_parameters(recurse=False))
     if weights.keys() != {"gate_up_proj", "down_proj"}:
         return False
@@ -53,8 +57,16 @@ class _LinearExperts(nn.Module):
             self.add_module(str(number), expert)
 
     def forward(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Run the experts: [T, hidden], and [T, k] of the experts that a token uses -> [T,
-        hidden]."""
+        """Run the experts.
+
+        Args:
+            hidden_states: [T, hidden]
+            ids: [T, k] experts that each token uses.
+            weights: [T, k] weight of each of these experts.
+
+        Returns:
+            [T, hidden]
+        """
         out = torch.zeros_like(hidden_states)
         experts: list[Any] = [each for each in self.children() if each is not self.act_fn]
         for number, expert in enumerate(experts):

@@ -1,6 +1,6 @@
-"""Rounding the weight of a linear layer: to the nearest number, by GPTQ, and with scales of AWQ.
+"""Round the weight of a linear layer: to the nearest value, by GPTQ, or with AWQ scales.
 
-Knows matrices only: no files, no models.
+Works on matrices only, independent of files and models.
 """
 
 from collections.abc import Sequence
@@ -25,18 +25,19 @@ class Grid:
     is_symmetric: bool
 
     def size_of(self, num_inputs: int) -> int:
-        """Return the inputs of a group of a layer."""
+        """Return the number of inputs in a group of a layer."""
         return num_inputs if self.group_size == -1 else self.group_size
 
     def fits(self, num_outputs: int, num_inputs: int) -> bool:
-        """Whether the groups, and words of 32 bits, divide the features of a layer."""
+        """Return whether the features of a layer fill whole groups and whole 32-bit words."""
         is_whole = num_inputs * self.bits % 32 == 0 and num_outputs * self.bits % 32 == 0
         return is_whole and num_inputs % self.size_of(num_inputs) == 0
 
     def scales_of(self, group: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scales, which float16 can hold, and zero points of groups [..., inputs].
+        """Return scales, which fit into float16, and zero points for groups [..., inputs].
 
-        A zero point is at least 1: the first format of GPTQ stores it less one.
+        A zero point is at least 1, because the first version of the GPTQ format stores it minus
+        one.
         """
         steps = 2**self.bits - 1
         if self.is_symmetric:
@@ -53,13 +54,15 @@ class Grid:
         return scales, zeros
 
     def round(self, weight: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-        """Round a weight to the nearest codes; scales and zero points broadcast to it."""
+        """Round a weight to the nearest quantized values. Scales and zero points broadcast to its
+        shape.
+        """
         return ((weight / scales).round() + zeros).clamp(0, 2**self.bits - 1)
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A weight [out, in] in integers."""
+    """A quantized weight [out, in]."""
 
     numbers: Tensor
     """[out, in] uint8."""
@@ -71,13 +74,13 @@ class Rounded:
     """[in] int32: the group of each input."""
 
     def dequantize(self) -> Tensor:
-        """Dequantize to [out, in] float32."""
+        """Return the dequantized weight, [out, in] float32."""
         scales, zeros = (x.T[:, self.groups.long()] for x in (self.scales, self.zeros))
         return (self.numbers.float() - zeros.float()) * scales
 
 
 def round_to_nearest(weight: Tensor, grid: Grid) -> Rounded:
-    """Round every number by itself."""
+    """Round every value of a weight separately to the nearest quantized value."""
     size = grid.size_of(weight.shape[1])
     grouped = weight.float().unflatten(1, (-1, size))
     scales, zeros = grid.scales_of(grouped)
@@ -87,14 +90,14 @@ def round_to_nearest(weight: Tensor, grid: Grid) -> Rounded:
 
 
 def round_by_gptq(weight: Tensor, hessian: Tensor, grid: Grid, *, by_activation: bool) -> Rounded:
-    """Round column by column; the columns to come make up for the error (GPTQ; Frantar et al. 2022,
-    arXiv 2210.17323).
+    """Round a weight column by column; the remaining columns compensate for the error (GPTQ;
+    Frantar et al. 2022, arXiv 2210.17323).
 
     Args:
         weight: [out, in].
-        hessian: [in, in], of the squared error of the outputs: x.T @ x of the inputs.
-        grid: what to round to.
-        by_activation: begin with the columns whose inputs are largest ("act-order").
+        hessian: [in, in], Hessian of the squared error of the outputs: x.T @ x of the inputs.
+        grid: values to round to.
+        by_activation: begin with the columns with the largest inputs ("act-order").
     """
     num_in = weight.shape[1]
     size = grid.size_of(num_in)
@@ -136,16 +139,16 @@ def round_by_gptq(weight: Tensor, hessian: Tensor, grid: Grid, *, by_activation:
 
 
 def input_scales(weights: Sequence[Tensor], inputs: Tensor, grid: Grid) -> Tensor:
-    """Return factors for the inputs of layers, [in], with which rounding changes their outputs
-    least.
+    """Return factors [in] for the inputs of layers with which rounding changes the outputs least.
 
-    Weights are multiplied by them before they are rounded, and inputs divided (AWQ; Lin et al.
-    2023, arXiv 2306.00978, section 3.2): inputs that are large are kept more exactly.
+    Weights are multiplied by the factors before they are rounded, and inputs divided (AWQ; Lin et
+    al. 2023, arXiv 2306.00978, section 3.2). So the weights of large inputs are represented more
+    exactly.
 
     Args:
         weights: [out, in] of all layers that have these inputs.
-        inputs: [rows, in], a sample.
-        grid: what weights are rounded to.
+        inputs: [tokens, in], sample of inputs.
+        grid: values to which weights are rounded.
     """
     inputs = inputs.float()
     size = inputs.abs().mean(0).clamp(min=1e-6)

@@ -1,4 +1,4 @@
-"""From a model folder to the folder of its quantized twin."""
+"""Create a folder with the quantized version of a model."""
 
 import argparse
 import json
@@ -94,11 +94,11 @@ def _settings(args: argparse.Namespace, changes: "_Changes") -> dict[str, Any]:
 
 
 class _Changes:
-    """Replacements of tensors of the checkpoint.
+    """Replaces tensors of the checkpoint by quantized ones.
 
     Args:
-        layers: of the checkpoint.
-        convert: makes the tensors of a layer of its weight; None: they are in `stored`.
+        layers: layers of the checkpoint.
+        convert: returns the tensors of a layer for its weight; None: they are in `stored`.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ def _calibrate(folder: Path, config: Mapping[str, Any], args: argparse.Namespace
 
 
 def _samples(folder: Path, args: argparse.Namespace) -> list[list[int]]:
-    """Return samples of equal length."""
+    """Return samples of token ids, all of the same length."""
     tokenizer = get_tokenizer(str(folder))
     texts = read_texts(args.dataset)
     text = "\n\n".join(texts)
@@ -232,17 +232,17 @@ def _scale_inputs(
     grid: Grid,
     quantized: set[str],
 ) -> dict[str, Tensor]:
-    """Multiply weights by the factors of AWQ, and divide what makes their inputs.
+    """Multiply weights by AWQ factors, and divide the outputs of the modules before them.
 
     Args:
-        family: of the model.
+        family: family of the model.
         layer: a decoder layer.
-        inputs: of its linear layers.
-        grid: what weights are rounded to.
+        inputs: statistics of the inputs of its linear layers.
+        grid: values to which weights are rounded.
         quantized: names of the layers that will be rounded.
 
     Returns:
-        Name and new values of each tensor that stays dense and has changed.
+        Name and new values of each changed tensor that is not quantized.
     """
     changed: dict[str, Tensor] = {}
     for pair in pairs_of(family, layer):
@@ -272,7 +272,7 @@ def _scale_inputs(
 
 
 def _write(folder: Path, out: Path, changes: _Changes) -> None:
-    """Write the checkpoint with its changes, and all other files as they are."""
+    """Write the checkpoint with its changes, and copy all other files."""
     out.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         is_weights = any(path.match(pattern) for pattern in _WEIGHT_FILES)

@@ -1,1 +1,1 @@
-"""The running server: its application, its socket, and checks before it listens."""
+"""Run the server: its application, its socket, and checks before it listens."""

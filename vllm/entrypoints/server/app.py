@@ -1,4 +1,4 @@
-"""The application: all routes of the server, and their middleware."""
+"""Build the application: all routes of the server, and their middleware."""
 
 import time
 from functools import partial
@@ -73,7 +73,7 @@ _MODEL_ROUTES = (
 
 
 def build_app(context: ServerContext) -> FastAPI:
-    """Make the application with all routes and middleware.
+    """Return the application with all routes and middleware.
 
     Raises:
         ConfigError: middleware of the user cannot be loaded.
@@ -132,7 +132,9 @@ def _routers(args: ServerArgs) -> list[APIRouter]:
 
 
 def _add_middleware(app: FastAPI, context: ServerContext, routers: list[APIRouter]) -> None:
-    """Add the middleware, innermost first: what is added last sees a request first."""
+    """Add the middleware, innermost first. The middleware that is added last sees a request
+    first.
+    """
     args = context.args
     app.add_middleware(CatchErrors)
     if args.log_requests:
@@ -168,8 +170,9 @@ def _add_middleware(app: FastAPI, context: ServerContext, routers: list[APIRoute
 
 
 def _size_limit(context: ServerContext, path: str) -> SizeLimit:
-    """Return the limit of the bodies of a path. A model may be one that reads media until it is
-    known."""
+    """Return the size limit for bodies of a path. Until the model is known, it is assumed to read
+    media.
+    """
     args, engine = context.args, context.engine
     if path in AUDIO_PATHS and not (engine.is_loaded and context.speech is None):
         most = envs.get().VLLM_MAX_AUDIO_CLIP_FILESIZE_MB * 2**20 + _FORM_BYTES
@@ -190,7 +193,7 @@ def _add_tracing(app: FastAPI, context: ServerContext, endpoint: str) -> None:
 
 
 def load_server(engine: AsyncLLM, args: ServerArgs) -> tuple[ServerContext, FastAPI]:
-    """Make the application for an engine, which may start later.
+    """Create the context and the application for an engine, which may start later.
 
     Raises:
         ConfigError: middleware or tracing cannot be used.

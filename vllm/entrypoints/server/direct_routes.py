@@ -1,7 +1,7 @@
-"""Finds the route of a request with a body by its path, without a search through all routes.
+"""Find the route of a request with a body by its path, without a search through all routes.
 
-FastAPI asks one route after the other, in routers within routers, and opens two stacks for
-dependencies that these routes do not have: as much time as the rest of a short request.
+FastAPI tries one route after another, in nested routers, and opens two stacks for dependencies that
+these routes do not have. That takes as long as the rest of a short request.
 """
 
 from collections.abc import Iterable
@@ -15,15 +15,15 @@ from vllm.entrypoints.shared.body_route import BodyRoute
 
 
 class DirectRoutes:
-    """The innermost middleware: answers POST to the path of a `BodyRoute` itself.
+    """The innermost middleware: handles POST requests to the path of a `BodyRoute` itself.
 
-    FastAPI answers all else, and requests without a body. Exceptions get the handlers of the
-    server in both cases.
+    FastAPI handles all other requests, and requests without a body. In both cases the exception
+    handlers of the server apply.
 
     Args:
         app: FastAPI inside its middleware.
-        server: whose handlers of exceptions serve.
-        routers: of the server, without a prefix.
+        server: application whose exception handlers are used.
+        routers: routers of the server, without a prefix.
     """
 
     def __init__(self, app: ASGIApp, server: FastAPI, routers: Iterable[APIRouter]) -> None:

@@ -1,6 +1,6 @@
-"""HTTP on a connection, with limits for size and time that the parser lacks.
+"""Limit the size and the time of HTTP requests on a connection, which the parser does not do.
 
-Every connection ends at some time: a timer runs whenever no response is being made.
+Every connection ends at some time: a timer runs whenever no response is being created.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ _TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: c
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Closes connections whose requests are too long, or take too long, in headers or body.
+    """Closes connections whose requests are too long or too slow, in headers or body.
 
-    A connection that is to be closed while a body still comes is closed after it: closing at once
-    would reset the connection, and the client could lose the answer.
+    If a connection must be closed while a body still arrives, it is closed after the body: closing
+    it at once would reset the connection, and the client could lose the answer.
 
     Attributes:
-        body_timeout_s: for a body to arrive.
+        body_timeout_s: seconds for a body to arrive.
     """
 
     body_timeout_s = BODY_TIMEOUT_S
@@ -59,8 +59,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer, and tell every request of the connection; the base class tells only the
-        newest, and an answer to one before it would be written to a closed connection."""
+        """Stop the timer, and notify every request of the connection.
+
+        The base class notifies only the newest one; the answer to an earlier one would be written
+        to a closed connection.
+        """
         self._stop_head_timer()
         self._stop_body_timer()
         super().connection_lost(exc)
@@ -71,7 +74,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._cycles.clear()
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes in pieces, so that only bytes of headers count for their limit."""
+        """Parse the received bytes in pieces, so that only bytes of headers count for their
+        limit.
+        """
         if self._is_lingering:
             self._discard(data)
             return
@@ -133,7 +138,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             )
 
     def on_response_complete(self) -> None:
-        """Handle the answer of the application; discard the rest of the body for a limited time."""
+        """Handle the end of a response; discard the rest of the request body for a limited time."""
         if self._is_lingering:
             self.server_state.total_requests += 1
             return  # the connection accepts no further request
@@ -142,7 +147,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._start_body_timer(self._linger_s)
 
     def close_after_body(self) -> None:
-        """Close the connection: at once, or when the body has come or taken too long."""
+        """Close the connection: at once, or after the rest of a body has arrived or taken too
+        long.
+        """
         if self._is_in_body and not self.transport.is_closing():
             self._linger(self._linger_s)
         else:
@@ -156,12 +163,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _linger_s(self) -> float:
-        """Seconds to linger; few if the client has used up the time for its body."""
+        """Seconds to keep discarding; only a few if the client has used up the time for its
+        body.
+        """
         is_late = self.loop.time() >= self._body_deadline
         return _BODY_GRACE_S if is_late else LINGER_TIMEOUT_S
 
     def _linger(self, seconds: float) -> None:
-        """Close our side of the connection, and discard what the client still sends."""
+        """Close this side of the connection, and discard what the client still sends."""
         self._is_lingering = True
         self._stop_head_timer()
         self._unset_keepalive_if_required()
@@ -221,7 +230,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 def with_body_timeout(seconds: float) -> type[BoundedHttpProtocol]:
-    """Return a protocol class with this timeout for bodies."""
+    """Return a protocol class with this timeout for request bodies."""
 
     class Protocol(BoundedHttpProtocol):
         body_timeout_s = seconds
@@ -230,7 +239,7 @@ def with_body_timeout(seconds: float) -> type[BoundedHttpProtocol]:
 
 
 class _ClosesAfterBody:
-    """A transport for writing responses: closing it waits for the rest of the body."""
+    """A transport for writing responses, which waits for the rest of the body when it is closed."""
 
     def __init__(self, transport: Any, protocol: BoundedHttpProtocol) -> None:
         self._transport = transport
@@ -244,7 +253,7 @@ class _ClosesAfterBody:
 
 
 class _AnyLength(int):
-    """The length of a body that is not known: it has no end and is never exceeded."""
+    """The length of a body whose length is not known. It is never exceeded."""
 
     def __lt__(self, other: object) -> bool:
         return False

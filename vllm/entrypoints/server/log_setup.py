@@ -1,4 +1,4 @@
-"""Configures the logs of the server process from its flags."""
+"""Configure the logs of the server process from its flags."""
 
 import json
 import logging

@@ -1,7 +1,7 @@
-"""Checks of everything that can be checked before the server listens.
+"""Check everything that can be checked before the server listens.
 
 A mistake in a flag is reported within a second or two, before the port is announced. Nothing here
-imports torch, transformers or the web framework, only modules that the user names.
+imports torch, transformers or the web framework, except modules that the user names.
 """
 
 from typing import TYPE_CHECKING
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def check_start(engine_args: "EngineArgs", args: ServerArgs) -> "VllmConfig | None":
-    """Refuse flags that a server cannot start with.
+    """Refuse flags with which a server cannot start.
 
     Returns:
-        The config of the engine, if it is known already; see `EngineArgs.create_early_config`.
+        The config of the engine, or None if it is not known yet (`EngineArgs.create_early_config`).
 
     Raises:
         ConfigError: names the flag.
@@ -53,7 +53,7 @@ def check_start(engine_args: "EngineArgs", args: ServerArgs) -> "VllmConfig | No
 
 
 def _check_machines(engine_args: "EngineArgs", args: ServerArgs) -> None:
-    """Refuse flags of replicas on several machines that contradict each other."""
+    """Refuse contradictory flags for replicas on several machines."""
     size, local = engine_args.data_parallel_size, engine_args.data_parallel_size_local
     start = engine_args.data_parallel_start_rank
     if not args.headless:

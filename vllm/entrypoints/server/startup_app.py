@@ -1,6 +1,6 @@
-"""Answers requests while the application is still being imported.
+"""Answer requests while the application is still being imported.
 
-Serves probes, and the pages, which show that the server is starting. Uses no framework, because
+Serves the probes, and the pages that show that the server is starting. Uses no framework, because
 importing one takes longer than starting to listen.
 """
 
@@ -35,11 +35,11 @@ _JSON = {"content-type": "application/json", "cache-control": "no-store"}
 
 
 class StartupApp:
-    """Answers probes, and lets all other requests wait for the application.
+    """Answers probes and pages, and lets all other requests wait for the application.
 
     Args:
-        root_path: of the server.
-        pages: name of the page for each path that has one.
+        root_path: root path of the server.
+        pages: path -> name of its page.
     """
 
     def __init__(self, root_path: str = "", pages: Mapping[str, str] | None = None) -> None:
@@ -49,7 +49,7 @@ class StartupApp:
         self._is_decided = asyncio.Event()
 
     def switch_to(self, app: App) -> None:
-        """Pass all requests to `app` from now on, waiting requests first."""
+        """Pass all requests to `app` from now on, the waiting requests first."""
         self._app = app
         self._is_decided.set()
 

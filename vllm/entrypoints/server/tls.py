@@ -1,4 +1,4 @@
-"""TLS certificates: the check at the start, and the reload when their files change."""
+"""Check TLS certificates at the start, and reload them when their files change."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ logger = init_logger(__name__)
 
 
 def check_certificates(args: ServerArgs) -> None:
-    """Check that TLS can start with these files.
+    """Check that TLS can start with the given files.
 
     Raises:
         ConfigError: a file cannot be read or is not PEM, or the key does not belong to the
@@ -57,20 +57,20 @@ def check_certificates(args: ServerArgs) -> None:
 
 
 def _explain(error: OSError) -> str:
-    """Return the reason of OpenSSL without its codes; it is often missing."""
+    """Return OpenSSL's reason without its codes, or a usual reason if it gives none."""
     reason = getattr(error, "reason", None) or "it is not in PEM format, or the key is missing"
     return str(reason).replace("_", " ").lower()
 
 
 async def refresh_certificate(config: "uvicorn.Config", interval_s: float) -> None:
-    """Load certificate and key again whenever their files have changed; runs until cancelled.
+    """Reload the certificate and the key whenever their files have changed, until cancelled.
 
     Open connections keep the old certificate. Files that do not match, as during an update, are
     tried again.
 
     Args:
-        config: with TLS.
-        interval_s: between two checks of the files.
+        config: uvicorn config with TLS.
+        interval_s: seconds between two checks of the files.
     """
     assert config.ssl is not None and config.ssl_certfile is not None
     paths = [str(path) for path in (config.ssl_certfile, config.ssl_keyfile) if path]

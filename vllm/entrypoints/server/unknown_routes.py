@@ -1,4 +1,4 @@
-"""Answers requests for a path or a method that no route has: names it, and the nearest route."""
+"""Answer requests for an unknown path or method: name it, and the nearest route."""
 
 import difflib
 from collections.abc import Iterable
@@ -20,10 +20,10 @@ _SIMILARITY = 0.75
 
 
 class UnknownRoutes:
-    """The routes of a server, and the errors for requests that none of them takes.
+    """Creates the errors for requests that no route of a server accepts.
 
     Args:
-        routers: of the server.
+        routers: routers of the server.
     """
 
     def __init__(self, routers: Iterable[APIRouter]) -> None:
@@ -33,7 +33,7 @@ class UnknownRoutes:
             self._methods.setdefault(route.path, set()).update(route.methods or ())
 
     def add_to(self, app: FastAPI) -> None:
-        """Answer 404 and 405 of the router of an application with these errors."""
+        """Make the router of an application answer 404 and 405 with these errors."""
 
         async def answer(request: Request, error: Exception) -> Response:
             path = route_path(request.scope)
@@ -48,7 +48,9 @@ class UnknownRoutes:
             app.add_exception_handler(status, answer)
 
     def no_path(self, request: Request) -> tuple[HTTPException, str]:
-        """Return the error for a path without a route, and a path of the API that was meant."""
+        """Return the error for a path without a route, and the path that the client probably
+        meant.
+        """
         path = route_path(request.scope)
         near = self.nearest(path)
         message = f"there is no route {_shown(request)}"
@@ -61,7 +63,7 @@ class UnknownRoutes:
         return HTTPException(404, message), near or path
 
     def no_method(self, request: Request) -> tuple[HTTPException, str]:
-        """Return the error for a method that the routes of the path do not take, and the path."""
+        """Return the error for a method that the path does not accept, and the path."""
         path = route_path(request.scope)
         known = set[str]().union(
             *(r.methods or () for r in self._routes if r.matches(request.scope)[0] != Match.NONE)
@@ -73,8 +75,8 @@ class UnknownRoutes:
     def nearest(self, path: str) -> str | None:
         """Return the path of the route that a request may have meant, or None.
 
-        That is one with a part of a prefix too few or too many, such as `/v1`, or with a spelling
-        that differs little.
+        It has a part of a prefix too few or too many, such as `/v1`, or a slightly different
+        spelling.
         """
         path = path[:_MAX_PATH_CHARS]
         parts = path.strip("/").split("/")

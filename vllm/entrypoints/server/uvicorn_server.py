@@ -1,7 +1,8 @@
-"""The HTTP server and the lifecycle of the process: bind, serve, start the engine, drain, end.
+"""Run the HTTP server and the lifecycle of the process: bind, serve, start the engine, drain, exit.
 
-After a first SIGTERM or Ctrl-C, running requests may end, for at most `shutdown_timeout`; a second
-one ends the process at once. When the engine dies, its requests get an error and the process ends.
+After a first SIGTERM or Ctrl-C, running requests may finish, for at most `shutdown_timeout`; a
+second one ends the process at once. When the engine dies, its requests get an error and the process
+exits.
 """
 
 import asyncio
@@ -42,10 +43,10 @@ _CERTIFICATE_CHECK_S = 2.0
 
 @contextlib.contextmanager
 def bind(args: ServerArgs) -> Iterator[socket.socket]:
-    """Open a listening socket, so that early clients wait and are not refused.
+    """Open a listening socket, so that early clients wait instead of being refused.
 
     Raises:
-        ConfigError: the address is in use, or not one of this machine.
+        ConfigError: the address is in use, or does not belong to this machine.
     """
     listener = _bind_unix(args.uds) if args.uds else _bind_tcp(args.host, args.port)
     try:
@@ -101,13 +102,13 @@ def serve(
     listener: socket.socket,
     on_start: Callable[[], None] | None = None,
 ) -> int:
-    """Serve until the process ends. Returns the exit code.
+    """Serve until the process should exit. Returns the exit code.
 
     Args:
-        load: called in a thread while the first requests are answered. Its engine is started
-            here, and shut down.
-        args: of the server.
-        listener: from `bind`.
+        load: called in a thread while the first requests are answered. The engine that it returns
+            is started and shut down by this function.
+        args: arguments of the server.
+        listener: socket that `bind` returned.
         on_start: called in the event loop, before `load`.
 
     Raises:
@@ -141,7 +142,7 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """Ends on a signal, and when the engine fails to start or dies."""
+    """A uvicorn server that stops on a signal, and when the engine fails to start or dies."""
 
     def __init__(
         self,
@@ -164,12 +165,17 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Do nothing: `run_until_end` handles signals. The base class would end without
-        draining."""
+        """Do nothing, because `run_until_end` handles signals. The base class would stop without
+        draining.
+        """
         yield
 
     async def run_until_end(self, listener: socket.socket) -> int:
-        """Serve with the engine. Returns the exit code. Raises as `serve`."""
+        """Serve with the engine, and return the exit code.
+
+        Raises:
+            The errors of `serve`.
+        """
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._on_signal, signum)
@@ -246,7 +252,7 @@ class _Server(uvicorn.Server):
         self._end(error if known else EngineDeadError(str(error)))  # type: ignore[arg-type]
 
     def _end(self, error: Exception) -> None:
-        """Exit with an error after waiting requests have got theirs."""
+        """Exit with an error, after waiting requests have received their errors."""
         if not self._is_draining and self._failure is None:
             self._failure = error
             self._early.close()
@@ -275,7 +281,7 @@ class _Server(uvicorn.Server):
 
 
 async def _wait_idle(context: ServerContext, timeout_s: float) -> None:
-    """Wait until no request is in progress, at most `timeout_s`."""
+    """Wait until no request is in progress, at most `timeout_s` seconds."""
     loop = asyncio.get_running_loop()
     end = loop.time() + timeout_s
     while context.num_in_progress and loop.time() < end:
@@ -296,7 +302,7 @@ def _log_address(listener: socket.socket, args: ServerArgs) -> None:
 
 
 def _name_for_browsers(host: str) -> str:
-    """Return the host for a URL that a browser on this machine can open."""
+    """Return the host name for a URL that a browser on this machine can open."""
     if host in ("0.0.0.0", "::"):
         return "localhost"
     return f"[{host}]" if ":" in host else host

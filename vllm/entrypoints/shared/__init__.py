@@ -1,1 +1,1 @@
-"""Shared by all APIs of the server: its context and arguments, bodies, errors, streams."""
+"""Share code between all APIs of the server: context and arguments, bodies, errors, streams."""

@@ -1,7 +1,7 @@
-"""Shared code of the middleware: paths, headers, and error responses before any route.
+"""Share code between middleware: paths, headers, and error responses before any route.
 
-Middleware here is plain ASGI: it sees every request, even without a route, and adds no cost
-per event of a stream unless it has to.
+Middleware of this server is plain ASGI: it sees every request, even without a route, and adds no
+cost per event of a stream unless it has to.
 """
 
 from starlette._utils import get_route_path
@@ -21,13 +21,16 @@ PAGE_FIGURES = frozenset({"/chat.json", "/status.json", "/status_buckets.json"})
 
 
 def route_path(scope: Scope) -> str:
-    """Return the path as the router sees it, without `root_path`. Guards of routes must use only
-    this path."""
+    """Return the path as the router sees it, without `root_path`. Checks that protect routes must
+    use only this path.
+    """
     return get_route_path(scope)
 
 
 def get_header(scope: Scope, name: bytes) -> str | None:
-    """Return the first header of this name, given in lower case."""
+    """Return the first header with this name, which must be in lower case; None if there is
+    none.
+    """
     for key, value in scope["headers"]:
         if key == name:
             return bytes(value).decode("latin-1")
@@ -53,7 +56,7 @@ def replay(message: Message, receive: Receive) -> Receive:
 class CatchErrors:
     """Innermost middleware: answers exceptions that no handler has handled, without details.
 
-    So every request has a response, and logs, request ids and CORS work for all of them.
+    So every request gets a response, and logs, request ids and CORS work for all of them.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,4 +1,4 @@
-"""Beam search as a loop of one-token requests; the prefix cache avoids recomputation."""
+"""Run beam search as a loop of one-token requests; the prefix cache avoids recomputation."""
 
 import math
 from collections.abc import Awaitable, Callable, Generator, Sequence
@@ -29,7 +29,7 @@ _Rank = tuple[int, float, float]
 
 @dataclass
 class _Search:
-    """The beams of one prompt."""
+    """State of the beam search for one prompt."""
 
     index: int
     """Of the prompt."""
@@ -42,15 +42,15 @@ class _Search:
 
 
 def check_beam_width(width: int, max_logprobs: int, *, name: str, limit: str) -> None:
-    """Refuse a search that needs more log-probabilities per token than the engine returns.
+    """Refuse a beam search that needs more log-probabilities per token than the engine returns.
 
     Args:
-        width: beams to keep.
-        max_logprobs: of the engine.
-        name, limit: names of both, as the user writes them.
+        width: number of beams to keep.
+        max_logprobs: maximum number that the engine returns.
+        name, limit: names of the two settings, as the user writes them.
 
     Raises:
-        RequestError: (a ValueError) the width is too large; names the largest.
+        RequestError: (a ValueError) the width is too large; names the largest possible one.
     """
     needed, widest = _num_logprobs(width), max_logprobs // 2
     if needed > max_logprobs:
@@ -71,20 +71,20 @@ def search_beams(
     max_model_len: int,
     tokenizer: "PreTrainedTokenizerBase | None",
 ) -> list[BeamSearchOutput]:
-    """Search for every prompt at once.
+    """Run a beam search for all prompts at the same time.
 
-    A sequence scores its summed log-probability divided by `(output tokens) ** length_penalty`,
-    an end token included, as in transformers; the penalty may be any finite number. It ends with a
-    token of `end_tokens` (finish reason "stop") or after `max_tokens` or at `max_model_len`
-    ("length").
+    The score of a sequence is its summed log-probability divided by `(output tokens) **
+    length_penalty`, an end token included, as in transformers; the penalty may be any finite
+    number. It ends with a token of `end_tokens` (finish reason "stop") or after `max_tokens` or at
+    `max_model_len` ("length").
 
     Args:
-        prompts: with token ids, at least one each. Beams keep all else that a prompt has.
+        prompts: prompts with at least one token id each. Beams keep all other fields of a prompt.
         params: width, length and scoring.
-        run: one token for each prompt, with the log-probabilities asked for.
-        end_tokens: empty to ignore them.
-        max_model_len: prompt and output tokens of a sequence at most.
-        tokenizer: makes the text of the sequences; None leaves it None.
+        run: generates one token for each prompt, with the requested log-probabilities.
+        end_tokens: tokens that end a sequence; empty: none does.
+        max_model_len: maximum number of prompt and output tokens of a sequence.
+        tokenizer: creates the text of the sequences; None: they have no text.
     """
     rounds = _search(prompts, params, end_tokens, max_model_len, tokenizer)
     outputs: list[RequestOutput] | None = None
@@ -105,7 +105,7 @@ async def search_beams_async(
     max_model_len: int,
     tokenizer: "PreTrainedTokenizerBase | None",
 ) -> list[BeamSearchOutput]:
-    """Run `search_beams` with a `run` that is awaited."""
+    """Run a beam search like `search_beams`, with an asynchronous `run`."""
     rounds = _search(prompts, params, end_tokens, max_model_len, tokenizer)
     outputs: list[RequestOutput] | None = None
     while True:
@@ -147,7 +147,9 @@ def _search(
 
 
 def _num_logprobs(width: int) -> int:
-    """Return the candidates per beam: enough that end tokens cannot use up all of them."""
+    """Return the number of candidates per beam: enough that end tokens cannot use up all of
+    them.
+    """
     return 2 * width
 
 
@@ -200,8 +202,9 @@ def _advance(
 
 
 def _is_decided(search: _Search, params: BeamSearchParams, num_tokens: int) -> bool:
-    """Whether no live beam can still become one of the best: its sum of log-probabilities can only
-    decrease."""
+    """Return whether the search is finished, because no live beam can still become one of the best:
+    its summed log-probability can only decrease.
+    """
     if len(search.done) < params.beam_width:
         return False
     best_length = search.max_tokens if params.length_penalty > 0 else num_tokens + 1
@@ -215,10 +218,11 @@ def _rank_of(beam: BeamSearchSequence, params: BeamSearchParams) -> _Rank:
 
 
 def _rank(cum_logprob: float, num_tokens: int, length_penalty: float) -> _Rank:
-    """Return a sort key with the order of the score `cum_logprob / num_tokens ** length_penalty`.
+    """Return a sort key that orders sequences by the score `cum_logprob / num_tokens **
+    length_penalty`.
 
-    The power can be too large or too small for a float, so logarithms are compared: those of the
-    magnitudes, divided by the size of the penalty where it is above 1, which keeps the order.
+    The power can be too large or too small for a float, so logarithms of the magnitudes are
+    compared. They are divided by the size of the penalty if it is above 1, which keeps the order.
     Equal magnitudes are ordered by the sums.
     """
     if cum_logprob == 0:

@@ -1,4 +1,4 @@
-"""Routes that read their JSON body with limits, and outside the event loop if it is large.
+"""Read the JSON bodies of routes with limits, and outside the event loop if they are large.
 
 FastAPI would read and validate any body in the event loop.
 """
@@ -24,14 +24,15 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 class BodyRoute(APIRoute):
     """A route whose handler gets a body that is within the limits of the server.
 
-    The handler is a coroutine function with a body, and maybe the request, as its arguments. It is
-    called as it is: FastAPI would validate the body once more, and solve dependencies that these
-    routes do not have.
+    The handler is a coroutine function with a body, and optionally the request, as its arguments.
+    It is called directly, because FastAPI would validate the body once more, and resolve
+    dependencies that these routes do not have.
     """
 
     def get_route_handler(self) -> Handler:
-        """Return a handler that reads and validates the body; FastAPI's for a request without
-        one."""
+        """Return a handler that reads and validates the body. A request without a body uses
+        FastAPI's handler.
+        """
         handle = super().get_route_handler()
         if self.body_field is None:
             return handle
@@ -58,7 +59,8 @@ class BodyRoute(APIRoute):
     @property
     def is_direct(self) -> bool:
         """Whether the server may call the handler directly, without the router: only POST, with a
-        body, and no parameters in the path."""
+        body, and without path parameters.
+        """
         return self.body_field is not None and self.methods == {"POST"} and "{" not in self.path
 
     @cached_property
@@ -70,8 +72,8 @@ class BodyRoute(APIRoute):
         """Read the body as the object that the route expects.
 
         Raises:
-            RequestError: it is above a limit of the server; names the flag.
-            RequestValidationError: it is not JSON, or not what the route expects.
+            RequestError: the body exceeds a limit of the server; names the flag.
+            RequestValidationError: it is not JSON, or does not fit the route.
         """
         assert self.body_field is not None
         check_num_values(data, args)

@@ -1,4 +1,4 @@
-"""The sensors of the cards of an engine: on the page of metrics, and for the status page."""
+"""Read the sensors of an engine's cards, for the metrics and the status page."""
 
 import asyncio
 import math
@@ -25,13 +25,15 @@ _GAUGES = {
 
 
 class CardTelemetry:
-    """The newest readings of cards. They are taken in a thread when somebody asks and the last ones
-    are too old, so a driver that hangs stops neither a route nor the end of the process.
+    """Provides the newest sensor readings of cards.
+
+    Readings are taken in a thread when they are requested and the last ones are too old. So a
+    driver that hangs blocks neither a route nor the exit of the process.
 
     Args:
         read: takes readings; may block.
-        max_age_s: how old readings may be.
-        patience_s: how long `latest` waits for new ones.
+        max_age_s: maximum age of readings in seconds.
+        patience_s: seconds for which `latest` waits for new readings.
     """
 
     def __init__(
@@ -48,8 +50,7 @@ class CardTelemetry:
         self._running: Future[None] | None = None
 
     async def latest(self) -> Sequence[CardReading]:
-        """Return the newest readings, no older than they may be; older ones, or none, while the
-        driver has not answered."""
+        """Return the newest readings; older ones, or none, while the driver does not answer."""
         running = self._running
         if (running is None or running.done()) and self._age_s() >= self._max_age_s:
             running = self._running = Future()
@@ -72,7 +73,7 @@ class CardTelemetry:
 
 
 def card_metrics(readings: Iterable[CardReading]) -> MetricSet:
-    """Return the metrics of cards; a figure that is not known has no sample."""
+    """Return the metrics of cards. A value that is not known has no sample."""
     metrics = MetricSet()
     gauges = {
         field: metrics.gauges(f"vllm:hpu_{field}", text, "card", "module")

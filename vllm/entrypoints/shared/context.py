@@ -1,4 +1,4 @@
-"""Shared state of the routes of one server. Routes get it by `get_context(request)`."""
+"""Keep the shared state of the routes of one server. Routes get it by `get_context(request)`."""
 
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -27,15 +27,15 @@ class ServerContext:
     """One server and its engine.
 
     Args:
-        args: of the server.
-        engine: may not be ready yet; the gate in front of the routes waits for it.
-        created: when the server began, in seconds of `time.time()`.
+        args: arguments of the server.
+        engine: engine, which may not be ready yet; the gate before the routes waits for it.
+        created: start of the server, in seconds of `time.time()`.
 
     Attributes:
-        num_in_progress: requests whose response has not ended, for GET /load.
+        num_in_progress: number of requests whose response has not ended, for GET /load.
         is_draining: the server is shutting down and refuses new requests.
         has_been_ready: the engine was ready at least once.
-        tracer: of OpenTelemetry; None sends no spans.
+        tracer: OpenTelemetry tracer; None: send no spans.
     """
 
     def __init__(self, args: ServerArgs, engine: "AsyncLLM", created: float) -> None:
@@ -50,12 +50,13 @@ class ServerContext:
 
     @property
     def config(self) -> "VllmConfig":
-        """The config of the engine, known once it is ready."""
+        """Config of the engine; available after the engine is ready."""
         return self.engine.vllm_config
 
     @property
     def reasoning_parser(self) -> str | None:
-        """Name of the reasoning parser: of the flag, or the model's if it cannot be read without.
+        """Name of the reasoning parser from the flag, or else the parser that the model family
+        requires.
 
         None: all text is the answer.
         """
@@ -66,8 +67,9 @@ class ServerContext:
 
     @property
     def state(self) -> str:
-        """Return the state of the server in one word: starting, ready, paused (it runs, but accepts
-        no new requests), draining (it shuts down) or failed."""
+        """State of the server in one word: starting, ready, paused (it runs, but accepts no new
+        requests), draining (it shuts down) or failed.
+        """
         startup = self.engine.startup
         if self.is_draining:
             return "draining"
@@ -89,27 +91,29 @@ class ServerContext:
 
     @cached_property
     def media_fetcher(self) -> "MediaFetcher":
-        """Fetches the media that requests name by URLs."""
+        """Object that fetches the media that requests name by URLs."""
         from vllm.entrypoints.shared.media import make_fetcher
 
         return make_fetcher(self.config.multimodal)
 
     @property
     def speech(self) -> "SpeechRules | None":
-        """Rules of the model for transcriptions; None: it makes none."""
+        """Speech rules of the model for transcriptions; None: it does not transcribe."""
         processor = self.engine.input_processor
         return processor.media.speech(processor.tokenizer)
 
     async def card_readings(self) -> "Sequence[CardReading]":
-        """Return the newest readings of the engine's cards on this machine; none before the engine
-        is ready for the first time, and of devices without such sensors."""
+        """Return the newest sensor readings of the engine's cards on this machine.
+
+        Empty before the engine is ready for the first time, and for devices without such sensors.
+        """
         is_known = self.has_been_ready or self.engine.startup.is_ready
         telemetry = self._card_telemetry if is_known else None
         return () if telemetry is None else await telemetry.latest()
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Return the names that requests may give as `model`; responses have the first one."""
+        """Names that requests may use as `model`; responses have the first one."""
         return self.config.model.served_model_name
 
     @property
@@ -131,10 +135,10 @@ class ServerContext:
         return None if self.adapters is None else self.adapters.find(name)
 
     def check_model(self, name: str | None) -> str:
-        """Check a model name of a request, and return the name for the response.
+        """Check the model name of a request, and return the name for the response.
 
         Args:
-            name: as in the request; None or "" is the first name of the server.
+            name: name in the request; None or "": use the first name of the server.
 
         Raises:
             NotFoundError: no model has this name.
@@ -149,6 +153,6 @@ class ServerContext:
 
 
 def get_context(request: "Request") -> ServerContext:
-    """Return the context of the server of this request."""
+    """Return the context of the server that handles this request."""
     context: ServerContext = request.app.state.context
     return context

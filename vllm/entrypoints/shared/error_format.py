@@ -1,4 +1,6 @@
-"""The body of an error in OpenAI's format. Loads no framework, so the start can use it too."""
+"""Create the body of an error in OpenAI's format. Loads no framework, so it can be used during the
+start.
+"""
 
 from typing import Any
 
@@ -18,13 +20,13 @@ _TYPES = {
 def openai_error(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """Return the body of an error.
+    """Return the body of an error response.
 
     Args:
         status: HTTP status of the response.
         message: what is wrong, and what to change.
-        param: the field of the request at fault, or None.
-        code: a word that programs compare, or None.
+        param: the wrong field of the request, or None.
+        code: error code for programs, or None.
     """
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

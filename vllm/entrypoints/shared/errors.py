@@ -1,4 +1,4 @@
-"""The only place that maps exceptions to status codes and error bodies.
+"""Map exceptions to status codes and error bodies. No other module does this.
 
                       status                  code of the body
 RequestError          its own (400, 404)      its own, such as context_length_exceeded
@@ -10,8 +10,8 @@ GenerationError       500                     request_failed
 pydantic              400, naming the fields
 anything else         500, without details    internal_error
 
-The type of an error follows from its status, in each API by its own table. The code shows a client
-whether its request has failed or the whole engine.
+The type of an error depends on its status; each API has its own table of types. The code shows a
+client whether only its request has failed or the whole engine.
 """
 
 import re
@@ -62,14 +62,14 @@ class GenerationError(VllmError):
 
 @dataclass(frozen=True)
 class ErrorInfo:
-    """An error as the client gets it.
+    """An error in the form that is sent to the client.
 
     Attributes:
         status: HTTP status.
         message: what is wrong, and what to change; valid Unicode text of bounded length.
-        param: the field of the request at fault, or None.
-        code: a word for programs, or None.
-        headers: of the response.
+        param: the wrong field of the request, or None.
+        code: error code for programs, or None.
+        headers: headers of the response.
     """
 
     status: int
@@ -90,7 +90,7 @@ adds it; for all other paths it is `ErrorInfo.body`."""
 
 
 def error_body(path: str, info: ErrorInfo) -> dict[str, Any]:
-    """Write the body of an error in the format of the API that a path belongs to."""
+    """Return the body of an error in the format of the API to which a path belongs."""
     for beginning, write in ERROR_BODIES.items():
         if path.startswith(beginning):
             return write(info)
@@ -98,7 +98,7 @@ def error_body(path: str, info: ErrorInfo) -> dict[str, Any]:
 
 
 def describe_error(error: BaseException) -> ErrorInfo:
-    """Describe the error for the client. Unexpected exceptions are logged."""
+    """Return the description of an error for the client. Unexpected exceptions are logged."""
     if isinstance(error, RequestValidationError):
         message, param = describe_validation(error.errors())
         return ErrorInfo(400, _as_text(message), param)
@@ -122,15 +122,15 @@ def describe_error(error: BaseException) -> ErrorInfo:
 
 
 def error_response(path: str, error: BaseException) -> JSONResponse:
-    """Make the response for an exception, in the format of the API that the path belongs to."""
+    """Return the response for an exception, in the format of the API to which the path belongs."""
     info = describe_error(error)
     return JSONResponse(error_body(path, info), status_code=info.status, headers=dict(info.headers))
 
 
 def error_events(error: BaseException) -> bytes:
-    """Make the events that end an OpenAI stream that fails midway: the error, then [DONE].
+    """Return the events that end an OpenAI stream after an error: the error, then [DONE].
 
-    OpenAI's clients raise when an event has the key `error`.
+    OpenAI's clients raise if an event has the key `error`.
     """
     return event(describe_error(error).body()) + DONE
 
@@ -139,8 +139,8 @@ def refuse_failed(sample: CompletionOutput) -> None:
     """Raise the error of a sample that has failed.
 
     Raises:
-        RequestError: it could not run, as it asks for what cannot be used.
-        GenerationError: its request has failed in the engine; says why.
+        RequestError: the request could not run, because it asks for something that is not usable.
+        GenerationError: the request has failed in the engine; states the reason.
     """
     if sample.is_refused:
         raise RequestError(str(sample.stop_reason))
@@ -149,7 +149,7 @@ def refuse_failed(sample: CompletionOutput) -> None:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer all exceptions of all routes with the bodies of this module."""
+    """Make all routes answer exceptions with the bodies of this module."""
 
     async def on_error(request: Request, error: Exception) -> Response:
         return error_response(get_route_path(request.scope), error)
@@ -173,8 +173,9 @@ def _describe_http(error: HTTPException) -> ErrorInfo:
 
 
 def _as_text(message: str) -> str:
-    """Return the text, shortened, without surrogates, which a response cannot encode, and without
-    the content of media that it quotes."""
+    """Return the message, shortened, without surrogates (which a response cannot encode) and
+    without quoted media content.
+    """
     if len(message) > _MAX_MESSAGE_CHARS:
         message = message[:_MAX_MESSAGE_CHARS] + "..."
     message = _BASE64.sub("...", _DATA_URL.sub(r"\1...", message))

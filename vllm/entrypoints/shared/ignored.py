@@ -1,4 +1,4 @@
-"""One log line for each kind of thing in requests that the server accepts and does not use.
+"""Log ignored parts of requests once per kind.
 
 Programs send the same fields and tools with every request, so a line for each request would fill
 the log.
@@ -15,12 +15,12 @@ _noted: set[str] = set()
 
 
 def note_ignored(what: str, name: object, consequence: str) -> None:
-    """Log that a part of a request has no effect, the first time that it is met.
+    """Log once that a part of requests has no effect.
 
     Args:
-        what: is ignored, such as "tools of the type".
-        name: as the client sent it.
-        consequence: says what happens without it.
+        what: ignored part, such as "tools of the type".
+        name: its name, as the client sent it.
+        consequence: what happens without it.
     """
     text = f"{what} {name!r:.{_MAX_NAME_CHARS}}"
     if text in _noted or len(_noted) >= _MAX_NOTED:
@@ -30,5 +30,5 @@ def note_ignored(what: str, name: object, consequence: str) -> None:
 
 
 def forget_ignored() -> None:
-    """Forget what was logged, so that it is logged once more."""
+    """Clear the record of logged parts, so that they are logged again."""
     _noted.clear()

@@ -1,4 +1,6 @@
-"""The media of conversations: what the model of an engine accepts, and prompts with them."""
+"""Find which media the model of an engine accepts in conversations, and create prompts with
+them.
+"""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -20,11 +22,11 @@ if TYPE_CHECKING:
 
 
 def media_rules(processor: "InputProcessor", *, is_local: bool = False) -> MediaRules | None:
-    """Return how the model of an engine reads media; None: it reads text only.
+    """Return the rules for media in conversations with the model; None if it reads only text.
 
     Args:
-        processor: of the engine.
-        is_local: the conversations are of the program itself, whose relative paths can be found.
+        processor: input processor of the engine.
+        is_local: the conversations come from this program, so relative paths can be resolved.
     """
     family = processor.media.family
     if family is None:
@@ -42,12 +44,14 @@ def media_rules(processor: "InputProcessor", *, is_local: bool = False) -> Media
 
 
 def chat_modalities(processor: "InputProcessor") -> list[str]:
-    """Return the modalities that messages of a chat may have: "text", and "image", "audio" and
-    "video" if the model of the engine reads them. A model has none if each prompt needs an item
-    that messages cannot have, as it is with models that only transcribe.
+    """Return the modalities that chat messages may contain: "text", and "image", "audio" and
+    "video" if the model reads them.
+
+    Empty if each prompt needs an item that messages cannot contain, as for models that only
+    transcribe.
 
     Args:
-        processor: of the engine.
+        processor: input processor of the engine.
     """
     rules, family = media_rules(processor), processor.media.family
     if family is not None and family.required is not None and rules is None:
@@ -71,7 +75,7 @@ def require_chat(processor: "InputProcessor") -> None:
 
 
 class MediaSources(Protocol):
-    """Allowed sources of media: a config, or the arguments of an engine."""
+    """Settings with the allowed sources of media: a config, or the arguments of an engine."""
 
     @property
     def allowed_local_media_path(self) -> str: ...
@@ -95,14 +99,14 @@ async def fetch_media(
 ) -> list[MediaPart]:
     """Replace the URLs of media by their content. All are fetched at the same time.
 
-    An item that occurs several times is fetched once. When one fails, or the request is cancelled,
+    An item that occurs several times is fetched once. If one fails, or the request is cancelled,
     the others are cancelled.
 
     Args:
-        fetcher: of the server.
+        fetcher: fetcher of the server.
         parts: the media.
-        fetched: content by URL of what need not be fetched again; gets the rest. None: nothing is
-            known, and nothing is kept.
+        fetched: content of media that need not be fetched again, by URL; newly fetched media are
+            added. None: fetch all, and keep nothing.
 
     Raises:
         RequestError: a URL is not allowed, or cannot be fetched; names the item.
@@ -125,7 +129,7 @@ async def fetch_media(
 
 
 def fetch_media_sync(fetcher: "MediaFetcher", parts: Sequence[MediaPart]) -> list[MediaPart]:
-    """Replace the URLs of media by their content, one after the other. Blocks."""
+    """Replace the URLs of media by their content, one after another. Blocks."""
     first = {part.source: part for part in reversed(parts) if isinstance(part.source, str)}
     contents = {
         url: fetcher.fetch_sync(url, part.modality, part.where) for url, part in first.items()
@@ -146,16 +150,16 @@ def media_prompt(
     rules: MediaRules | None,
     processor_kwargs: Mapping[str, Any] | None,
 ) -> TextPrompt:
-    """Return the prompt of a conversation.
+    """Return the prompt of a rendered conversation with its media.
 
     Args:
-        chat: the text.
-        media: its media, which have been fetched.
-        rules: of the model.
-        processor_kwargs: overrides settings of the processor of the model, or None.
+        chat: the rendered text.
+        media: its media, already fetched.
+        rules: media rules of the model.
+        processor_kwargs: settings that override settings of the model's processor, or None.
 
     Raises:
-        RequestError: such overrides are given to a model that reads text only.
+        RequestError: such settings are given to a model that reads only text.
     """
     prompt: TextPrompt = {"prompt": chat.text, "add_special_tokens": False}
     if processor_kwargs and rules is None:
@@ -183,7 +187,9 @@ def media_prompt(
 
 
 def _as_item(part: MediaPart) -> Any:
-    """Return an item as the engine reads it: a fetched file with its description, or an object."""
+    """Return an item in the form that the engine reads: a fetched file with its description, or an
+    object.
+    """
     from vllm.multimodal.given import NamedItem
     from vllm.multimodal.interface.source import MediaSource
 

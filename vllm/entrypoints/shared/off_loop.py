@@ -1,7 +1,7 @@
-"""Runs the work of large requests in threads, so that they do not block the event loop.
+"""Run the work of large requests in threads, so that it does not block the event loop.
 
-Whether a request is large is decided by the size of its body. The same work runs at once for a
-small request and in a thread for a large one.
+The size of its body decides whether a request is large. The same work runs at once for a small
+request and in a thread for a large one.
 """
 
 import asyncio
@@ -24,18 +24,19 @@ _is_large: ContextVar[bool] = ContextVar("is_large_request", default=False)
 
 
 def mark_request(num_bytes: int) -> None:
-    """Note the size of the body of this task's request."""
+    """Record the size of the body of the current task's request."""
     _is_large.set(num_bytes >= LARGE_BODY_BYTES)
 
 
 async def run(work: Callable[[], T], *, is_large: bool | None = None) -> T:
-    """Return the result of `work`, which runs in a thread when the request is large.
+    """Return the result of `work`, which runs in a thread if the request is large.
 
-    If cancelled before its thread starts, it does not run; in a thread it runs to its end.
+    If it is cancelled before its thread starts, `work` does not run; a started thread runs to its
+    end.
 
     Args:
-        work: must not use anything that belongs to the event loop.
-        is_large: None uses the size that `mark_request` got.
+        work: function that must not use anything that belongs to the event loop.
+        is_large: whether to use a thread; None: decide by the size given to `mark_request`.
     """
     if not (_is_large.get() if is_large is None else is_large):
         return work()

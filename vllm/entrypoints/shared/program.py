@@ -1,10 +1,11 @@
-"""Runs the main function of a program: its errors become a line for the user, and an exit code.
+"""Run the main function of a program, and turn its errors into one line for the user and an exit
+code.
 
 Exit codes: 0 done, 1 the engine or a request of a batch failed, 2 bad flags, settings or input, 130
 interrupted.
 
 The engine's errors name the keywords of `LLM()`, such as `max_model_len`. For users of the command
-line they name flags: `--max-model-len`.
+line they are replaced by flags: `--max-model-len`.
 """
 
 import os
@@ -22,12 +23,13 @@ _NOTHING = "(?!)"
 
 
 def run_command(run: Callable[[], int | None], flag_names: Callable[[], Collection[str]]) -> int:
-    """Run a program's main function; return its exit code, or the code of the error it raises.
+    """Run a program's main function, and return its exit code or the code of the error that it
+    raises.
 
     Args:
         run: the function.
-        flag_names: settings that its command line has flags for, so that an error names the
-            flag. Called when there is an error.
+        flag_names: returns the settings for which the command line has flags, so that an error
+            names the flag. Called only after an error.
     """
     _open_standard_streams()
     if has_vendor_library():
@@ -50,8 +52,11 @@ def run_command(run: Callable[[], int | None], flag_names: Callable[[], Collecti
 
 
 def _open_standard_streams() -> None:
-    """Open streams that the program was started without, as by a supervisor, on the null device.
-    Sockets would have their numbers otherwise, and processes that are started get these."""
+    """Open missing standard streams on the null device, if the program was started without them,
+    for example by a supervisor.
+
+    Otherwise sockets would get their descriptor numbers, and child processes would inherit these.
+    """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -78,8 +83,8 @@ def with_flags(message: str, names: Collection[str]) -> str:
     at the beginning, because it may be a word of the sentence.
 
     Args:
-        message: of an error.
-        names: of the settings that have a flag.
+        message: message of an error.
+        names: names of the settings that have a flag.
 
     >>> with_flags("max_num_seqs must be at least 1", ["max_num_seqs"])
     '--max-num-seqs must be at least 1'

@@ -1,4 +1,6 @@
-"""Lengths of requests for `--traffic`, of which an engine only reads recorded traffic."""
+"""Convert files with request lengths for `--traffic` to recorded traffic, which is all that an
+engine reads.
+"""
 
 import atexit
 import os
@@ -24,11 +26,13 @@ _USUAL_CARD = "gaudi2"
 
 
 def with_recorded_traffic(args: "EngineArgs") -> "EngineArgs":
-    """Return arguments whose traffic is recorded. Requests of known lengths are replayed on a
-    planned card, in another process; the file with their traffic lasts as long as this process.
+    """Return the arguments with recorded traffic for `--traffic`.
+
+    A file with request lengths is replayed on a planned card, in another process. The resulting
+    traffic file exists as long as this process.
 
     Args:
-        args: of an engine.
+        args: arguments of an engine.
 
     Raises:
         ConfigError: the file cannot be read, or the engine cannot be planned.
@@ -73,7 +77,7 @@ def with_recorded_traffic(args: "EngineArgs") -> "EngineArgs":
 
 
 def _has_card(args: "EngineArgs") -> bool:
-    """Return whether the engine has buckets. Elsewhere its traffic has no effect."""
+    """Return whether the engine has buckets; without them its traffic has no effect."""
     from vllm.platforms import resolve_platform
 
     return resolve_platform(args.device or "auto").name == "hpu"

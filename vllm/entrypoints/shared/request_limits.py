@@ -1,7 +1,7 @@
-"""Limits for the lists and texts in a request, which the class of its body declares.
+"""Limit the lists and texts in a request, as the class of its body declares.
 
 Every field with a list, or with texts to search for, has an entry in `LIMITS` of its class, which
-names the flag of its limit. They are checked before a body is validated, so that refusing it is
+names the flag of its limit. Limits are checked before a body is validated, so that refusing it is
 cheap. Bodies also have limits in bytes and in JSON values.
 """
 
@@ -18,12 +18,14 @@ from vllm.utils.arguments import flag_of
 
 
 def count_entries(value: Any) -> int:
-    """Count the entries of a list or an object; anything else is one."""
+    """Count the entries of a list or an object; any other value counts as one."""
     return len(value) if isinstance(value, (list, dict)) else 1
 
 
 def read_number(value: Any) -> int:
-    """Convert a value to a number like the validation, which also accepts 3.0, "3" and " 3.0 "."""
+    """Convert a value to an integer as the validation does, which also accepts 3.0, "3" and " 3.0
+    ".
+    """
     if isinstance(value, int):
         return value
     try:
@@ -33,13 +35,13 @@ def read_number(value: Any) -> int:
 
 
 def longest_text(value: Any) -> int:
-    """Count the characters of the longest text."""
+    """Return the number of characters of the longest text."""
     texts = value if isinstance(value, list) else [value]
     return max((len(text) for text in texts if isinstance(text, str)), default=0)
 
 
 def count_prompts(value: Any) -> int:
-    """Count prompts. A list of numbers is one prompt."""
+    """Count the prompts in a value. A list of numbers is one prompt."""
     if not isinstance(value, list) or (value and isinstance(value[0], int)):
         return 1
     return len(value)
@@ -50,9 +52,9 @@ class Limit:
     """The limit of one field.
 
     Attributes:
-        setting: field of `ServerArgs` that says how many.
-        unit: name of what is counted, in the plural.
-        count: counts in a JSON value of any type; wrong types count as 0.
+        setting: field of `ServerArgs` with the limit.
+        unit: name of the counted things, in the plural.
+        count: returns the count for a JSON value of any type; wrong types count as 0.
     """
 
     setting: str
@@ -83,11 +85,11 @@ class LimitedBody:
 
     @classmethod
     def check_totals(cls, body: Mapping[str, Any], args: ServerArgs) -> None:
-        """Refuse fields that are within their limits but too much together.
+        """Refuse fields that are within their own limits but exceed a common limit together.
 
         Args:
-            body: as parsed JSON; need not be valid.
-            args: of the server.
+            body: parsed JSON; need not be valid.
+            args: arguments of the server.
 
         Raises:
             RequestError: names the field, the counts, the limit, and the flag.
@@ -96,7 +98,7 @@ class LimitedBody:
 
 @functools.cache
 def limits_of(kind: type[LimitedBody]) -> Limits:
-    """Return the limits of the fields of a class of bodies and its base classes."""
+    """Return the field limits that a body class and its base classes declare."""
     found: dict[str, tuple[Limit, ...]] = {}
     for base in reversed(kind.__mro__):
         found.update(vars(base).get("LIMITS", {}))
@@ -108,8 +110,8 @@ def check_limits(kind: type[LimitedBody], body: Mapping[str, Any], args: ServerA
 
     Args:
         kind: class of the body.
-        body: as parsed JSON; need not be valid.
-        args: of the server.
+        body: parsed JSON; need not be valid.
+        args: arguments of the server.
 
     Raises:
         RequestError: names the field, its count, the limit, and the flag.
@@ -133,7 +135,7 @@ def check_num_values(body: bytes, args: ServerArgs) -> None:
     """Refuse a body with too many JSON values before it is parsed.
 
     Raises:
-        RequestError: it has too many; names the count.
+        RequestError: it has too many values; names the count.
     """
     most = args.max_request_values
     most_names = args.max_request_names
@@ -156,7 +158,8 @@ def check_num_values(body: bytes, args: ServerArgs) -> None:
 
 
 def count_values(body: bytes) -> tuple[int, int]:
-    r"""Count the values of a JSON text (including lists and objects), and the names of members.
+    r"""Return the number of values in a JSON text (including lists and objects), and of member
+    names.
 
     An empty list or object counts as two values.
 

@@ -1,13 +1,14 @@
-"""Cancelling the current task from a callback, and telling that from a cancellation by others.
+"""Cancel the current task from a callback, and distinguish this from a cancellation by others.
 
-Does for one await what a task of its own with `asyncio.wait` would do, without that task.
+It has the effect of running one await in its own task with `asyncio.wait`, without creating that
+task.
 """
 
 import asyncio
 
 
 class ScopedCancel:
-    """Made in a task, for what it awaits next.
+    """Cancels the next await of the task in which this object is created.
 
     Attributes:
         is_requested: `request` was called.
@@ -21,13 +22,15 @@ class ScopedCancel:
 
     def request(self) -> None:
         """Cancel the task. It must be waiting: call this from another task or a timer, and never
-        after the await that it is for."""
+        after the await for which it is meant.
+        """
         self.is_requested = True
         self._task.cancel()
 
     def is_the_only_one(self) -> bool:
-        """Whether only `request` caused a CancelledError that the task got; it is then undone, and
-        the task continues as if it had not been cancelled."""
+        """Return whether only `request` caused a CancelledError. The cancellation is then undone,
+        and the task continues as if it had not been cancelled.
+        """
         if not self.is_requested:
             return False
         uncancel = getattr(self._task, "uncancel", None)  # exists since Python 3.11

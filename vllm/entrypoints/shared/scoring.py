@@ -1,4 +1,4 @@
-"""Pairs of texts and the scores of their embeddings."""
+"""Pair texts, and score pairs by their embeddings."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,10 @@ from vllm.messages import FloatArray
 def pair_up(
     text_1: str | Sequence[str], text_2: str | Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Make pairs: two lists of the same length.
+    """Return pairs of texts, as two lists of the same length.
 
     Raises:
-        RequestError: there are no texts, or the left side has neither one text nor as many as the
-            right side.
+        RequestError: there are no texts, or `text_1` has neither one text nor as many as `text_2`.
     """
     first = [text_1] if isinstance(text_1, str) else list(text_1)
     second = [text_2] if isinstance(text_2, str) else list(text_2)

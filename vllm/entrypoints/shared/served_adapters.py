@@ -1,4 +1,4 @@
-"""The LoRA adapters of a server, by the name that requests give as `model`."""
+"""Manage the LoRA adapters of a server, by the name that requests use as `model`."""
 
 import asyncio
 import json
@@ -20,17 +20,18 @@ class LoRAModulePath(NamedTuple):
 
 
 class ServedAdapters:
-    """The adapters that a server offers, by the name that requests give as `model`.
+    """Manages the adapters that a server offers, by the name that requests use as `model`.
 
     Args:
-        modules: name=path, or JSON with name, path and base_model_name; or read already.
-        names: of the base model; no adapter may have one of them.
-        max_rank: of an adapter.
-        folder: whose folders are adapters that are offered when a request first names them; None:
-            there is none.
+        modules: values of --lora-modules: name=path, or JSON with name, path and base_model_name;
+            or parsed ones.
+        names: names of the base model, which no adapter may have.
+        max_rank: largest rank of an adapter.
+        folder: folder whose subfolders are adapters, which are loaded when a request first names
+            them; or None.
 
     Raises:
-        RequestError: a module is written wrongly, or its files cannot be used.
+        RequestError: a module is malformed, or its files cannot be used.
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class ServedAdapters:
         return list(self._by_name.values())
 
     def find(self, name: str | None) -> LoRARequest | None:
-        """Return the adapter with this name, which may be a folder that was not used yet; None if
-        there is none.
+        """Return the adapter with this name; None if there is none. It may be a folder that was not
+        used yet.
 
         Raises:
             RequestError: the files in its folder cannot be used.
@@ -77,21 +78,21 @@ class ServedAdapters:
         """Download an adapter, if its path is a name on the hub, without blocking the event loop.
 
         Raises:
-            RequestError: there is no such folder or repository.
+            RequestError: the folder or repository does not exist.
         """
         await asyncio.to_thread(adapter_folder, LoRARequest(path, 1, path))
 
     def check(
         self, name: str, path: str, base: str | None = None, *, replaces: bool = False
     ) -> LoRARequest:
-        """Check whether an adapter can be offered, and return what requests for it will name; its
-        weights are not read.
+        """Check whether an adapter can be served, and return the object that requests for it use.
+        Its weights are not read.
 
         Args:
-            name: of the adapter.
-            path: of its files.
-            base: the model that it was made for.
-            replaces: an adapter of this name may be there; it keeps its number.
+            name: name of the adapter.
+            path: path of its files.
+            base: model for which it was made.
+            replaces: it may replace an adapter with this name, whose number it keeps.
 
         Raises:
             RequestError: the name is in use, or the files are missing or wrong.
@@ -107,10 +108,10 @@ class ServedAdapters:
         return adapter
 
     def offer(self, adapter: LoRARequest) -> None:
-        """Offer an adapter that `check` has made.
+        """Start to serve an adapter that `check` returned.
 
         Raises:
-            RequestError: another one was offered under its name meanwhile.
+            RequestError: another adapter was added under its name meanwhile.
         """
         before = self._by_name.get(adapter.lora_name)
         is_same = before is not None and before.lora_int_id == adapter.lora_int_id
@@ -126,10 +127,10 @@ class ServedAdapters:
             )
 
     def remove(self, name: str) -> LoRARequest:
-        """Offer an adapter no longer; requests that run keep it. Returns it.
+        """Stop serving an adapter, and return it. Running requests keep it.
 
         Raises:
-            NotFoundError: there is none with this name.
+            NotFoundError: no adapter has this name.
         """
         if name not in self._by_name:
             raise NotFoundError(f"The adapter `{name:.200}` does not exist.", param="lora_name")

@@ -1,7 +1,7 @@
-"""The settings of the server, without the engine's: flags of `vllm serve`.
+"""Define the settings of the server, without the engine's: flags of `vllm serve`.
 
-One field is one flag, as for the engine (`vllm.config.fields`); docs/server_arguments.md is made
-of it. Imports no framework.
+One field is one flag, as for the engine (`vllm.config.fields`); docs/server_arguments.md is
+generated from the fields. Imports no framework.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServerArgs:
-    """The HTTP server."""
+    """Settings of the HTTP server."""
 
     host: str | None = None
     """Address to listen on. Default: all addresses of this machine."""
@@ -325,8 +325,9 @@ class ServerArgs:
 
 
 def from_settings(settings: Mapping[str, Any]) -> ServerArgs:
-    """Take the server's arguments out of parsed ones. Lists become tuples, None means "not
-    given"."""
+    """Create the server's arguments from parsed settings. Lists become tuples; None means "not
+    given".
+    """
     from vllm.config.fields import config_fields
 
     fields = config_fields(ServerArgs)

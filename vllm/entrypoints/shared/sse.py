@@ -1,4 +1,4 @@
-"""Responses that end when the client disconnects: server-sent events, and awaited results.
+"""Send responses that stop when the client disconnects: server-sent events, and awaited results.
 
 Closing the source of a stream aborts its request, so a source is always closed here and at once,
 never by the garbage collector. Independent of engine and API.
@@ -32,11 +32,11 @@ class ClientDisconnected(Exception):
 
 
 def event(data: Any, name: str | None = None) -> bytes:
-    """Make one server-sent event.
+    """Return one server-sent event.
 
     Args:
-        data: what msgspec can encode as JSON.
-        name: type of the event; None sends none, as the OpenAI chat API does.
+        data: data, which msgspec must be able to encode as JSON.
+        name: type of the event; None: no type, as in the OpenAI chat API.
     """
     if name is None:
         return b"data: " + _encode(data) + b"\n\n"
@@ -49,23 +49,24 @@ async def run_until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -
     The body of the request must have been read.
 
     Raises:
-        ClientDisconnected: the client has left. The handlers of `errors` take it.
-        Exception: what `work` raises.
+        ClientDisconnected: the client has disconnected; the handlers of `errors` handle it.
+        Exception: the error that `work` raises.
     """
     return await _until_disconnect(request.receive, work)
 
 
 class EventStream(Response):
-    """Server-sent events.
+    """A response of server-sent events.
 
-    The headers are sent with the first event, so that an error before it still makes a response
-    of its own: whatever `events` raises first is raised here, for the exception handlers.
+    The headers are sent with the first event, so that an error before it still gets its own
+    response: an error that `events` raises before the first event is raised here, for the exception
+    handlers.
 
     Args:
-        events: complete events as bytes, several in one item or one in several. Closed in any
-            case, even when the client leaves before the first one. It should not raise after the
-            first item: the connection would be cut.
-        headers: further ones.
+        events: encoded events as bytes; an item may contain several events or a part of one. It is
+            always closed, even if the client disconnects before the first event. It should not
+            raise after the first item, because the connection would be cut.
+        headers: additional headers.
     """
 
     media_type = "text/event-stream"

@@ -1,7 +1,7 @@
-"""Turns pydantic's validation errors of a request into one message for the user.
+"""Convert pydantic's validation errors of a request to one message for the user.
 
 A message names fields as the user wrote them and says what they must be: `top_k must be an integer,
-got "a"`. It has no words of pydantic: neither its names for types nor its codes of errors.
+got "a"`. It contains no words of pydantic: neither its names for types nor its error codes.
 """
 
 import json
@@ -64,7 +64,7 @@ _SENTENCES = ("must ", "is ", "has ", "needs ", "contains ")
 
 
 def describe_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """Return what is wrong with a request as one message, and the first field at fault.
+    """Return one message about the errors of a request, and the first wrong field.
 
     >>> describe_validation([{"loc": ("body", "n"), "type": "int_parsing", "input": "a"}])
     ('n must be an integer, got "a"', 'n')
@@ -82,7 +82,9 @@ def describe_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
 
 
 def show_value(value: Any) -> str:
-    """Show a request's value in a message: shortened JSON; of lists and objects only the type."""
+    """Format a value of a request for a message: shortened JSON; only the type for lists and
+    objects.
+    """
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, (list, tuple)):
@@ -123,7 +125,7 @@ def _describe(error: Mapping[str, Any]) -> str:
 
 
 def _problem(error: Mapping[str, Any]) -> str:
-    """Return what is wrong with the value, as the rest of a sentence that begins with its field."""
+    """Describe the error in a value, as the end of a sentence that begins with its field."""
     code, context = error["type"], error.get("ctx", {})
     if "problem" in context:  # the error was made by `field_error`
         return str(context["problem"])
@@ -138,13 +140,13 @@ def _problem(error: Mapping[str, Any]) -> str:
 
 
 def _param(error: Mapping[str, Any]) -> str | None:
-    """Return the field at fault; a check of several fields names it in its context."""
+    """Return the wrong field of the request. A check of several fields names it in its context."""
     fields = _fields(error["loc"])
     field_name = fields[0] if fields else error.get("ctx", {}).get("field")
     return None if field_name is None else str(field_name)
 
 
 def _fields(location: Sequence[int | str]) -> list[str]:
-    """Convert `("body", "stop", 2)` to ["stop", "2"], without the kinds that one body may have."""
+    """Convert `("body", "stop", 2)` to ["stop", "2"], without the tags of body types."""
     own = location[1:] if location and location[0] in _ORIGINS else location
     return [str(part) for part in own if not str(part).startswith(TAG_SIGN)]

@@ -1,1 +1,1 @@
-"""The Habana bridge: one protocol for a real card and for a simulated one."""
+"""Provide the Habana bridge: one protocol for a real card and for a simulated one."""

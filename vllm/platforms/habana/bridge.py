@@ -1,7 +1,7 @@
-"""The interface of a Gaudi card, real or simulated.
+"""Define the interface of a Gaudi card, real or simulated.
 
-The facts in the docstrings are about the published bridge (builds 1.19 and later). Knows no
-model, no bucket and no scheduler.
+The facts in the docstrings are about the published bridge (builds 1.19 and later). Independent of
+models, buckets and the scheduler.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,9 @@ OUT_OF_MEMORY_TEXT = "Allocation failed for size::"
 
 @dataclass(frozen=True)
 class MemoryInfo:
-    """The pool of this process; what other processes use of the card is invisible."""
+    """State of this process's memory pool. The memory that other processes use on the card is not
+    visible.
+    """
 
     free_bytes: int
     total_bytes: int
@@ -31,7 +33,7 @@ class MemoryInfo:
 
 @dataclass(frozen=True)
 class DeviceCounters:
-    """Counts since the process opened the device. None: a real card does not report it."""
+    """Counters since the process opened the device. None: a real card does not report the value."""
 
     compilations: int
     """Synapse compilations; a recipe out of a cache is none, nor is a single eager operator."""
@@ -58,29 +60,31 @@ class DeviceCounters:
 
 class FusedKernels(Protocol):
     """Fused kernels of the bridge that the engine calls. Letters: B batch, H heads, S tokens, D
-    head.
+    head size.
 
-    Those that `habana.parts` lists may be missing: ask `has` before calling one of them.
+    The kernels in `habana.parts` may be missing: call `has` before using one of them.
     """
 
     def has(self, name: str) -> bool:
-        """Return whether a part can be used; outside of compiled code, which cannot ask.
+        """Return whether an optional kernel can be used. Call this outside of compiled code.
 
         Args:
             name: a key of `habana.parts.PARTS`.
         """
 
     def why_unused(self, name: str) -> str | None:
-        """Return why a part is not used: the bridge lacks it, or the card computes something else
-        than expected, which the first call tries. None: it can be used.
+        """Return why an optional kernel is not used; None if it can be used.
+
+        Either the bridge does not have it, or the card computes a wrong result, which the first
+        call of this method tests.
 
         Args:
-            name: as in `has`.
+            name: a key of `habana.parts.PARTS`.
         """
 
     @property
     def window_multiple(self) -> int:
-        """Of what the number of tokens must be a multiple where `sdpa` gets a window."""
+        """The number of tokens must be a multiple of this if `sdpa` gets a window."""
 
     def sdpa(
         self,
@@ -99,16 +103,18 @@ class FusedKernels(Protocol):
         """Run FusedSDPA over [B, H, S, D]; key and value may have fewer heads, which are shared.
 
         Args:
+            query: [B, H, S, D].
+            key, value: [B, G, S_kv, D].
             attn_mask: added to the scores, or bool with True for "attend"; [B, 1 or H, S, S_kv].
             is_causal: lower triangle, aligned top left. Not together with a mask.
-            scale: None is 1 / sqrt(D).
-            softmax_mode: "None", or "fast" with an approximate exponent.
-            valid_seq_len: int32 [B], tokens of each right-padded row; only with `is_causal`.
-                What the rows behind them hold is undefined.
-            window: a token sees so many tokens up to itself; only with `is_causal` and as many
-                keys as queries, without `valid_seq_len`. Needs "FusedSDPA window_size".
-            sinks: [H], the score of one more key of each head, whose value is zero. Needs
-                "FusedSDPA sink".
+            scale: factor of the scores; None: 1 / sqrt(D).
+            softmax_mode: "None", or "fast" with an approximate exponential.
+            valid_seq_len: int32 [B], tokens of each right-padded sequence; only with `is_causal`.
+                Results after these tokens are undefined.
+            window: number of tokens that a query sees, itself included; only with `is_causal` and
+                as many keys as queries, without `valid_seq_len`. Needs "FusedSDPA window_size".
+            sinks: [H], score of one additional key per head, whose value is zero. Needs "FusedSDPA
+                sink".
         """
 
     def fp8_sdpa(
@@ -125,13 +131,12 @@ class FusedKernels(Protocol):
         softmax_mode: str = "None",
         valid_seq_len: "Tensor | None" = None,
     ) -> "Tensor":
-        """Return FusedSDPA over float8_e4m3fn, with the softmax rounded to it. Needs
+        """Run FusedSDPA over float8_e4m3fn, with the softmax rounded to FP8. Needs
         "fp8_fused_sdpa".
 
         Args:
-            scales: [1] float32 each, what queries, keys and values are multiplied by.
-            weight_scales: [1] float32 each: what the softmax is multiplied by before it is
-                rounded, and after.
+            scales: [1] float32 each, factors of queries, keys and values.
+            weight_scales: [1] float32 each: factors of the softmax before it is rounded, and after.
 
         Returns:
             bfloat16
@@ -181,9 +186,9 @@ class FusedKernels(Protocol):
         """Compute (code - zero) * scale, [K, N] of `dtype`.
 
         Args:
-            words: [K, N / 8] int32, eight codes in a word, from the lowest bits on.
-            scales: [G, N], each for K / G rows.
-            zeros: [G, N / 8] int32, packed alike.
+            words: [K, N / 8] int32, eight 4-bit codes in a word, from the lowest bits on.
+            scales: [G, N], each for K / G inputs.
+            zeros: [G, N / 8] int32, packed in the same way.
         """
 
     def rotary(self, x: "Tensor", cos: "Tensor", sin: "Tensor", *, interleaved: bool) -> "Tensor":
@@ -198,16 +203,18 @@ class FusedKernels(Protocol):
     def block_softmax(
         self, scores: "Tensor", bias: "Tensor", groups: "Tensor"
     ) -> "tuple[Tensor, Tensor, Tensor]":
-        """Compute the exponentials of the scores of each block, less the highest score of each head
-        in it. Letters: N blocks, G key/value heads, R query heads of each, S tokens of a block.
+        """Compute the exponentials of the scores in each block, minus the highest score per head in
+        the block.
+
+        Letters: N blocks, G key/value heads, R query heads of each, S tokens of a block.
 
         Args:
             scores: [N, G, R, 1, S].
-            bias: [N, 1, 1, 1, S], added to them.
-            groups: [N] int32, the row of each block; a block of row -1 becomes zero.
+            bias: [N, 1, 1, 1, S], added to the scores.
+            groups: [N] int32, request of each block; a block of request -1 becomes zero.
 
         Returns:
-            ([N, G, R, 1, S]; highest scores and sums, [N, G * R or more] each, for
+            ([N, G, R, 1, S] exponentials; highest scores and sums, [N, G * R or more] each, for
             `block_softmax_adjustment`)
         """
 
@@ -219,15 +226,17 @@ class FusedKernels(Protocol):
         num_groups: int,
         shape: "list[int] | None" = None,
     ) -> "Tensor":
-        """Compute exp(maximum of a block - maximum of its request) / sum of the request, relative
-        to the latter.
+        """Compute the factor of each block: exp(maximum of the block - maximum of its request) /
+        sum of the request.
+
+        Sums are relative to the maximum of the request.
 
         Args:
             maxima, sums: [N, G, R, 1, 1], or as `block_softmax` returns them.
-            groups: [N] int32, the row of each block.
-            num_groups: rows.
-            shape: of the result, [N, G, R, 1], for what `block_softmax` returns; None: that of
-                `maxima`.
+            groups: [N] int32, request of each block.
+            num_groups: number of requests.
+            shape: shape of the result, [N, G, R, 1], for results of `block_softmax`; None: the
+                shape of `maxima`.
         """
 
     def moe(
@@ -240,16 +249,16 @@ class FusedKernels(Protocol):
         first_expert: int = 0,
         has_inputs_first: bool = False,
     ) -> "Tensor":
-        """Compute the sum of weight * (silu(gate x) * up x) down over the experts of each token; in
-        lazy mode and in compiled code only.
+        """Compute the sum of weight * (silu(gate x) * up x) down over the experts of each token.
+        Runs only in lazy mode and in compiled code.
 
         Args:
             x: [tokens, hidden].
             ids: [tokens, k] int32 or int64.
-            weights: [tokens, k] of the type of x.
-            gate_up: of each expert [2 * I, hidden], gate then up.
-            down: of each expert [hidden, I].
-            first_expert: id of the first of these experts; others are left out.
+            weights: [tokens, k], with the dtype of x.
+            gate_up: per expert [2 * I, hidden], gate then up.
+            down: per expert [hidden, I].
+            first_expert: id of the first of these experts; other experts are ignored.
             has_inputs_first: gate_up is [hidden, 2 * I] and down [I, hidden].
         """
 
@@ -267,15 +276,18 @@ class FusedKernels(Protocol):
         first_expert: int = 0,
         has_inputs_first: bool = False,
     ) -> "Tensor":
-        """Compute `moe`, where it can run, of g = min(gate x + bias, limit) and u = up x + bias
-        between -limit and limit: sum of weight * ((g * sigmoid(alpha * g) * (u + 1)) down + bias).
+        """Compute a mixture of experts with biases and limited activations (GPT-OSS). Runs where
+        `moe` can run.
+
+        With g = min(gate x + bias, limit) and u = up x + bias between -limit and limit, the result
+        is the sum of weight * ((g * sigmoid(alpha * g) * (u + 1)) down + bias).
 
         Args:
             x, ids, weights, down, first_expert, has_inputs_first: as in `moe`.
-            gate_up: of each expert [2 * I, hidden], gate and up of each feature alternating.
-            gate_up_bias: of each expert [2 * I], alternating like gate_up, of the type of x.
-            down_bias: of each expert [hidden].
-            alpha, limit: of all experts; constants of a recipe.
+            gate_up: per expert [2 * I, hidden], gate and up of each feature alternating.
+            gate_up_bias: per expert [2 * I], alternating like gate_up, with the dtype of x.
+            down_bias: per expert [hidden].
+            alpha, limit: the same for all experts; constants of a recipe.
         """
 
     def mxfp4_moe(
@@ -289,16 +301,16 @@ class FusedKernels(Protocol):
         down_scales: "Sequence[Tensor]",
         first_expert: int = 0,
     ) -> "Tensor":
-        """Compute `moe`, where it can run, with weights in MXFP4.
+        """Compute the result of `moe` with MXFP4 weights. Runs where `moe` can run.
 
         Args:
             x: [tokens, hidden] bfloat16.
             ids, weights, first_expert: as in `moe`.
-            gate_up: of each expert [2 * I, hidden / 2] uint8, gate then up: two elements of E2M1
-                in a byte, the first in the lower four bits.
-            gate_up_scales: of each expert [2 * I, hidden / 32] uint8, E8M0.
-            down: of each expert [hidden, I / 2] uint8.
-            down_scales: of each expert [hidden, I / 32] uint8.
+            gate_up: per expert [2 * I, hidden / 2] uint8, gate then up: two E2M1 elements in a
+                byte, the first in the lower four bits.
+            gate_up_scales: per expert [2 * I, hidden / 32] uint8, E8M0.
+            down: per expert [hidden, I / 2] uint8.
+            down_scales: per expert [hidden, I / 32] uint8.
 
         Returns:
             [tokens, hidden] bfloat16
@@ -319,8 +331,9 @@ class FusedKernels(Protocol):
         limit: float,
         first_expert: int = 0,
     ) -> "Tensor":
-        """Compute `bias_moe`, where it can run, with weights as `mxfp4_moe` has them; gate and up
-        of each feature alternate."""
+        """Compute the result of `bias_moe` with MXFP4 weights in the form of `mxfp4_moe`; gate and
+        up of each feature alternate.
+        """
 
     def fp8_moe(
         self,
@@ -334,18 +347,20 @@ class FusedKernels(Protocol):
         down_scales: "Sequence[Tensor]",
         first_expert: int = 0,
     ) -> "Tensor":
-        """Run a mixture of experts with FP8 inputs and weights, each with a scale; where `moe` can
-        run. The inputs of the second matmul are rounded to FP8 with scales of their own.
+        """Run a mixture of experts with FP8 inputs and weights, each with a scale. Runs where `moe`
+        can run.
+
+        The inputs of the second matmul are rounded to FP8 with their own scales.
 
         Args:
-            numbers: [tokens, hidden] float8_e4m3fn.
-            scale: of each token [tokens, 1] float32.
+            numbers: [tokens, hidden] float8_e4m3fn, the quantized inputs.
+            scale: [tokens, 1] float32, scale of each token.
             ids: [tokens, k] int32 or int64.
             weights: [tokens, k] bfloat16.
-            gate_up: of each expert [2 * I, hidden] float8_e4m3fn, gate then up.
-            gate_up_scales: of each expert [2 * I] float32.
-            down: of each expert [hidden, I] float8_e4m3fn.
-            down_scales: of each expert [hidden] float32.
+            gate_up: per expert [2 * I, hidden] float8_e4m3fn, gate then up.
+            gate_up_scales: per expert [2 * I] float32.
+            down: per expert [hidden, I] float8_e4m3fn.
+            down_scales: per expert [hidden] float32.
             first_expert: as in `moe`.
 
         Returns:
@@ -354,30 +369,32 @@ class FusedKernels(Protocol):
 
 
 class DeviceEvent(Protocol):
-    """A mark in the queue of the card."""
+    """An event (mark) in the queue of the card."""
 
     def query(self) -> bool:
-        """Whether the card has got there. Does not wait."""
+        """Return whether the card has reached the event. Does not wait."""
 
 
 class HabanaBridge(Protocol):
-    """One card. A process has exactly one, and its index is always 0."""
+    """The interface of one card. A process has exactly one, and its index is always 0."""
 
     @property
     def device(self) -> "torch.device":
-        """`hpu:0`."""
+        """The device `hpu:0`."""
 
     @property
     def device_name(self) -> str:
-        """GAUDI2 or GAUDI3."""
+        """Name of the device: GAUDI2 or GAUDI3."""
 
     @property
     def fp8_max(self) -> float:
-        """The largest number of e4m3 on this card."""
+        """The largest e4m3 value on this card."""
 
     @property
     def is_lazy(self) -> bool:
-        """Operators are recorded up to `mark_step` (HPU graphs); else eager (torch.compile)."""
+        """Whether operators are recorded until `mark_step` (lazy mode, HPU graphs). Otherwise they
+        run eagerly or with torch.compile.
+        """
 
     @property
     def is_recording(self) -> bool:
@@ -386,13 +403,15 @@ class HabanaBridge(Protocol):
 
     @property
     def collectives_backend(self) -> str:
-        """For `torch.distributed.init_process_group`; registered with torch when this returns."""
+        """Backend name for `torch.distributed.init_process_group`. It is registered with torch when
+        this returns.
+        """
 
     @property
     def kernels(self) -> FusedKernels: ...
 
     def memory_info(self) -> MemoryInfo:
-        """Return the figures of the memory pool, after everything recorded so far has run.
+        """Return the state of the memory pool after all recorded operators have run.
 
         Memory in use consists of live tensors, graphs, and the workspace. The workspace holds
         temporary tensors of recipes. It is as large as the largest recipe needed, and is never
@@ -400,44 +419,48 @@ class HabanaBridge(Protocol):
         """
 
     def peak_bytes(self) -> int:
-        """Return the largest use of the pool since `reset_peak`, after everything recorded so far
-        has run."""
+        """Return the largest use of the pool since `reset_peak`, after all recorded operators have
+        run.
+        """
 
     def reset_peak(self) -> None:
-        """Let what is in use now, after everything recorded so far has run, be the peak."""
+        """Reset the peak to the present use, after all recorded operators have run."""
 
     def zeros(self, shape: tuple[int, ...], dtype: "torch.dtype") -> "Tensor":
-        """Make a zeroed tensor on the device.
+        """Allocate a zeroed tensor on the device.
 
         Raises:
-            MemoryError: not enough memory is free in the pool.
+            MemoryError: the pool has too little free memory.
         """
 
     def pinned(self, num_elements: int) -> "Tensor":
-        """Allocate int32 on the host, in memory that the card can read by itself if there is such
-        memory."""
+        """Allocate int32 on the host, in pinned memory if possible, which the card can read
+        directly.
+        """
 
     def record_event(self) -> DeviceEvent:
-        """Mark the end of the copies and launches so far."""
+        """Record an event after all copies and launches so far."""
 
     def synchronize(self) -> None:
-        """Launch what is recorded and wait for the device."""
+        """Launch all recorded operators and wait for the device."""
 
     def now_s(self) -> float:
-        """Return the seconds of the clock that the device keeps, to time what runs on it: the
-        host's, or the predicted time of a simulated card."""
+        """Return the seconds of the device's clock, to time work on the device.
+
+        This is the host's clock, or the predicted time of a simulated card.
+        """
 
     def mark_step(self) -> None:
-        """End the recorded graph and launch it; nothing in eager mode."""
+        """End the recorded graph and launch it. Does nothing in eager mode."""
 
     def wrap_in_hpu_graph(self, module: "nn.Module") -> "nn.Module":
-        """Let `module` capture one graph per input signature and replay it; lazy mode only.
+        """Make `module` capture one graph per input signature and replay it. Only in lazy mode.
 
-        Changes `module.forward` in place and adds `module.clear_cache()`. A call takes
+        Changes `module.forward` in place and adds `module.clear_cache()`. A call accepts
         `warmup_mode=True` (a known graph is not replayed: the outputs are stale) and
-        `bypass_hpu_graphs=True`. Outputs are static: the next replay overwrites them. Tensors
-        count by shape, everything else by value, so numbers that change belong in tensors.
-        Only tensors reachable from the returned object stay allocated.
+        `bypass_hpu_graphs=True`. Outputs are static: the next replay overwrites them. Tensors are
+        part of the signature by shape, everything else by value, so changing numbers must be in
+        tensors. Only tensors that are reachable from the returned object stay allocated.
         """
 
     def compile(self, function: "Callable[..., Any]", **options: object) -> "Callable[..., Any]":
@@ -454,26 +477,32 @@ class HabanaBridge(Protocol):
     def counters(self) -> DeviceCounters: ...
 
     def warmed_section(self) -> AbstractContextManager[None]:
-        """Assert that everything inside was warmed up: a strict simulation fails where a card would
-        stall."""
+        """Declare that everything inside was warmed up. A strict simulation fails where a card
+        would stall to compile.
+        """
 
     @property
     def can_compile_only(self) -> bool:
-        """Whether this build of the bridge can compile without launching; else it is logged."""
+        """Whether this build of the bridge can compile without launching. If not, this is
+        logged.
+        """
 
     def compile_only(self) -> AbstractContextManager[None]:
-        """Compile recipes inside without launching them: the results of operators are garbage.
+        """Compile recipes inside the context without launching them: the results of operators are
+        garbage.
 
-        Whether a card takes memory for what it does not launch is not documented; the workspace of
-        a simulated one does not grow.
+        It is not documented whether a card allocates memory for recipes that are not launched; the
+        workspace of a simulated card does not grow.
         """
 
     def dry_run(self) -> AbstractContextManager[None]:
-        """Declare that the results of operators inside are not used.
+        """Declare that the results of operators inside the context are not used.
 
-        A real card computes as ever; a simulated one takes the same memory and counts the same
+        A real card computes as usual; a simulated one takes the same memory and counts the same
         time, but computes nothing.
         """
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the device's generator. The stream differs from the CPU's for the same seed."""
+        """Seed the device's random generator. Its numbers differ from the CPU's for the same
+        seed.
+        """

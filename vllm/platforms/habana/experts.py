@@ -1,5 +1,6 @@
-"""`torch.ops.hpu.mixture_of_experts`, by its documented schema: an operator of the bridge, whoever
-has registered it."""
+"""Call `torch.ops.hpu.mixture_of_experts` by its documented schema, on a real or simulated
+bridge.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ _MXFP4_BLOCK = 32
 
 
 class FusedExperts:
-    """The part of `FusedKernels` about experts."""
+    """The kernels of `FusedKernels` for experts."""
 
     def moe(
         self,
@@ -124,7 +125,7 @@ def _call_mxfp4(
     lists: Sequence[Sequence[Tensor]],
     **options: Any,
 ) -> Tensor:
-    """Run an overload for MXFP4; its tensors are passed by position, as in the vendor's tests."""
+    """Run an MXFP4 overload. Its tensors are passed by position, as in the vendor's tests."""
     operator: Any = getattr(getattr(torch.ops.hpu, _NAME), overload)
     out: Tensor = operator(
         *routed,

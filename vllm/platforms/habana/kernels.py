@@ -1,6 +1,6 @@
-"""The fused kernels of the bridge, the same for a card and for the simulated one.
+"""Call the fused kernels of the bridge, in the same way for a card and for a simulated one.
 
-All arguments of `FusedSDPA` and `FusedRMSNorm` go by position.
+All arguments of `FusedSDPA` and `FusedRMSNorm` are passed by position.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _NO_WINDOW = (-1, -1)
 
 
 class BridgeKernels(FusedExperts, QuantizedKernels):
-    """`FusedKernels` over the parts that a bridge has."""
+    """`FusedKernels` with the parts that a bridge has."""
 
     window_left = 1
     window_multiple = 1
@@ -29,12 +29,13 @@ class BridgeKernels(FusedExperts, QuantizedKernels):
     def __init__(
         self, found: Found, device: torch.device, card: Callable[[], str], *, is_lazy: bool
     ) -> None:
-        """
+        """Set up the kernels.
+
         Args:
-            found: the parts of the bridge.
+            found: parts of the bridge that exist.
             device: the card, for trials.
-            card: its name.
-            is_lazy: operators are recorded; else trials run in compiled code.
+            card: returns the name of the card.
+            is_lazy: whether operators are recorded; otherwise trials run in compiled code.
         """
         self._found, self._card = found, card
         self._runner = Runner(device, is_lazy=is_lazy)
@@ -45,11 +46,11 @@ class BridgeKernels(FusedExperts, QuantizedKernels):
         self._apply_rotary, self._rotary_mode = found.get("apply_rotary_pos_emb", (None, None))
 
     def has(self, name: str) -> bool:
-        """Whether a kernel can be used; see `FusedKernels.has`."""
+        """Return whether an optional kernel can be used."""
         return self.why_unused(name) is None
 
     def why_unused(self, name: str) -> str | None:
-        """Return why a kernel cannot be used; None: it can."""
+        """Return why an optional kernel cannot be used; None if it can."""
         if name not in self._found:
             return "this build of the bridge lacks it"
         cards = PARTS[name].cards
@@ -82,7 +83,7 @@ class BridgeKernels(FusedExperts, QuantizedKernels):
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Run FusedSDPA; see `FusedKernels.sdpa`."""
+        """Run FusedSDPA. For the arguments see `FusedKernels.sdpa`."""
         dropout, recompute = 0.0, True
         given: tuple[Any, ...] = (
             *(query, key, value, attn_mask, dropout, is_causal, scale, softmax_mode, recompute),
@@ -121,12 +122,12 @@ class BridgeKernels(FusedExperts, QuantizedKernels):
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Run FusedRMSNorm; see `FusedKernels.rms_norm`."""
+        """Run FusedRMSNorm. For the arguments see `FusedKernels.rms_norm`."""
         out: Tensor = self._rms_norm.apply(x, weight, eps)
         return out
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-        """Apply rotary positions; see `FusedKernels.rotary`."""
+        """Apply rotary positions. For the arguments see `FusedKernels.rotary`."""
         mode = self._rotary_mode.PAIRWISE if interleaved else self._rotary_mode.BLOCKWISE
         out: Tensor = self._apply_rotary(x, cos, sin, None, 0, mode)
         return out
@@ -134,7 +135,7 @@ class BridgeKernels(FusedExperts, QuantizedKernels):
     def block_softmax(
         self, scores: Tensor, bias: Tensor, groups: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the softmax of each block; see `FusedKernels.block_softmax`."""
+        """Compute the softmax of each block. For the arguments see `FusedKernels.block_softmax`."""
         hpu: Any = torch.ops.hpu
         weights, maxima, sums = hpu.block_softmax(scores, bias, groups)
         return weights, maxima, sums
@@ -147,7 +148,9 @@ class BridgeKernels(FusedExperts, QuantizedKernels):
         num_groups: int,
         shape: list[int] | None = None,
     ) -> Tensor:
-        """Compute the factors of blocks; see `FusedKernels.block_softmax_adjustment`."""
+        """Compute the factors of blocks. For the arguments see
+        `FusedKernels.block_softmax_adjustment`.
+        """
         hpu: Any = torch.ops.hpu
         out: Tensor = hpu.block_softmax_adjustment(maxima, sums, groups, num_groups, shape)
         return out

@@ -1,7 +1,7 @@
-"""Operators of `torch.ops.hpu` for quantized weights, the same for a card and the simulated one.
+"""Call the operators of `torch.ops.hpu` for quantized weights, on a real or simulated card.
 
-Signatures are those of the bridge's documentation (`cast_to_fp8_v2`, `cast_from_fp8`,
-`fp8_gemm_v2`, `convert_from_uint4`).
+Signatures follow the bridge's documentation (`cast_to_fp8_v2`, `cast_from_fp8`, `fp8_gemm_v2`,
+`convert_from_uint4`).
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class QuantizedKernels:
-    """The part of `FusedKernels` that multiplies with quantized weights."""
+    """The kernels of `FusedKernels` for quantized weights."""
 
     def cast_to_fp8(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         hpu: Any = torch.ops.hpu

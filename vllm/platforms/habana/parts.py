@@ -1,4 +1,4 @@
-"""The parts of the bridge that some builds lack: their modules, and the replacement without them.
+"""List the parts of the bridge that some builds do not have: their modules, and their replacement.
 
 All other parts exist in every supported build, and the engine does not start without them. Each
 part is looked up once, when the card is opened.
@@ -134,16 +134,16 @@ PARTS: dict[str, Part] = {
 
 
 def parse_release(text: str) -> Version:
-    """Return the release that "1.24" names."""
+    """Parse a release such as "1.24"."""
     major, _, minor = text.partition(".")
     return int(major), int(minor)
 
 
 def parse_names(text: str) -> list[str]:
-    """Return the parts of a comma-separated list.
+    """Parse a comma-separated list of parts.
 
     Raises:
-        ConfigError: there is no part of such a name.
+        ConfigError: a part has an unknown name.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
@@ -164,7 +164,7 @@ def load_vendor(module: str) -> ModuleType:
 
 
 def find_parts(load: Callable[[str], ModuleType] = load_vendor) -> Found:
-    """Look every part up, once for each card that is opened.
+    """Look up every optional part. Called once for each opened card.
 
     Args:
         load: imports the module of a part.
@@ -190,8 +190,11 @@ def _objects(part: Part, load: Callable[[str], ModuleType]) -> tuple[Any, ...] |
 
 
 def _takes(function: Any, arguments: Iterable[str]) -> bool:
-    """Whether a kernel has these parameters: a function, or an autograd function, whose `apply` has
-    the parameters of its `forward`."""
+    """Return whether a kernel has these parameters.
+
+    The kernel is a function, or an autograd function, whose `apply` has the parameters of its
+    `forward`.
+    """
     wanted = set(arguments)
     if not wanted:
         return True
@@ -214,10 +217,11 @@ def _operators(part: Part) -> tuple[Any, ...] | None:
 
 
 def absent_of_release(release: Version, absent: Iterable[str] = ()) -> list[str]:
-    """Return the parts that a simulated release lacks.
+    """Return the parts that a simulated release does not have.
 
     Args:
-        absent: further parts that it lacks, in addition to the ones of later releases.
+        release: the simulated release.
+        absent: parts that it lacks in addition to the parts of later releases.
     """
     lacking = set(absent)
     return [
@@ -228,7 +232,7 @@ def absent_of_release(release: Version, absent: Iterable[str] = ()) -> list[str]
 
 
 def log_absent(found: Found) -> None:
-    """Warn about each missing part that all known releases have, and say what runs instead."""
+    """Warn about each missing part that all known releases have, and name its replacement."""
     for name, part in PARTS.items():
         if name not in found and part.since == OLDEST:
             logger.warning("this build of the bridge has no %s: %s", name, part.instead)

@@ -1,7 +1,7 @@
-"""A Gaudi card through `habana_frameworks`, which nothing else imports.
+"""Access a Gaudi card through `habana_frameworks`, which no other module imports.
 
 Written from the published interface; it has not run on a card. Uses names and arguments that builds
-1.19 and later have in common, and what `parts` finds.
+1.19 and later have in common, and the parts that `parts` finds.
 """
 
 import time
@@ -37,9 +37,10 @@ class RealBridge:
     """The card of this process. Importing the vendor library loads its driver."""
 
     def __init__(self, *, has_peers: bool = False) -> None:
-        """
+        """Open the card.
+
         Args:
-            has_peers: this process is one of several, each with a card of its own.
+            has_peers: this process is one of several, each with its own card.
         """
         if has_peers:
             # Importing this sets the module id of this rank, which must be known before the card is

@@ -1,4 +1,4 @@
-"""Reads the sensors of Gaudi cards through `habana-pyhlml`, which nothing else imports.
+"""Read the sensors of Gaudi cards through `habana-pyhlml`, which no other module imports.
 
 The package is the vendor's binding of its library for management, libhlml: it opens no card, so any
 process may read any card while others compute. Written from its published interface; it has not run
@@ -20,10 +20,10 @@ _ON_CHIP = 0
 
 
 class CardReader:
-    """Reads the sensors of the cards of this machine that an engine uses.
+    """Reads the sensors of the cards on this machine that an engine uses.
 
     Args:
-        modules: of these cards; None: of all.
+        modules: module ids of these cards; None: all cards.
     """
 
     def __init__(self, modules: Collection[int] | None = None) -> None:
@@ -31,9 +31,11 @@ class CardReader:
         self._cards: list[_Card] | None = None
 
     def read(self) -> list[CardReading]:
-        """Ask the driver for all figures. Takes a moment, the first time longer: not for an event
-        loop. Returns nothing where package or driver is missing, which is logged once. One thread
-        at a time."""
+        """Read all sensors through the driver. One thread at a time.
+
+        This takes a moment, and longer the first time, so do not call it in an event loop. Returns
+        an empty list if the package or the driver is missing, which is logged once.
+        """
         if self._cards is None:
             try:
                 self._cards = self._open()
@@ -63,11 +65,11 @@ class CardReader:
 
 
 class _Card:
-    """One card.
+    """The sensors of one card.
 
     Args:
         hlml: the package.
-        index: of the card.
+        index: index of the card.
     """
 
     def __init__(self, hlml: Any, index: int) -> None:
@@ -95,7 +97,7 @@ class _Card:
 
 
 def _known(ask: Callable[[], _Figure]) -> _Figure | None:
-    """Return the answer to one question; None where the driver, or this build of it, has none."""
+    """Return the value of one query; None if the driver, or this build of it, does not have it."""
     try:
         return ask()
     except Exception:  # a vendor library may raise anything

@@ -1,6 +1,7 @@
-"""Kernels whose meaning is not documented in full are used on a card that computes what we expect.
+"""Try kernels whose behaviour is not fully documented, and use them only if the card computes the
+expected result.
 
-A trial runs a kernel once, on random numbers, when a model first needs it, and compares the result
+A trial runs a kernel once, on random values, when a model first needs it, and compares the result
 with plain torch in float32 on the host. It runs in the mode of the engine: recorded, or compiled.
 """
 
@@ -30,7 +31,7 @@ slices are by default (PT_HPU_SDPA_BC_FACTOR)."""
 
 
 class TriedKernels(FusedKernels, Protocol):
-    """Kernels, and what a trial finds out about them."""
+    """Kernels, with the results of their trials."""
 
     window_left: int
     """Difference between a window of W tokens and the kernel's argument for it."""
@@ -46,7 +47,7 @@ class Runner:
     is_lazy: bool
 
     def __call__(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Return what a function of tensors gives on the card, in float32 on the host."""
+        """Run a function of tensors on the card, and return the result in float32 on the host."""
         on_card = [x.to(self.device) for x in inputs]
         if not self.is_lazy:
             function = torch.compile(function, backend=COMPILE_BACKEND, dynamic=False)
@@ -59,8 +60,9 @@ Trial = Callable[[Any, Runner], str | None]
 
 
 def _reproducible(trial: Trial) -> Trial:
-    """Return the trial with the same random numbers at each start, which leaves the generator of
-    the process as it was."""
+    """Return the trial with fixed random numbers, which does not change the random generator of the
+    process.
+    """
 
     def run(kernels: Any, runner: Runner) -> str | None:
         state = torch.get_rng_state()
@@ -75,7 +77,8 @@ def _reproducible(trial: Trial) -> Trial:
 
 def _refusal(run: Callable[[], str | None]) -> str | None:
     """Run a trial, and return why the kernel cannot be used, or None. An exception of any type is
-    such a reason."""
+    also a reason.
+    """
     try:
         return run()
     except Exception as error:
@@ -84,7 +87,7 @@ def _refusal(run: Callable[[], str | None]) -> str | None:
 
 
 def _difference(got: Tensor, want: Tensor, limit: float = LIMIT) -> str | None:
-    """Return what is wrong with a result; None: nothing."""
+    """Describe how a result differs from the expected one; None if it does not."""
     if got.shape != want.shape:
         return f"it returns a tensor of shape {list(got.shape)}, not {list(want.shape)}"
     error = float((got - want).abs().max() / want.abs().max())
@@ -94,7 +97,7 @@ def _difference(got: Tensor, want: Tensor, limit: float = LIMIT) -> str | None:
 
 
 def _try_sinks(kernels: TriedKernels, runner: Runner) -> str | None:
-    """Try one more key of each head, whose value is zero: causal, and with a mask."""
+    """Try sinks (one additional key per head, whose value is zero): causal, and with a mask."""
     query, key, value = _queries_and_keys(num_tokens=BLOCK, num_heads=4, num_kv_heads=2)
     sinks = (torch.randn(4) + 1).bfloat16()
     mask = torch.rand(1, 1, BLOCK, BLOCK) < 0.5
@@ -112,12 +115,12 @@ def _try_sinks(kernels: TriedKernels, runner: Runner) -> str | None:
 
 
 def _try_window(kernels: TriedKernels, runner: Runner) -> str | None:
-    """Find out how a window is given to the kernel, and for which lengths it counts.
+    """Find out how a window is passed to the kernel, and for which lengths it works.
 
-    The facts are that it has a left and a right side; that some builds want the vendor's slices,
-    which PT_HPU_SDPA_QKV_SLICE_MODE_FWD switches on, and a multiple of their size; and that key
-    heads that several query heads share were kept from it. Sinks, where the card has them, are
-    tried together with it.
+    The vendor's code shows that a window has a left and a right side; that some builds require the
+    vendor's slices, which PT_HPU_SDPA_QKV_SLICE_MODE_FWD switches on, and a multiple of their size;
+    and that key heads that several query heads share were not supported with it. If the card has
+    sinks, they are tried together with the window.
     """
     wrong: str | None = None
     sinks = (torch.randn(4) + 1).bfloat16() if kernels.has("FusedSDPA sink") else None
@@ -155,7 +158,9 @@ def _try_length(
 def _queries_and_keys(
     num_tokens: int, num_heads: int, num_kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Make large scores, so that each token attends to few keys and each of them counts."""
+    """Create inputs with large scores, so that each token attends to few keys and each of them
+    matters.
+    """
     query = torch.randn(1, num_heads, num_tokens, 64).bfloat16() * 2
     key, value = torch.randn(2, 1, num_kv_heads, num_tokens, 64).bfloat16()
     return query, key, value
@@ -176,8 +181,9 @@ def _attention(
 
 
 def _try_fp8(kernels: TriedKernels, runner: Runner) -> str | None:
-    """Find out whether scales mean what is documented: each is a different power of two, and the
-    inputs are fp8 already. Causal with padding, and with a mask."""
+    """Check that scales mean what is documented: each is a different power of two, and the inputs
+    are FP8 already. Causal with padding, and with a mask.
+    """
     lengths = torch.tensor([BLOCK - 27], dtype=torch.int32)
     inputs = [x.to(FP8) for x in _queries_and_keys(num_tokens=BLOCK, num_heads=4, num_kv_heads=2)]
     factors = torch.tensor([[0.5], [2.0], [0.25], [64.0], [1 / 64]])
@@ -230,8 +236,9 @@ def _try_block_softmax(kernels: TriedKernels, runner: Runner) -> str | None:
 
 
 def _try_adjustment(kernels: TriedKernels, runner: Runner) -> str | None:
-    """Try the factors of blocks of some requests; the sums of a block without visible keys are
-    tiny."""
+    """Try the factors of the blocks of some requests. The sums of a block without visible keys are
+    tiny.
+    """
     num_blocks, num_kv_heads, group, num_rows = 9, 2, 3, 4
     shape = [num_blocks, num_kv_heads, group, 1, 1]
     maxima, sums = torch.randn(shape) * 4, torch.rand(shape) * 100 + 1
@@ -253,7 +260,7 @@ def _try_adjustment(kernels: TriedKernels, runner: Runner) -> str | None:
 
 
 def _try_biased_experts(kernels: TriedKernels, runner: Runner) -> str | None:
-    """Run four of six experts, with weights in both layouts; some inputs are beyond the limit."""
+    """Try four of six experts, with weights in both layouts and some inputs beyond the limit."""
     alpha, limit, first, hidden, size = 1.702, 7.0, 1, 64, 128
     x = (torch.randn(12, hidden) * 2).bfloat16()
     ids = torch.rand(12, 6).topk(2).indices

@@ -1,1 +1,1 @@
-"""Limits of the next token: allowed tokens, rules of a model, and processors of users."""
+"""Restrict the next token: allowed tokens, rules of a model, and processors of users."""

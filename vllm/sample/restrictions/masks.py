@@ -1,7 +1,8 @@
-"""Bit masks of the tokens that a row may generate: allowed_token_ids and structured output.
+"""Apply bit masks of the tokens that a request may generate: allowed_token_ids and structured
+output.
 
-A mask over a vocabulary of V tokens is W words of 32 bits, token t in bit t % 32 of word t // 32.
-A launch copies the words of its rows to the device and makes bools of them there.
+A mask over a vocabulary of V tokens has W words of 32 bits, token t in bit t % 32 of word t // 32.
+The words of a batch are copied to the device and converted to bools there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ def num_words(vocab_size: int) -> int:
 
 
 def pack_allowed(token_ids: Sequence[int], vocab_size: int) -> IntArray:
-    """Pack the allowed tokens, which are inside the vocabulary, into a mask [W]."""
+    """Return the mask [W] of the allowed tokens, which must be inside the vocabulary."""
     bits = np.zeros(num_words(vocab_size) * WORD_BITS, np.uint8)
     bits[np.array(token_ids, np.int64)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
@@ -42,7 +43,7 @@ def bit_values(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenMasks:
-    """Masks for some rows of a launch."""
+    """Masks for some requests of a batch."""
 
     rows: npt.NDArray[np.int64]
     """[m] indices into the launch, on the host; the last may be repeated as padding."""
@@ -54,7 +55,9 @@ class TokenMasks:
     """[m] int64 `rows` on the device, where they are there already."""
 
     def select(self, indices: npt.NDArray[np.int64]) -> "TokenMasks | None":
-        """Select rows by indices [k]; they are renumbered in this order."""
+        """Select the masks of requests by indices [k]; the requests are renumbered in this
+        order.
+        """
         place = {row: i for i, row in enumerate(self.rows.tolist())}
         found = [(new, place[old]) for new, old in enumerate(indices.tolist()) if old in place]
         if not found:
@@ -64,7 +67,9 @@ class TokenMasks:
         return TokenMasks(rows.copy(), words, self.bits)
 
     def apply(self, logits: Tensor) -> None:
-        """Set the logits [n, P] of all other tokens to -inf in place; P is V or more."""
+        """Set the logits [n, P] of all tokens that are not allowed to -inf, in place; P is V or
+        more.
+        """
         if logits.is_cpu:
             self._apply_on_host(logits)
             return
@@ -74,8 +79,9 @@ class TokenMasks:
         self._apply_on_card(logits, rows)
 
     def _apply_on_card(self, logits: Tensor, rows: Tensor) -> None:
-        """Forbid tokens by index tensors and not by slices: an offset in a slice is a new graph on
-        Gaudi, and a write to a slice is a copy."""
+        """Forbid tokens with index tensors instead of slices: an offset in a slice is a new graph
+        on Gaudi, and a write to a slice is a copy.
+        """
         forbidden = ((self.words[:, :, None] & self.bits) == 0).flatten(1)
         lacking = logits.shape[-1] - forbidden.shape[-1]
         if lacking < 0:
@@ -89,8 +95,9 @@ class TokenMasks:
         logits.index_copy_(0, rows, chosen)
 
     def _apply_on_host(self, logits: Tensor) -> None:
-        """Forbid tokens without temporaries of the logits' size, which is 20 times faster on a
-        CPU."""
+        """Forbid tokens without temporaries of the size of the logits, which is 20 times faster on
+        a CPU.
+        """
         forbidden = np.unpackbits((~self.words).numpy().view(np.uint8), axis=1, bitorder="little")
         masks = torch.from_numpy(forbidden).view(torch.bool)[:, : logits.shape[1]]
         if np.array_equal(self.rows, np.arange(len(logits))):
@@ -105,16 +112,21 @@ class TokenMatcher(Protocol):
 
     @property
     def error(self) -> str | None:
-        """Return why the output cannot continue; the request ends with this error."""
+        """The reason why the output cannot continue; the request fails with this error. None if it
+        can.
+        """
         ...
 
     def fill(self, mask: IntArray) -> None:
-        """Write the mask [W] of the next token. Never raises: a failure sets `error`."""
+        """Write the mask [W] of the next token. Never raises; a failure is stored in `error`."""
         ...
 
     def fill_along(self, masks: IntArray, drafts: Sequence[int]) -> None:
-        """Write the masks [1 + d, W] of the next token, and of the tokens after each of d drafts,
-        which may allow no token if a draft cannot be accepted. Never raises, like `fill`."""
+        """Write the masks [1 + d, W] of the next token, and of the tokens after each of d drafts.
+
+        A mask may allow no token if a draft cannot be accepted. Never raises; a failure is stored
+        in `error`.
+        """
         ...
 
     def accept(self, token_id: int) -> None:
@@ -123,12 +135,12 @@ class TokenMatcher(Protocol):
 
 
 class MaskFiller:
-    """Matchers by row, and threads that fill their masks while the device computes.
+    """Fills the masks of structured outputs in threads while the device computes.
 
     Args:
-        num_rows: number of rows.
+        num_rows: maximum number of requests.
         vocab_size: V.
-        num_threads: at most.
+        num_threads: maximum number of threads.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, num_threads: int = 1) -> None:
@@ -145,28 +157,29 @@ class MaskFiller:
         return row in self._matchers
 
     def add(self, row: int, matcher: TokenMatcher) -> None:
-        """Set the matcher of a row."""
+        """Set the matcher of a request."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="token-masks")
             self._masks = np.empty(self._shape, np.int32)
         self._matchers[row] = matcher
 
     def remove(self, row: int) -> None:
-        """Remove the matcher of a row, if it has one."""
+        """Remove the matcher of a request, if it has one."""
         self._wait(row)
         self._matchers.pop(row, None)
         self._behind.pop(row, None)
 
     def accept(self, row: int, token_id: int) -> None:
-        """Add a token that a row with a matcher has generated."""
+        """Add a token that a request with a matcher has generated."""
         self._matchers[row].accept(token_id)
 
     def start(self, rows: IntArray, drafts: RowDrafts | None = None) -> None:
-        """Start to fill the masks of these rows, in threads. Rows without a matcher are skipped.
+        """Start to fill the masks of these requests, in threads. Requests without a matcher are
+        skipped.
 
         Args:
-            rows: no row twice.
-            drafts: of rows that have any.
+            rows: batch indices, without repeats.
+            drafts: drafts of the requests that have any.
         """
         if not self._matchers:
             return
@@ -183,8 +196,11 @@ class MaskFiller:
             self._pending.update(dict.fromkeys(part, future))
 
     def masks(self, row: int, drafts: RowDrafts) -> IntArray:
-        """Return [1 + d, W]: the masks of the row's next token, and after each of its d drafts.
-        Wait for them if they were started, else fill them."""
+        """Return the masks [1 + d, W] of a request: of its next token, and after each of its d
+        drafts.
+
+        Wait for the masks if their threads were started, else fill them now.
+        """
         if row in self._pending:
             self._wait(row)
         else:
@@ -194,7 +210,7 @@ class MaskFiller:
         return self._masks[row : row + 1]
 
     def errors(self, rows: IntArray) -> dict[int, str]:
-        """Return row -> error, for each of these rows whose output cannot continue."""
+        """Return batch index -> error, for each of these requests whose output cannot continue."""
         if not self._matchers:
             return {}
         found = {row: self._matchers[row].error for row in rows.tolist() if row in self._matchers}

@@ -1,8 +1,9 @@
-"""Rules of a model for its outputs: tokens that it never writes, and the order of time stamps.
+"""Apply the rules of a model for its outputs: tokens that it never writes, and the order of time
+tokens.
 
-They belong to the distribution of the model: logits of tokens that may not come are -inf before
-any sampling parameter is applied. Time stamps follow the rules of Whisper (Radford et al. 2022,
-arXiv 2212.04356).
+The rules belong to the distribution of the model: logits of forbidden tokens are -inf before any
+sampling parameter is applied. Time tokens follow the rules of Whisper (Radford et al. 2022, arXiv
+2212.04356).
 """
 
 from collections.abc import Sequence
@@ -20,15 +21,15 @@ NO_TIMES = int(np.iinfo(np.int32).max)
 
 
 class RowRules:
-    """The rules of one request, and the output so far, from which the next tokens follow.
+    """The rules of one request, and the output so far, which decides the allowed next tokens.
 
     Args:
-        rules: of the request.
-        output_token_ids: generated so far.
-        vocab_size: of the logits.
+        rules: rules of the request.
+        output_token_ids: tokens generated so far.
+        vocab_size: vocabulary size of the logits.
 
     Attributes:
-        first_time: the first token of time stamps; None: there are no rules for them.
+        first_time: the first time token; None: there are no rules for time tokens.
     """
 
     def __init__(
@@ -53,11 +54,11 @@ class RowRules:
             self._output.append(token_id)
 
     def allowed(self, num_output_tokens: int, ahead: Sequence[int] = ()) -> IntArray:
-        """Return the mask [W] of the next token; only read.
+        """Return the mask [W] of the next token; it must not be changed.
 
         Args:
-            num_output_tokens: generated so far.
-            ahead: the last of them, if they are not recorded yet.
+            num_output_tokens: number of tokens generated so far.
+            ahead: the last of these tokens, if they are not recorded yet.
         """
         usual = self._usual if num_output_tokens else self._first
         if self.first_time is None:
@@ -68,7 +69,7 @@ class RowRules:
         return found
 
     def _forbidden(self, output: Sequence[int], first_time: int) -> list[tuple[int, int]]:
-        """Return ranges of tokens that may not follow an output."""
+        """Return the ranges of tokens that may not follow an output."""
         rules, size = self._rules, self._vocab_size
         found = [(rules.end_of_times, size)]
         if not output:
@@ -92,7 +93,7 @@ class RowRules:
 
 
 def _range_mask(start: int, end: int, num: int) -> IntArray:
-    """Return [num] words with the bits of tokens from `start` to before `end`."""
+    """Return a mask of `num` words with the bits of the tokens from `start` to before `end`."""
     bits = np.zeros(num * WORD_BITS, np.uint8)
     bits[start:end] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
@@ -100,7 +101,7 @@ def _range_mask(start: int, end: int, num: int) -> IntArray:
 
 @dataclass(frozen=True)
 class LogitRules:
-    """The rules of m rows of a launch."""
+    """The rules of m requests in a batch."""
 
     masks: TokenMasks
     """Tokens that may come."""
@@ -110,7 +111,7 @@ class LogitRules:
     None: no row has."""
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Return logits [n, V] with -inf for tokens that may not come."""
+        """Return logits [n, V] with -inf for forbidden tokens."""
         changed = logits.clone()
         self.masks.apply(changed)
         if self.first_times is None:
@@ -122,7 +123,9 @@ class LogitRules:
         return changed
 
     def _apply_on_host(self, logits: Tensor, first_times: Tensor) -> None:
-        """Forbid text in rows that must have a time stamp, in place: no row is copied."""
+        """Forbid text tokens for requests that must write a time token, in place, without copying
+        logits.
+        """
         for row, first in zip(self.masks.rows.tolist(), first_times.tolist(), strict=True):
             if first == NO_TIMES:
                 continue
@@ -131,7 +134,7 @@ class LogitRules:
                 logits[row, :first] = -np.inf
 
     def _apply_on_card(self, logits: Tensor, first_times: Tensor) -> None:
-        """Apply the rules by operators whose shapes do not depend on values."""
+        """Apply the rules with operators whose shapes do not depend on values."""
         rows = self.masks.device_rows
         if rows is None:
             rows = torch.from_numpy(self.masks.rows).to(logits.device)
@@ -144,8 +147,9 @@ class LogitRules:
 
 
 def _times_win(text: Tensor, times: Tensor) -> Tensor:
-    """Return [...] whether tokens with logits [..., n] are together likelier than one with the
-    logit [...]."""
+    """Return [...] whether the time tokens with logits [..., n] are together more likely than the
+    text token with the logit [...].
+    """
     most = torch.maximum(text, times.amax(-1))
     total = torch.exp(times - most[..., None]).sum(-1)
     return total > torch.exp(text - most)

@@ -1,4 +1,6 @@
-"""Logits processors that a user passes in `SamplingParams`. They run row by row, in Python."""
+"""Run the logits processors that a user passes in `SamplingParams`, request by request, in
+Python.
+"""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -15,11 +17,11 @@ class LogitsProcessorError(Exception):
 
 
 class RowProcessors:
-    """The processors of one request, and the token ids they are given.
+    """The processors of one request, and the token ids that they get.
 
     Args:
-        request: its prompt and its processors.
-        output_token_ids: generated so far.
+        request: request with its prompt and its processors.
+        output_token_ids: tokens generated so far.
     """
 
     def __init__(self, request: EngineRequest, output_token_ids: Sequence[int]) -> None:
@@ -34,14 +36,15 @@ class RowProcessors:
         self._output_token_ids.append(token_id)
 
     def apply(self, logits: Tensor) -> None:
-        """Run all processors in their order and put the result in place.
+        """Run all processors in order, and write the result to `logits`.
 
         Args:
-            logits: [vocab_size] float32. Processors get a copy of their own, to keep or to change.
+            logits: [vocab_size] float32. Processors get their own copy, which they may keep or
+                change.
 
         Raises:
-            LogitsProcessorError: a processor raised, or did not return logits of that shape.
-                The logits are then as before.
+            LogitsProcessorError: a processor raised, or did not return logits of this shape. The
+                logits are then unchanged.
         """
         result = logits.clone()
         for processor, num_arguments in self._processors:

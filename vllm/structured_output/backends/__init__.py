@@ -1,5 +1,5 @@
-"""The grammar libraries. Only the files here import them, and only when needed, because xgrammar
-takes seconds to import.
+"""Wrap the grammar libraries. Only the files here import them, and only when needed, because
+xgrammar takes seconds to import.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ BACKENDS = ("xgrammar", "llguidance")
 
 
 def import_backend(name: str) -> "Callable[[Vocabulary], Backend]":
-    """Import the library of this name; returns what makes its backend."""
+    """Import a grammar library, and return the function that creates its backend."""
     assert name in BACKENDS
     if name == "xgrammar":
         from vllm.structured_output.backends.xgrammar import XGrammarBackend
@@ -24,10 +24,10 @@ def import_backend(name: str) -> "Callable[[Vocabulary], Backend]":
 
 
 def make_backend(name: str, vocabulary: Vocabulary) -> Backend:
-    """Import the library of this name and make its backend.
+    """Import a grammar library and create its backend.
 
-    The libraries hold the interpreter meanwhile: for 128,000 tokens xgrammar a tenth of a second,
-    llguidance half a second.
+    The libraries hold the interpreter lock meanwhile: for 128,000 tokens xgrammar a tenth of a
+    second, llguidance half a second.
     """
     return import_backend(name)(vocabulary)
 

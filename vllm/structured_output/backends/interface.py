@@ -1,4 +1,4 @@
-"""The contract of a grammar library: its backend, its grammars, and its error."""
+"""Define the interface of a grammar library: its backend, its grammars, and its error."""
 
 from typing import Any, Protocol
 
@@ -10,8 +10,9 @@ only whitespace until the end of its output."""
 
 
 class BackendError(ValueError):
-    """A library refuses a grammar, or an output that does not follow it; has the library's
-    message."""
+    """A library refuses a grammar, or an output that does not match it. Has the library's
+    message.
+    """
 
 
 class OutputMatcher(Protocol):
@@ -21,20 +22,20 @@ class OutputMatcher(Protocol):
         """Write the mask of the tokens that are allowed next.
 
         Args:
-            mask: [num_words] of the vocabulary. The bits of tokens without text mean nothing.
+            mask: [num_words] of the vocabulary. The bits of tokens without text are not defined.
         """
         ...
 
     def is_complete(self) -> bool:
-        """Whether the output may end here. Called after `fill`."""
+        """Return whether the output may end here. Called after `fill`."""
         ...
 
     def accept(self, token_id: int) -> None:
-        """Add a generated text token; raises BackendError if the grammar does not allow it here."""
+        """Add a generated text token; raises BackendError if the grammar does not allow it."""
         ...
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last accepted tokens."""
+        """Undo the last `num_tokens` accepted tokens."""
         ...
 
 
@@ -42,8 +43,11 @@ class BackendMatcher(OutputMatcher, Protocol):
     """The state of one output in its grammar."""
 
     def can_accept(self, token_id: int) -> bool:
-        """Return whether a text token may come next. It may although `fill` leaves it out, if the
-        library would cut a text that is certain into other tokens."""
+        """Return whether a text token may come next.
+
+        It may be allowed although `fill` leaves it out, if the library would split a forced text
+        into other tokens.
+        """
         ...
 
 
@@ -51,12 +55,12 @@ class LoadedGrammar(Protocol):
     """A compiled grammar in memory."""
 
     def matcher(self) -> BackendMatcher:
-        """Make a new matcher at the beginning of an output."""
+        """Create a matcher at the beginning of an output."""
         ...
 
 
 class Backend(Protocol):
-    """One library, for one vocabulary."""
+    """One grammar library, for one vocabulary."""
 
     def compile(
         self,
@@ -69,11 +73,11 @@ class Backend(Protocol):
         """Compile the content of a `Grammar`.
 
         Args:
-            kind: of `GrammarSpec`.
-            source: a prepared schema; a translated pattern; a list of choices; the text of a
-                grammar; a structural tag in the newer format.
+            kind: kind of grammar, as in `GrammarSpec`.
+            source: depends on the kind: a prepared schema, a translated pattern, a list of choices,
+                the text of a grammar, or a structural tag in the newer format.
             any_whitespace: JSON may have optional whitespace.
-            whitespace_pattern: pattern for that whitespace; None is the default.
+            whitespace_pattern: pattern for this whitespace; None: the default.
 
         Raises:
             BackendError: the library does not support the kind, or refuses the source.
@@ -81,6 +85,7 @@ class Backend(Protocol):
         ...
 
     def load(self, content: bytes) -> LoadedGrammar:
-        """Load a result of `compile`, which may be from another process; raises BackendError if it
-        cannot be used."""
+        """Load a result of `compile`, also from another process; raises BackendError if it is not
+        usable.
+        """
         ...

@@ -1,5 +1,6 @@
-"""llguidance: lexer and Earley parser at run time. Supports most of JSON schema, and Lark
-grammars."""
+"""Use llguidance: a lexer and Earley parser at run time. Supports most of JSON schema, and Lark
+grammars.
+"""
 
 import json
 import re
@@ -17,7 +18,9 @@ _REGEX_PROBLEM = re.compile(r"regex parse error:\n(.*)\n( *\^+)\nerror: (.*)")
 
 
 class _Tokens:
-    """A vocabulary in llguidance's interface. The last token is an artificial end token."""
+    """A vocabulary with the interface that llguidance needs. The last token is an artificial end
+    token.
+    """
 
     bos_token_id = None
 
@@ -41,7 +44,7 @@ class _Tokens:
 
 
 class LLGuidanceBackend:
-    """Compiles and loads; see `Backend`."""
+    """Compiles and loads grammars with llguidance."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         tokens = _Tokens(vocabulary)
@@ -101,7 +104,7 @@ class LLGuidanceGrammar:
         self._num_words = num_words
 
     def matcher(self) -> "LLGuidanceMatcher":
-        """Make a matcher at the beginning of an output."""
+        """Create a matcher at the beginning of an output."""
         return LLGuidanceMatcher(self._first.deep_copy(), self._num_words)
 
 
@@ -119,7 +122,7 @@ class LLGuidanceMatcher:
         mask[:] = self._words[: len(mask)]
 
     def is_complete(self) -> bool:
-        """Return whether the output may end here; only known after `fill`."""
+        """Return whether the output may end here. Valid only after `fill`."""
         return self._matcher.is_accepting()
 
     def can_accept(self, token_id: int) -> bool:
@@ -133,7 +136,7 @@ class LLGuidanceMatcher:
             raise BackendError(f"token {token_id} is not allowed by the grammar")
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last accepted tokens."""
+        """Undo the last `num_tokens` accepted tokens."""
         self._matcher.rollback(num_tokens)
         self._check()
 
@@ -143,7 +146,7 @@ class LLGuidanceMatcher:
 
 
 def json_options(any_whitespace: bool, whitespace_pattern: str | None) -> dict[str, Any]:
-    """Return options for the format of JSON."""
+    """Return llguidance's options for the format of JSON."""
     if not any_whitespace:
         return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     pattern = whitespace_pattern or rf"[ \t\n\r]{{1,{MAX_WHITESPACE}}}"
@@ -151,8 +154,9 @@ def json_options(any_whitespace: bool, whitespace_pattern: str | None) -> dict[s
 
 
 def _structural_tag(source: Any, options: dict[str, Any]) -> str:
-    """Convert a structural tag {"format": {"type": "triggered_tags", ...}} with JSON schemas as
-    content."""
+    """Convert a structural tag {"format": {"type": "triggered_tags", ...}}, whose content is JSON
+    schemas, to a Lark grammar.
+    """
     tags = []
     for tag in source["format"]["tags"]:
         begin = tag["begin"]

@@ -1,4 +1,4 @@
-"""The bytes of every token, which is all that grammars need of a tokenizer."""
+"""Provide the bytes of every token, which is all that grammars need from a tokenizer."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ _WORD_BITS = 32
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens of a model; a mask over them has a bit per token, in words of 32."""
+    """The tokens of a model. A mask over them has one bit per token, in words of 32 bits."""
 
     tokens: list[bytes]
     """Bytes of each token, one entry per logit. Empty for special tokens and padding, which have no
@@ -50,8 +50,12 @@ class Vocabulary:
 
     @classmethod
     def of_file(cls, path: Path, vocab_size: int) -> "Vocabulary | None":
-        """Read the vocabulary from tokenizer.json, for `vocab_size` logits; a class of transformers
-        may have changed it: compare `key`. None: the file does not have it."""
+        """Read the vocabulary from tokenizer.json, for `vocab_size` logits; None if the file does
+        not have it.
+
+        A tokenizer class of transformers may have changed the vocabulary; compare `key` to find
+        out.
+        """
         from vllm.transformers_utils.token_bytes import read_token_bytes
 
         tokens = read_token_bytes(path, vocab_size)
@@ -59,55 +63,55 @@ class Vocabulary:
 
     @classmethod
     def decode(cls, data: bytes) -> "Vocabulary":
-        """Make it from `encoded`."""
+        """Create a vocabulary from `encoded`."""
         return cls(msgspec.msgpack.decode(data, type=list[bytes]))
 
     @cached_property
     def encoded(self) -> bytes:
-        """Encode it for another process."""
+        """The vocabulary, encoded for another process."""
         return msgspec.msgpack.encode(self.tokens)
 
     @cached_property
     def key(self) -> bytes:
-        """Equal for equal vocabularies."""
+        """Hash that is equal for equal vocabularies."""
         return hashlib.sha256(self.encoded).digest()[:16]
 
     @cached_property
     def num_words(self) -> int:
-        """Number of words of a mask."""
+        """Number of 32-bit words in a mask."""
         return -(-len(self.tokens) // _WORD_BITS)
 
     @cached_property
     def text_mask(self) -> IntArray:
-        """[num_words] the tokens that are text."""
+        """Mask [num_words] of the tokens that are text."""
         return pack_tokens(
             np.array([i for i, token in enumerate(self.tokens) if token], np.int64), self.num_words
         )
 
     def is_indexed(self, texts: Iterable[str]) -> bool:
-        """Return whether the look-ups below are fast for these texts."""
+        """Return whether the look-ups of this class are fast for these texts."""
         return "_by_first_byte" in self.__dict__ and all(t.encode() in self._around for t in texts)
 
     def index(self, texts: Iterable[str]) -> None:
-        """Make the look-ups below fast for these texts: 0.05 s of work for 150,000 tokens."""
+        """Make the look-ups of this class fast for these texts. Takes 0.05 s for 150,000 tokens."""
         for text in texts:
             self.tokens_around(text.encode())
         assert self.spaces is not None and self._by_first_byte is not None
 
     @cached_property
     def spaces(self) -> list[tuple[int, bytes]]:
-        """Return the tokens of white space, and their bytes."""
+        """The white-space tokens as (id, bytes)."""
         return [(i, t) for i, t in enumerate(self.tokens) if t and not t.strip()]
 
     def tokens_along(self, text: bytes) -> Iterator[tuple[int, bytes]]:
-        """Yield the tokens that are a beginning of a text, or begin with it."""
+        """Yield (id, bytes) of the tokens that are a beginning of a text, or begin with it."""
         for token_id in self._by_first_byte.get(text[:1], ()):
             token = self.tokens[token_id]
             if token.startswith(text) or text.startswith(token):
                 yield token_id, token
 
     def tokens_around(self, text: bytes) -> list[tuple[int, bytes]]:
-        """Return the tokens with this text inside, and the rest of each."""
+        """Return (id, bytes after the text) of the tokens that contain this text."""
         if text not in self._around:
             self._around[text] = [
                 (token_id, token.partition(text)[2])
@@ -130,7 +134,7 @@ class Vocabulary:
 
 
 def pack_tokens(token_ids: "np.typing.NDArray[np.int64]", num_words: int) -> IntArray:
-    """Pack some tokens into a mask [num_words]; ids from 32 times `num_words` on are left out."""
+    """Return the mask [num_words] of some tokens; ids from 32 times `num_words` on are left out."""
     bits = np.zeros(num_words * _WORD_BITS, np.uint8)
     bits[token_ids[token_ids < len(bits)]] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

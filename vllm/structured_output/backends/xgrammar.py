@@ -1,4 +1,6 @@
-"""xgrammar: a pushdown automaton compiled against the vocabulary. Fast; supports plain schemas."""
+"""Use xgrammar: a pushdown automaton compiled against the vocabulary. Fast; supports plain
+schemas.
+"""
 
 import json
 import re
@@ -15,7 +17,7 @@ _LOG_PREFIX = re.compile(r"^(?:\[[\d:]+\] \S+?:\d+: )+")
 
 
 class XGrammarBackend:
-    """Compiles and loads; see `Backend`."""
+    """Compiles and loads grammars with xgrammar."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         # An additional, artificial end token after the model's tokens.
@@ -82,7 +84,7 @@ class XGrammar:
         self._num_words = num_words
 
     def matcher(self) -> "XGrammarMatcher":
-        """Make a matcher at the beginning of an output."""
+        """Create a matcher at the beginning of an output."""
         return XGrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._num_words)
 
 
@@ -102,7 +104,7 @@ class XGrammarMatcher:
         mask[:] = self._words[: len(mask)]
 
     def is_complete(self) -> bool:
-        """Return whether the output may end here; only known after `fill`."""
+        """Return whether the output may end here. Valid only after `fill`."""
         return bool(self._matcher.is_completed())
 
     def can_accept(self, token_id: int) -> bool:
@@ -118,7 +120,7 @@ class XGrammarMatcher:
             raise BackendError(f"token {token_id} is not allowed by the grammar")
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last accepted tokens."""
+        """Undo the last `num_tokens` accepted tokens."""
         self._matcher.rollback(num_tokens)
 
 

@@ -1,1 +1,1 @@
-"""GGUF files: one file with weights, configuration and tokenizer. Imports no torch."""
+"""Read GGUF files: one file with weights, configuration and tokenizer. Imports no torch."""

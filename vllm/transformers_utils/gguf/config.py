@@ -1,4 +1,4 @@
-"""The configuration of a GGUF model as config.json and generation_config.json would have it."""
+"""Convert the metadata of a GGUF model to config.json and generation_config.json."""
 
 import math
 from typing import Any
@@ -23,7 +23,7 @@ _NOT_POOLED = (0, 4)
 
 
 def read_config(model: GGUFModel) -> dict[str, Any]:
-    """Return the content of a config.json of the model.
+    """Return the content of a config.json for the model.
 
     Raises:
         WeightLoadError: metadata is missing, or contradicts the tensors.
@@ -111,12 +111,12 @@ def _encoder_config(model: GGUFModel) -> dict[str, Any]:
 
 
 def _rows_of(model: GGUFModel, stored: str, name: str) -> int:
-    """Return how many rows a table of embeddings has.
+    """Return the number of entries in an embedding table.
 
     Args:
-        model: of the table.
-        stored: its name in the file.
-        name: of our module.
+        model: model with the table.
+        stored: name of the table in the file.
+        name: name of the module in this package.
 
     Raises:
         WeightLoadError: the file has no such tensor.
@@ -143,11 +143,12 @@ def read_generation_config(model: GGUFModel) -> dict[str, Any]:
 
 
 def read_pooling(model: GGUFModel) -> dict[str, Any]:
-    """Return the files in which sentence-transformers would say how texts are pooled: name ->
-    content; none, if the metadata does not say it, or the model gives classes.
+    """Return the files in which sentence-transformers describes pooling: name -> content.
+
+    Empty if the metadata does not describe pooling, or the model is a classifier.
 
     Raises:
-        WeightLoadError: the metadata names an unknown way.
+        WeightLoadError: the metadata names an unknown kind of pooling.
     """
     kind = model.metadata.get(f"{model.architecture}.pooling_type", 0)
     if kind in _NOT_POOLED:
@@ -170,8 +171,11 @@ def read_pooling(model: GGUFModel) -> dict[str, Any]:
 
 
 def _dtype(model: GGUFModel) -> str:
-    """Return float32 for a model in F32. Anything else runs in bfloat16, including F16, because
-    kernels compute in it, and most of these files were made of bfloat16 checkpoints."""
+    """Return the dtype of the model: float32 if it is stored in F32, else bfloat16.
+
+    F16 also becomes bfloat16, because kernels compute in it, and most of these files were made from
+    bfloat16 checkpoints.
+    """
     types = {tensor.type.name for tensor in model.tensors.values() if len(tensor.shape) > 1}
     return "float32" if types == {"F32"} else "bfloat16"
 
@@ -255,7 +259,7 @@ def _rope(model: GGUFModel, head_size: int) -> dict[str, Any]:
 
 
 def _yarn(model: GGUFModel) -> dict[str, float]:
-    """Return the parameters of YaRN that few files have."""
+    """Return the parameters of YaRN, which few files have."""
     found = {}
     for key in ("beta_fast", "beta_slow"):
         if f"{model.architecture}.rope.scaling.yarn_{key}" in model.metadata:
@@ -268,11 +272,10 @@ def _yarn(model: GGUFModel) -> dict[str, float]:
 
 
 def _latent(model: GGUFModel) -> dict[str, Any]:
-    """Return the sizes of latent attention. In newer files other metadata than these are of the
-    latent vectors.
+    """Return the sizes of latent attention, whose metadata keys depend on the age of the file.
 
     Raises:
-        WeightLoadError: one is missing or contradicts another one.
+        WeightLoadError: a size is missing or contradicts another one.
     """
     sizes, rank_name = {}, ".attention.q_lora_rank"
     has_ranks = bool(model.metadata.get(model.architecture + rank_name))
@@ -297,10 +300,10 @@ def _latent(model: GGUFModel) -> dict[str, Any]:
 
 
 def _divisors(factors: StoredTensor, num_rotated: int) -> list[float]:
-    """Return the divisors of the frequencies of so many rotated elements.
+    """Return the divisors of the rotary frequencies for `num_rotated` elements.
 
     Raises:
-        WeightLoadError: the tensor is of another type or size, or has other numbers than divisors.
+        WeightLoadError: the tensor has the wrong type or size, or values that cannot be divisors.
     """
     count = num_rotated // 2
     if factors.type.name != "F32" or factors.shape != (count,):
@@ -315,7 +318,7 @@ def _divisors(factors: StoredTensor, num_rotated: int) -> list[float]:
 
 
 def _inner_size(model: GGUFModel) -> int:
-    """Return the size of the MLP, or of one expert in models that have nothing else."""
+    """Return the size of the MLP; for models that have only experts, the size of one expert."""
     name, of_expert = ".feed_forward_length", ".expert_feed_forward_length"
     has_name, has_other = (
         model.architecture + each in model.metadata for each in (name, of_expert)
@@ -325,7 +328,7 @@ def _inner_size(model: GGUFModel) -> int:
 
 
 def _norm_eps(model: GGUFModel) -> float:
-    """Return the number that norms add to a variance; files name it after the kind of norm."""
+    """Return the epsilon of norms. Files name it after the kind of norm."""
     name = ".attention.layer_norm_epsilon"
     if model.architecture + name not in model.metadata:
         name = ".attention.layer_norm_rms_epsilon"
@@ -333,10 +336,10 @@ def _norm_eps(model: GGUFModel) -> float:
 
 
 def _values(model: GGUFModel) -> dict[str, Any]:
-    """Return the values of the metadata that only models of the family have.
+    """Return the metadata values that only models of this family have.
 
     Raises:
-        WeightLoadError: one is no number.
+        WeightLoadError: a value is not a number.
     """
     found: dict[str, Any] = {}
     for key, name in model.facts.values.items():
@@ -392,7 +395,8 @@ def _experts(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of config.json for experts.
 
     Raises:
-        WeightLoadError: models of the architecture have none, or the metadata contradicts itself.
+        WeightLoadError: models of the architecture have no experts, or the metadata contradicts
+            itself.
     """
     kind, names, facts = model.architecture, model.module_names(), model.facts
     if not facts.has_experts:
@@ -429,10 +433,10 @@ def _experts(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _routing(model: GGUFModel, num_experts: int) -> dict[str, Any]:
-    """Return how layers choose experts, as config.json of DeepSeek says it.
+    """Return the keys of config.json (as for DeepSeek) that define how layers choose experts.
 
     Raises:
-        WeightLoadError: the score of experts is unknown.
+        WeightLoadError: the score function of experts is unknown.
     """
     kind, has_bias = model.architecture, model.facts.has_router_bias
     score = model.get(".expert_gating_func", int, 0) or (2 if has_bias else 1)

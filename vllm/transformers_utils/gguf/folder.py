@@ -1,7 +1,7 @@
-"""A GGUF file as a model folder: its metadata as the JSON files of one, and links to the weights.
+"""Convert a GGUF file to a model folder: its metadata as JSON files, and links to the weights.
 
-So everything else reads a GGUF model as any other. The folder is kept in the folder of Hugging
-Face, and made again when the file has changed.
+So all other code reads a GGUF model like any other model. The folder is stored in the Hugging Face
+folder, and created again if the file has changed.
 """
 
 import functools
@@ -29,10 +29,10 @@ WITHOUT_TOKENIZER = "no-tokenizer.txt"
 
 
 def unpack(path: Path) -> Path:
-    """Return the folder of the model in a GGUF file.
+    """Return the model folder for a GGUF file, and create it if necessary.
 
     Args:
-        path: of the file; of a split model, of any of its files.
+        path: path of the file; for a split model, of any of its files.
 
     Raises:
         ConfigError: it is damaged, a part is missing, or its model is not supported.

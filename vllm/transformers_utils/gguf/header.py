@@ -1,7 +1,7 @@
-"""The header of a GGUF file: its metadata, and where its tensors are.
+"""Read the header of a GGUF file: its metadata, and the locations of its tensors.
 
-Every length and count in the file is compared with what is left of the file before anything of that
-size is made, so a file that lies is refused at once. Weights are not read here.
+Every length and count in the file is compared with the rest of the file before memory of that size
+is allocated, so a manipulated file is refused at once. Weights are not read here.
 """
 
 import mmap
@@ -94,7 +94,7 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Location of a tensor."""
+    """Location and type of a tensor in a file."""
 
     path: Path
     start: int
@@ -105,13 +105,13 @@ class StoredTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of a row, which has only whole blocks."""
+        """Bytes of a matrix row, which consists of whole blocks."""
         return self.shape[-1] // self.type.block_size * self.type.block_bytes
 
 
 @dataclass(frozen=True)
 class Header:
-    """The content of a file other than its weights."""
+    """The content of a GGUF file, without its weights."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
@@ -121,8 +121,8 @@ def read_header(path: Path) -> Header:
     """Read the header of one file.
 
     Raises:
-        WeightLoadError: it is damaged, is not a GGUF file, or has tensors of a type that cannot be
-            read.
+        WeightLoadError: the file is damaged, is not a GGUF file, or has tensors of an unsupported
+            type.
     """
     try:
         with path.open("rb") as file:

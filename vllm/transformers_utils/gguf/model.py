@@ -1,4 +1,4 @@
-"""The files of a GGUF model, and the parameters of this package that its tensors fill.
+"""Map the tensors in the files of a GGUF model to the parameters of this package.
 
 A model may be split: NAME-00001-of-00003.gguf and the files next to it.
 """
@@ -83,7 +83,7 @@ _OUTER = {
 
 @dataclass(frozen=True)
 class _Names:
-    """Names of modules in our models."""
+    """Names of the modules in this package's models."""
 
     layers: str
     """Level with the layers."""
@@ -130,7 +130,9 @@ _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.
 
 
 def architectures(*, with_experts: bool = False) -> list[str]:
-    """Return each `general.architecture` that is supported: all, or those that can have experts."""
+    """Return each supported `general.architecture`; with `with_experts`, only those with
+    experts.
+    """
     facts = [family.gguf for family in _FAMILIES if family.gguf is not None]
     names = [each.architecture for each in facts if each.has_experts or not with_experts]
     return list(dict.fromkeys(names))
@@ -138,7 +140,7 @@ def architectures(*, with_experts: bool = False) -> list[str]:
 
 @dataclass(frozen=True)
 class GGUFModel:
-    """The headers of all files of a model."""
+    """A GGUF model: the headers of all its files."""
 
     paths: tuple[Path, ...]
     metadata: Mapping[str, Any]
@@ -148,13 +150,16 @@ class GGUFModel:
 
     @property
     def architecture(self) -> str:
-        """As the file spells it; one of `architectures()`."""
+        """Architecture as the file names it; one of `architectures()`."""
         return self.get("general.architecture", str)
 
     @property
     def family(self) -> Family:
-        """Return the family of the model in the file. Families may share an architecture of GGUF if
-        one of them has experts, or biases of their router: Mixtral is also stored as llama."""
+        """Family of the model in the file.
+
+        Several families may share a GGUF architecture, if one of them has experts or router biases:
+        Mixtral is also stored as llama.
+        """
         kind = self.architecture
         has_experts = bool(self.metadata.get(f"{kind}.expert_count"))
         has_bias = any(name.endswith(f"{_ROUTER_BIAS}.bias") for name in self.tensors)
@@ -166,25 +171,27 @@ class GGUFModel:
 
     @property
     def facts(self) -> GGUFFacts:
-        """Return how the files store models of the family."""
+        """Properties of the GGUF files of this family."""
         facts = self.family.gguf
         assert facts is not None
         return facts
 
     @property
     def rope_factors(self) -> StoredTensor | None:
-        """One divisor for each frequency of the rotations."""
+        """Divisors of the rotary frequencies, one for each; None if there are none."""
         return self.tensors.get(_ROPE_FACTORS)
 
     @property
     def factors_by_length(self) -> tuple[StoredTensor, StoredTensor] | None:
-        """Such divisors for short texts, and for long ones."""
+        """Divisors of the rotary frequencies for short and for long contexts; None if there are
+        none.
+        """
         short, long = (self.tensors.get(name) for name in (_SHORT_FACTORS, _LONG_FACTORS))
         return None if short is None or long is None else (short, long)
 
     @property
     def num_layers(self) -> int:
-        """Number of layers, without the layers that guess further tokens."""
+        """Number of layers, without multi-token prediction layers."""
         all_layers, drafts = self.size(".block_count"), self.get(_DRAFT_LAYERS, int, 0)
         if not 0 <= drafts < all_layers:
             raise WeightLoadError(
@@ -207,19 +214,20 @@ class GGUFModel:
 
     @property
     def head_size(self) -> int:
-        """Elements of each head."""
+        """Number of elements in each head."""
         name = ".attention.key_length"
         if self.architecture + name in self.metadata:
             return self.size(name)
         return self.size(".embedding_length") // self.num_heads
 
     def size(self, name: str) -> int:
-        """Return a number of the architecture, above 0 and not absurd.
+        """Return a size from the metadata of the architecture, above 0 and within a reasonable
+        limit.
 
-        A list that has the same number for every layer is accepted.
+        A list with the same value for every layer is accepted.
 
         Raises:
-            WeightLoadError: it is missing or another value.
+            WeightLoadError: it is missing or has another value.
         """
         value = self.metadata.get(self.architecture + name)
         if isinstance(value, list) and value and all(each == value[0] for each in value):
@@ -235,12 +243,12 @@ class GGUFModel:
         """Return a metadata value.
 
         Args:
-            name: of the value; one that begins with a dot belongs to the architecture.
-            kind: its type; an int will do for a float.
-            default: where there is none; None: it is required.
+            name: name of the value; a name that begins with a dot belongs to the architecture.
+            kind: type of the value; an int is accepted for a float.
+            default: result if there is no value; None: the value is required.
 
         Raises:
-            WeightLoadError: it is missing or of another type.
+            WeightLoadError: it is missing or has another type.
         """
         if name.startswith("."):
             name = self.architecture + name
@@ -256,7 +264,8 @@ class GGUFModel:
         return value
 
     def module_names(self) -> dict[str, StoredTensor]:
-        """Return the tensors by the names of the parameters, or parts of parameters, that they are.
+        """Return the tensors by the names of the parameters, or parts of parameters, that they
+        fill.
 
         Raises:
             WeightLoadError: a tensor is unknown.
@@ -278,7 +287,7 @@ class GGUFModel:
         return found
 
     def _draft_prefixes(self) -> tuple[str, ...]:
-        """Return how the names of tensors begin that guess further tokens."""
+        """Return the prefixes of the tensor names of multi-token prediction layers."""
         if not self.metadata.get(self.architecture + _DRAFT_LAYERS):
             return ()
         last = min(self.size(".block_count"), len(self.tensors))
@@ -296,7 +305,9 @@ class GGUFModel:
         return names
 
     def _parameters(self, name: str, tensor: StoredTensor) -> dict[str, StoredTensor] | None:
-        """Return the parameters that one tensor of the file is; None: it is unknown."""
+        """Return the parameters that one tensor of the file fills; None if the tensor is
+        unknown.
+        """
         stem, _, kind = name.rpartition(".")
         names, facts = self._names, self.facts
         if kind not in ("weight", "bias"):
@@ -331,7 +342,7 @@ class GGUFModel:
 
     @staticmethod
     def gate_name(index: str) -> str:
-        """Return the name of the gate projection of a layer, if it is a tensor of its own."""
+        """Return the name that the gate projection of a layer has if it is a separate tensor."""
         return f"blk.{index}.ffn_gate.weight"
 
     def _split(
@@ -342,7 +353,7 @@ class GGUFModel:
         layer: str,
         sizes: list[int],
     ) -> dict[str, StoredTensor]:
-        """Return the parts of a tensor, of the given sizes in its first dimension."""
+        """Split a tensor into parts with the given sizes in its first dimension."""
         if tensor.shape[0] != sum(sizes):
             raise WeightLoadError(
                 f"tensor {name} in {tensor.path} has the shape {list(tensor.shape)}; by the "
@@ -357,13 +368,15 @@ class GGUFModel:
 
 
 def _rows(tensor: StoredTensor, first: int, count: int) -> StoredTensor:
-    """Return some rows of a matrix, or some numbers of a vector."""
+    """Return some rows of a matrix, or some elements of a vector."""
     size = tensor.row_bytes if len(tensor.shape) > 1 else tensor.type.block_bytes
     return replace(tensor, shape=(count, *tensor.shape[1:]), start=tensor.start + first * size)
 
 
 def _by_expert(tensor: StoredTensor, before: str, behind: str) -> dict[str, StoredTensor]:
-    """Return the matrix or vector of each expert in a tensor of all, by names with its number."""
+    """Split a tensor of all experts into the matrix or vector of each, named by the expert's
+    index.
+    """
     count, *shape = tensor.shape
     num_bytes = math.prod(shape[:-1]) * tensor.row_bytes
     return {
@@ -378,7 +391,7 @@ def open_model(paths: Iterable[Path]) -> GGUFModel:
     """Read the headers of a model.
 
     Args:
-        paths: all of its files, the first of a split model first.
+        paths: all files of the model; for a split model in order.
 
     Raises:
         WeightLoadError: a file is damaged or missing.
@@ -423,7 +436,7 @@ def _check_split(paths: tuple[Path, ...], first: Header, num_tensors: int) -> No
 
 
 def files_of_model(path: Path) -> list[Path]:
-    """Return all files of the model that this file belongs to, the first one first.
+    """Return all files of the model to which this file belongs, in order.
 
     Raises:
         WeightLoadError: a part of a split model is missing.
@@ -444,10 +457,10 @@ def files_of_model(path: Path) -> list[Path]:
 
 
 def find_model(folder: Path) -> Path | None:
-    """Return the first GGUF file of a folder; None: it has none.
+    """Return the first GGUF file in a folder; None if there is none.
 
     Raises:
-        ConfigError: it has several models.
+        ConfigError: the folder has several models.
     """
     firsts = []
     for path in sorted(folder.glob(f"*{SUFFIX}")):

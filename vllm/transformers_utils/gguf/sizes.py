@@ -1,6 +1,6 @@
-"""Sizes in the metadata of a GGUF file against the shapes of its tensors.
+"""Check the sizes in the metadata of a GGUF file against the shapes of its tensors.
 
-They are compared before any memory of these sizes is taken.
+They are compared before any memory of these sizes is allocated.
 """
 
 from typing import Any
@@ -29,11 +29,11 @@ def _head_norm_shapes(model: GGUFModel) -> dict[str, tuple[int, ...]]:
 
 
 def check_shapes(model: GGUFModel, config: dict[str, Any]) -> None:
-    """Refuse sizes of a decoder that the tensors do not have.
+    """Refuse sizes of a decoder that do not match the tensors.
 
     Args:
-        model: whose tensors have shapes.
-        config: config.json, as the metadata of the file makes it.
+        model: model with the tensors.
+        config: config.json, created from the metadata of the file.
 
     Raises:
         WeightLoadError: a size contradicts a tensor, or a layer lacks one.
@@ -119,7 +119,9 @@ def _latent_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def check_encoder_shapes(model: GGUFModel, config: dict[str, Any]) -> None:
-    """Refuse sizes of an encoder that the tensors do not have; as `check_shapes`."""
+    """Refuse sizes of an encoder that do not match the tensors. Arguments and errors as for
+    `check_shapes`.
+    """
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     num_layers, names = config["num_hidden_layers"], model.module_names()
     if num_layers > len(names):

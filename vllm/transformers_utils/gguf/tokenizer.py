@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF model, from its metadata, as files of the library tokenizers.
+"""Convert the tokenizer in the metadata of a GGUF model to files of the library tokenizers.
 
 There are three kinds: byte-level BPE (`gpt2`), whose metadata names the rule by which a text is
-split into words, SentencePiece BPE (`llama`), whose metadata has a score for each token, and
+split into words; SentencePiece BPE (`llama`), whose metadata has a score for each token; and
 WordPiece (`bert`).
 """
 
@@ -62,7 +62,7 @@ def tokenizer_files(model: GGUFModel) -> dict[str, str]:
     """Return the content of tokenizer.json and tokenizer_config.json, by name.
 
     Raises:
-        ConfigError: the metadata has no tokenizer, or one that is not supported.
+        ConfigError: the metadata has no tokenizer, or an unsupported one.
     """
     kind = model.metadata.get("tokenizer.ggml.model")
     if kind not in _KINDS:
@@ -118,7 +118,9 @@ def _words_of(model: GGUFModel) -> Words:
 
 
 def warn_of_missing_rule(model: GGUFModel) -> None:
-    """Log that the metadata does not say how a text is split into words, if it should."""
+    """Log a warning if the metadata should name the rule for splitting a text into words and does
+    not.
+    """
     if model.metadata.get("tokenizer.ggml.model") == "gpt2" and _PRE not in model.metadata:
         logger.warning(
             "%s has no metadata %r, the rule that splits a text into words: an old tool has "
@@ -131,7 +133,7 @@ def warn_of_missing_rule(model: GGUFModel) -> None:
 
 
 def _bytes(model: GGUFModel, tokens: list[str], words: Words) -> "Tokenizer":
-    """Make byte-level BPE, whose merges are in the metadata."""
+    """Return a byte-level BPE tokenizer, whose merges are in the metadata."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     parts = [line.partition(" ") for line in _list(model, "merges", str)]
@@ -162,7 +164,9 @@ def _bytes(model: GGUFModel, tokens: list[str], words: Words) -> "Tokenizer":
 
 
 def _sentence_pieces(model: GGUFModel, tokens: list[str]) -> "Tokenizer":
-    """Make SentencePiece BPE, whose merges follow from the scores: the best token is made first."""
+    """Return a SentencePiece BPE tokenizer, whose merges follow from the scores: the token with the
+    best score is created first.
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = _list(model, "scores", float, len(tokens))
@@ -192,8 +196,11 @@ def _sentence_pieces(model: GGUFModel, tokens: list[str]) -> "Tokenizer":
 
 
 def _word_pieces(model: GGUFModel, tokens: list[str], kinds: list[int] | None) -> "Tokenizer":
-    """Return WordPiece of BERT. The file has a space before a piece that begins a word, and other
-    pieces without the signs that they have in vocab.txt."""
+    """Return a WordPiece tokenizer (BERT).
+
+    The file marks a piece that begins a word by a space, and other pieces lack the signs that they
+    have in vocab.txt.
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pieces: dict[str, int] = {}
@@ -227,7 +234,7 @@ def _unknown_id(model: GGUFModel, tokens: list[str]) -> int:
 
 
 def _add_tokens(made: "Tokenizer", tokens: list[str], kinds: list[int], *, is_phi3: bool) -> None:
-    """Add the tokens that are found in a text before it is split into words."""
+    """Add the tokens that are searched in a text before it is split into words."""
     from tokenizers import AddedToken
 
     special, others = [], []
@@ -260,7 +267,7 @@ def _add_ends(
     special: Mapping[str, str],
     ends: _Ends,
 ) -> None:
-    """Add the tokens before and after every text."""
+    """Add the special tokens before and after every text."""
     from tokenizers import decoders, processors
 
     before = special.get(f"{ends.before}_token")
@@ -287,10 +294,10 @@ def _add_ends(
 
 
 def _list(model: GGUFModel, name: str, kind: type[_Item], count: int | None = None) -> list[_Item]:
-    """Read the list `tokenizer.ggml.NAME`.
+    """Return the metadata list `tokenizer.ggml.NAME`.
 
     Raises:
-        ConfigError: there is none of this type and length.
+        ConfigError: there is no list of this type and length.
     """
     value = model.metadata.get(f"tokenizer.ggml.{name}")
     is_list = isinstance(value, list) and all(type(each) is kind for each in value)

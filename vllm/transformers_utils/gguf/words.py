@@ -1,7 +1,8 @@
-"""Rules by which byte-level tokenizers split a text into words, by their names in GGUF files.
+"""List the rules by which byte-level tokenizers split a text into words, by their names in GGUF
+files.
 
-The patterns are published in the tokenizers of the models. A word is then split into bytes, of
-which BPE makes tokens.
+The patterns are published in the tokenizers of the models. Each word is then split into bytes,
+which BPE merges to tokens.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Words:
-    """A rule to split a text into words, and other properties of tokenizers that have it."""
+    """A rule for splitting a text into words, and other properties of tokenizers that use it."""
 
     patterns: tuple[str, ...]
     """Regular expressions of words. Each one splits the pieces of the one before."""
@@ -50,7 +51,7 @@ _DEEPSEEK3 = (
 
 
 def _class(ranges: str) -> str:
-    """Return a class of ranges of code points, which are written in hexadecimal numbers."""
+    """Return a character class for ranges of code points, which are given in hexadecimal."""
     codes = (each.partition("-") for each in ranges.split())
     return "".join(
         chr(int(first, 16)) + (f"-{chr(int(last, 16))}" if last else "") for first, _, last in codes
@@ -58,12 +59,12 @@ def _class(ranges: str) -> str:
 
 
 def _cl100k(digits: str, marks: str = "", line_ends: str = r"[\r\n]*") -> str:
-    """Return the pattern of the words of GPT-4, or of others that differ in a part.
+    """Return the pattern of words for GPT-4, or for tokenizers that differ from it in a part.
 
     Args:
-        digits: a word of digits.
-        marks: elements of a class: what also counts as a letter.
-        line_ends: what may follow signs.
+        digits: pattern of a word of digits.
+        marks: elements of a class: characters that also count as letters.
+        line_ends: pattern of what may follow signs.
     """
     word = rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}{marks}]+"
     signs = rf" ?[^\s\p{{L}}{marks}\p{{N}}]+{line_ends}"
@@ -71,13 +72,13 @@ def _cl100k(digits: str, marks: str = "", line_ends: str = r"[\r\n]*") -> str:
 
 
 def _by_case(digits: str, endings: str = "", without: str = "", line_signs: str = "/") -> str:
-    """Return the pattern of words as in GPT-4o: a capital after a small letter begins a word.
+    """Return the pattern of words as in GPT-4o, where a capital after a small letter begins a word.
 
     Args:
-        digits: a word of digits.
-        endings: what may follow the letters of a word.
-        without: after the elements of a class: letters that are words of their own.
-        line_signs: what may follow signs, other than line ends.
+        digits: pattern of a word of digits.
+        endings: pattern of what may follow the letters of a word.
+        without: appended to a class: excludes letters that are separate words.
+        line_signs: characters that may follow signs, in addition to line ends.
     """
     upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]"
     lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]"

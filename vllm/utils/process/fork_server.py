@@ -4,11 +4,11 @@ The libraries that compile grammars take seconds to import. Replacing a killed c
 long, so they are imported once, in a process with one thread that only forks. Its children share
 its memory until they write to it.
 
-parent                                              fork server
-start   {module:function, setup}           ->       handler = module.function(setup)
-fork    one end of a socket pair           ->       os.fork(): the child answers calls there
-                                   process id                         <-
-reap    process id                         ->       os.waitpid()
+    parent                                              fork server
+    start   {module:function, setup}           ->       handler = module.function(setup)
+    fork    one end of a socket pair           ->       os.fork(): the child answers calls there
+            process id                         <-
+    reap    process id                         ->       os.waitpid()
 
 Independent of the work of the children: `serve_child` of the caller gets handler and socket.
 """

@@ -1,1 +1,1 @@
-"""Routes of speech: a file of sound becomes text."""
+"""Serve the speech routes: an audio file becomes text."""

@@ -1,4 +1,4 @@
-"""Reads the form of a request with a file: its fields as the class of its body has them."""
+"""Read the form of a request with a file into the class of its body."""
 
 from collections import defaultdict
 from typing import Any, NamedTuple, TypeVar
@@ -18,7 +18,7 @@ _MAX_TEXT_BYTES = 2**20
 
 
 class UploadedFile(NamedTuple):
-    """A file of a form."""
+    """A file in a form."""
 
     name: str
     data: bytes
@@ -27,15 +27,16 @@ class UploadedFile(NamedTuple):
 def read_form(kind: type[Body], data: bytes, content_type: str) -> Body:
     """Return the body of a request from its form.
 
-    A field of several values comes several times, as `name` or as `name[]`.
+    A field with several values occurs several times, as `name` or as `name[]`.
 
     Args:
-        kind: of the body; its field `file` is an `UploadedFile`.
+        kind: class of the body; its field `file` is an `UploadedFile`.
         data: the whole form.
-        content_type: header of the request, with the boundary of the parts.
+        content_type: Content-Type header of the request, with the boundary of the parts.
 
     Raises:
-        RequestError: it is no form or incomplete, a part is too much, or the file is missing.
+        RequestError: the data is not a complete form, has too many or too large parts, or the file
+            is missing.
         RequestValidationError: a field has a wrong value.
     """
     parts = _read_parts(data, content_type)
@@ -61,7 +62,7 @@ def read_form(kind: type[Body], data: bytes, content_type: str) -> Body:
 
 
 def _read_parts(data: bytes, content_type: str) -> dict[str, list[Any]]:
-    """Return the values of the parts by name, without the brackets of a name."""
+    """Return the values of the parts by field name, without `[]` after the name."""
     try:
         from python_multipart.exceptions import FormParserError
         from python_multipart.multipart import FormParser, parse_options_header
@@ -98,7 +99,7 @@ def _read_parts(data: bytes, content_type: str) -> dict[str, list[Any]]:
 
 
 class _Parts:
-    """Collects the parts of a form; the parser calls it."""
+    """Collects the parts of a form; the multipart parser calls its methods."""
 
     def __init__(self) -> None:
         self.values: dict[str, list[Any]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Cuts a recording where it is quiet, into pieces that a model reads one by one.
+"""Split a recording at quiet positions into pieces that a model reads one by one.
 
 Every sample is in exactly one piece. Pure functions of samples.
 """
@@ -21,11 +21,11 @@ _SILENCE = 2.0**-13
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a recording.
+    """A piece of a recording.
 
     Attributes:
         start: index of its first sample.
-        end: index after its last one.
+        end: index after its last sample.
     """
 
     start: int
@@ -35,13 +35,13 @@ class Piece:
 def split_audio(samples: Samples, rate: int, max_seconds: float) -> list[Piece]:
     """Return the pieces of a recording, in order; each has at most `max_seconds`.
 
-    A recording that is longer is cut in the middle of the quietest tenth of a second near the end
-    of each piece, in the last one of several that are as quiet.
+    A longer recording is cut near the end of each piece, in the middle of the quietest tenth of a
+    second (the last one, if several are equally quiet).
 
     Args:
-        samples: [n], n > 0.
+        samples: samples [n], n > 0.
         rate: samples per second.
-        max_seconds: of a piece.
+        max_seconds: maximum length of a piece.
     """
     most = int(max_seconds * rate)
     pieces = []
@@ -55,7 +55,9 @@ def split_audio(samples: Samples, rate: int, max_seconds: float) -> list[Piece]:
 
 
 def is_silent(samples: Samples) -> bool:
-    """Return whether nothing at all can be heard. Noise is not silence: the model decides."""
+    """Return whether the samples are completely silent. Noise is not silence; the model decides
+    about it.
+    """
     return float(np.abs(samples).max(initial=0.0)) <= _SILENCE
 
 

@@ -1,5 +1,5 @@
-"""One recording on its way through the engine: its pieces run at the same time, in bounded number,
-and their texts are in order again.
+"""Transcribe one recording: its pieces run at the same time, in bounded number, and their texts are
+put in order again.
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -31,7 +31,7 @@ _TOKEN_CHARS = 128
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Words with their times in the recording, and how sure the model is of them."""
+    """A segment of the text, with its times in the recording and the confidence of the model."""
 
     piece: Piece
     start_s: float
@@ -44,28 +44,28 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """The output for a piece."""
+    """The output of the model for a piece."""
 
     output: CompletionOutput
     no_speech_prob: float
 
 
 class Recording:
-    """A recording and how it is to be written down.
+    """Transcribes a recording with the engine.
 
     Args:
-        context: of the server; its engine is ready.
-        rules: of the model.
-        body: of the request.
-        task: of the model.
-        samples: [n] at the rate of the model, n > 0.
-        response_id: beginning of the ids in the engine.
-        trace_headers: of the request.
+        context: context of the server; its engine is ready.
+        rules: speech rules of the model.
+        body: body of the request.
+        task: task of the model: transcribe or translate.
+        samples: [n] samples at the sampling rate of the model, n > 0.
+        response_id: beginning of the request ids in the engine.
+        trace_headers: trace headers of the request.
 
     Attributes:
-        language: code of the language that is spoken, once `prepare` has found it.
-        num_prompt_tokens: of all pieces that have begun.
-        num_output_tokens: of all pieces, so far.
+        language: code of the spoken language, after `prepare`.
+        num_prompt_tokens: prompt tokens of all pieces that have begun.
+        num_output_tokens: output tokens of all pieces so far.
     """
 
     def __init__(
@@ -96,15 +96,15 @@ class Recording:
 
     @property
     def seconds(self) -> float:
-        """Length of the recording."""
+        """Length of the recording in seconds."""
         return len(self._samples) / self._rules.sampling_rate
 
     def start_of(self, piece: Piece) -> float:
-        """Return when a piece begins, in seconds."""
+        """Return the time at which a piece begins, in seconds."""
         return piece.start / self._rules.sampling_rate
 
     async def prepare(self) -> None:
-        """Find the language, and make the prompt and the parameters of all pieces.
+        """Detect the language, and create the prompt and the parameters of all pieces.
 
         Raises:
             RequestError: the model does not know the language or the task, or a value is out of
@@ -130,7 +130,7 @@ class Recording:
             self._prompt = make_prompt(language=self.language)
 
     async def texts(self) -> AsyncGenerator[str, None]:
-        """Yield the text as it is written, the first piece first."""
+        """Yield the text while it is generated, piece by piece in order."""
         held: list[list[str]] = [[] for _ in self._pieces]
         writers = [self._make_writer() for _ in self._pieces]
         is_done = [False] * len(self._pieces)
@@ -159,10 +159,10 @@ class Recording:
         return written.strip()
 
     async def segments(self, *, with_silence: bool) -> list[Segment]:
-        """Return the words with their times.
+        """Return the segments of the text with their times.
 
         Args:
-            with_silence: ask the model also how likely it is that nobody speaks.
+            with_silence: also ask the model how likely it is that nobody speaks.
         """
         results = await self._results(with_silence=with_silence)
         rate = self._rules.sampling_rate
@@ -224,13 +224,13 @@ class Recording:
                 yield output
 
     async def _detect_language(self) -> str:
-        """Return the code of the language of the first piece in which something can be heard."""
+        """Return the code of the language of the first piece that is not silent."""
         codes = self._rules.language_tokens()
         said = await self._one_token(0, list(codes), "language")
         return codes[said.token_ids[0]]
 
     async def _one_token(self, index: int, allowed: list[int], what: str) -> CompletionOutput:
-        """Return the most likely of some tokens after the beginning of a prompt."""
+        """Return the most likely of the allowed tokens after the beginning of a prompt."""
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
@@ -281,7 +281,9 @@ class Recording:
     # ---- text -----------------------------------------------------------------------------
 
     async def _tokens_before(self, text: str) -> list[int]:
-        """Return the tokens of a text before the recording, in which names of tokens are words."""
+        """Return the tokens of a text before the recording, in which names of special tokens are
+        ordinary words.
+        """
         if not self._rules.max_previous_tokens:
             raise RequestError(
                 "prompt: this model does not accept text before the sound. Leave prompt out",
@@ -302,7 +304,9 @@ class Recording:
         return self._engine.output_processor.make_detokenizer(self._prompt)
 
     def _words(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the tokens that are text: a model may write times without being asked."""
+        """Return the tokens that are text, without time tokens, which a model may write without
+        being asked.
+        """
         spoken = self._rules.segments(token_ids, self._rules.seconds_per_piece)
         return [token for each in spoken for token in each.token_ids]
 

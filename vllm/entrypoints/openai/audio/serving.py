@@ -1,4 +1,4 @@
-"""POST /v1/audio/transcriptions and POST /v1/audio/translations."""
+"""Serve POST /v1/audio/transcriptions and POST /v1/audio/translations."""
 
 import math
 import zlib
@@ -40,7 +40,7 @@ _MAX_DIGITS = 3
 
 
 def _form(kind: type[SpeechFields]) -> dict[str, Any]:
-    """Return the description of a route whose body is a form."""
+    """Return the OpenAPI description of a route whose body is a form."""
     schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
     content = {"multipart/form-data": {"schema": schema}}
     return {"requestBody": {"required": True, "content": content}}
@@ -59,7 +59,7 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
     openapi_extra=_form(TranscriptionRequest),
 )
 async def create_transcription(request: Request) -> Response:
-    """Write down what is said in a file of sound."""
+    """Transcribe an audio file."""
     return await _answer(request, TranscriptionRequest, "transcribe")
 
 
@@ -70,23 +70,23 @@ async def create_transcription(request: Request) -> Response:
     openapi_extra=_form(TranslationRequest),
 )
 async def create_translation(request: Request) -> Response:
-    """Write down in English what is said in a file of sound."""
+    """Transcribe an audio file and translate it to English."""
     return await _answer(request, TranslationRequest, "translate")
 
 
 @router.post("/v1/audio/speech", status_code=404)
 async def refuse_speech() -> Response:
-    """Refuse: no model here speaks."""
+    """Refuse the request, because no supported model generates speech."""
     raise NotFoundError(
         "this server cannot generate speech: it can only transcribe or translate recordings"
     )
 
 
 def require_speech(context: ServerContext) -> SpeechRules:
-    """Return the rules of speech of the served model.
+    """Return the speech rules of the served model.
 
     Raises:
-        RequestError: it does not transcribe; names the right methods.
+        RequestError: the model does not transcribe; the message names the right methods.
     """
     if context.speech is None:
         raise RequestError(
@@ -172,7 +172,9 @@ def _verbose(
 
 
 def compression_ratio(text: str) -> float:
-    """Return the bytes of a text per byte of its zlib form; text that repeats has a large one."""
+    """Return the size of a text divided by its compressed (zlib) size. Repetitive text has a large
+    ratio.
+    """
     data = text.encode()
     return len(data) / len(zlib.compress(data))
 
@@ -208,10 +210,10 @@ async def _stream(recording: Recording) -> AsyncGenerator[bytes, None]:
 
 
 class StrippedText:
-    """Joins the parts of a text, without the white space around the whole.
+    """Joins the parts of a text, without white space at the beginning and end of the whole.
 
     Attributes:
-        whole: what has been returned so far.
+        whole: the text that was returned so far.
     """
 
     def __init__(self) -> None:
@@ -219,7 +221,9 @@ class StrippedText:
         self._space = ""
 
     def add(self, part: str) -> str:
-        """Return what can be shown with this part: white space waits for what follows it."""
+        """Add a part, and return the text that can be shown now. White space is held back until
+        text follows it.
+        """
         part = self._space + part
         if not self.whole:
             part = part.lstrip()

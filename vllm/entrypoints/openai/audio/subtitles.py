@@ -1,11 +1,11 @@
-"""Writes timed text as subtitles: SubRip (SRT) and WebVTT."""
+"""Format timed text as subtitles: SubRip (SRT) and WebVTT."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
 
 class TimedText(NamedTuple):
-    """Text, and when it is said."""
+    """Text, and the times between which it is spoken."""
 
     start_s: float
     end_s: float
@@ -13,7 +13,7 @@ class TimedText(NamedTuple):
 
 
 def srt(texts: Iterable[TimedText]) -> str:
-    r"""Return a SubRip file.
+    r"""Return the texts as a SubRip file.
 
     >>> srt([TimedText(0.0, 61.5, " Hello.")])
     '1\n00:00:00,000 --> 00:01:01,500\nHello.\n\n'
@@ -26,7 +26,7 @@ def srt(texts: Iterable[TimedText]) -> str:
 
 
 def vtt(texts: Iterable[TimedText]) -> str:
-    r"""Return a WebVTT file.
+    r"""Return the texts as a WebVTT file.
 
     >>> vtt([TimedText(3600.0, 3601.25, " a < b")])
     'WEBVTT\n\n01:00:00.000 --> 01:00:01.250\na &lt; b\n\n'
@@ -40,7 +40,7 @@ def vtt(texts: Iterable[TimedText]) -> str:
 
 
 def _time(seconds: float, mark: str) -> str:
-    """Return hours, minutes, seconds and thousandths."""
+    """Format a time as hours, minutes, seconds and milliseconds."""
     total, thousandths = divmod(round(seconds * 1000), 1000)
     minutes, rest = divmod(total, 60)
     hours, minutes = divmod(minutes, 60)
@@ -48,7 +48,7 @@ def _time(seconds: float, mark: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Return the text without line breaks: an empty line would end its subtitle."""
+    """Return the text without line breaks, because an empty line would end its subtitle."""
     return " ".join(text.split())
 
 

@@ -1,1 +1,1 @@
-"""POST /v1/chat/completions, and the chat turn that other APIs use too."""
+"""Serve POST /v1/chat/completions, and provide the chat turn that other APIs use."""

@@ -1,6 +1,7 @@
-"""Calls of custom tools: converts the arguments that the model writes to the text of the input.
+"""Convert calls of custom tools: the JSON arguments that the model writes become the text of the
+input.
 
-To the model a custom tool is a function with the argument `input`. The input is decoded while the
+To the model, a custom tool is a function with the argument `input`. The input is decoded while the
 arguments grow. If the arguments have another form, their JSON text is the input.
 """
 
@@ -18,7 +19,7 @@ _LONGEST_ESCAPE = 6
 
 
 class CustomCalls:
-    """Turns deltas of function calls into deltas of custom tool calls, for one output.
+    """Converts deltas of function calls to deltas of custom tool calls, for one output.
 
     Args:
         names: names of the custom tools; deltas of other calls do not change.
@@ -46,7 +47,7 @@ class CustomCalls:
         return converted
 
     def finish(self) -> list[dict[str, Any]]:
-        """End the output. Returns what was held back."""
+        """End the output, and return the deltas that were held back."""
         return [d for index, text in self._inputs.items() for d in _growth(index, text.finish())]
 
 
@@ -66,18 +67,20 @@ class InputReader:
         self._state = self._read_beginning
 
     def feed(self, text: str) -> str:
-        """Add text. Returns the new part of the input."""
+        """Add text, and return the new part of the input."""
         self._unread += text
         return self._state()
 
     def finish(self) -> str:
-        """Return what was held back, without an incomplete escape."""
+        """End the text, and return the part that was held back, without an incomplete escape
+        sequence.
+        """
         if self._state == self._read_beginning and self._unread.strip() not in ("", "{", "{}"):
             return self._unread
         return ""
 
     def _read_beginning(self) -> str:
-        """Hold everything back until it is certain whether the string begins."""
+        """Hold all text back until it is certain whether the string begins."""
         while self._num_looked_at < len(self._unread):
             char = self._unread[self._num_looked_at]
             self._num_looked_at += 1
@@ -122,7 +125,9 @@ class InputReader:
         return "".join(pieces)
 
     def _decode(self, found: "re.Match[str]", text: str) -> tuple[int, str]:
-        """Return length and text of an escape; length 0 while it may be incomplete."""
+        """Return the length and the text of an escape sequence; length 0 if it may be
+        incomplete.
+        """
         size = len(found[0])
         if found[1] is None:
             return size, _ESCAPED.get(found[2], found[2])

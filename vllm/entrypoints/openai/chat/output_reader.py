@@ -1,6 +1,6 @@
-"""Splits one output incrementally into reasoning, content and tool calls.
+"""Split an output incrementally into reasoning, content and tool calls.
 
-The same object reads a stream and a whole output, so that both give the same.
+The same object reads a stream and a whole output, so that both give the same result.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,11 +34,11 @@ logger = init_logger(__name__)
 
 @contextmanager
 def parser_failures(kind: str, name: str | None) -> Iterator[None]:
-    """Turn exceptions of a parser, which may be a user's, into a failure of this request only.
+    """Convert exceptions of a parser, which may be a user's, to a failure of only this request.
 
     Args:
         kind: "tool" or "reasoning".
-        name: as in the flag.
+        name: name of the parser, as in the flag.
 
     Raises:
         GenerationError: replaces the parser's exception.
@@ -62,7 +62,7 @@ class ReadDelta:
 
 
 class _HiddenTexts:
-    """Removes texts from a growing text."""
+    """Removes given texts from a growing text."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._markers = Markers(sorted(texts, key=len, reverse=True))
@@ -79,15 +79,16 @@ class _HiddenTexts:
 
 
 class OutputReader:
-    """Reads one output. Reasoning is split off first; tool calls are looked for in the rest.
+    """Splits one output: first into reasoning and the rest, then the rest into content and tool
+    calls.
 
     Args:
         reasoning: parser for reasoning, or None.
         tools: parser for calls that the model may make, or None.
-        forced: reader of calls that the model has to make, or None. With it, there is no content.
-        max_calls: further tool calls are dropped; None keeps all.
+        forced: reader of calls that the model must make, or None. With it, there is no content.
+        max_calls: maximum number of tool calls; further ones are dropped. None: no limit.
         custom: converts calls of custom tools; None: the request has no custom tools.
-        names: of the reasoning parser and the tool parser, for errors.
+        names: names of the reasoning parser and the tool parser, for errors.
 
     Attributes:
         has_called: a tool call was read.
@@ -121,15 +122,15 @@ class OutputReader:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether all text is content."""
+        """Whether all text is content, because there are no parsers."""
         return self._reasoning is None and self._tools is None and self._forced is None
 
     def feed(self, text: str, token_ids: Sequence[int] = (), *, is_last: bool = False) -> ReadDelta:
-        """Read new output.
+        """Read new output, and return its parts.
 
         Args:
             text: the new text.
-            token_ids: of this text.
+            token_ids: tokens of this text.
             is_last: the output is complete, so text that was held back is returned.
         """
         if self.is_plain:
@@ -171,34 +172,37 @@ class OutputReader:
 
     @property
     def markers(self) -> list[str]:
-        """Return the texts that the parsers look for."""
+        """The strings that the parsers search for."""
         tools = self._tools
         of_tools = () if tools is None else (*tools.markers, *tools.further_tokens)
         return [*(() if self._reasoning is None else self._reasoning.markers), *of_tools]
 
     def count_thoughts(self, tokens: ThoughtTokens) -> None:
-        """Count the tokens that are thoughts; none of the output has been read."""
+        """Start to count the tokens of the reasoning. Nothing of the output may have been read
+        yet.
+        """
         self._tokens = tokens
 
     @property
     def num_thought_tokens(self) -> int:
-        """Return how many tokens so far are thoughts, if they are counted; else 0."""
+        """Number of reasoning tokens so far; 0 if they are not counted."""
         if self._tokens is None or self._reasoning is None:
             return 0
         return self._tokens.count(self._reasoning.spans)
 
     def hide(self, texts: Iterable[str]) -> None:
-        """Leave special tokens out that are in the text only for the sake of the parsers."""
+        """Remove special tokens from the result that the text contains only for the parsers."""
         if texts := list(texts):
             self._hidden = [_HiddenTexts(texts) for _ in range(2)]
 
     def grammar_start(self, names: Sequence[str], *, allows_space: bool) -> GrammarStart:
-        """Return where a grammar for the answer begins. If at once, there are no thoughts to read.
+        """Return the position at which a grammar for the answer begins. If this is the beginning of
+        the output, the reasoning parser is removed.
 
         Args:
-            names: of the tools that the model may call instead of answering.
-            allows_space: the answer never begins with white space, so if the grammar is late, there
-                may be some before it, which is left out.
+            names: names of the tools that the model may call instead of answering.
+            allows_space: the answer never begins with white space. So if the grammar begins late,
+                white space before the answer is removed.
         """
         start = GrammarStart()
         if self._reasoning is not None:
@@ -217,14 +221,14 @@ class OutputReader:
 
     @property
     def call_form(self) -> CallForm | None:
-        """Return the JSON of calls that the model may make; None: a grammar cannot hold them."""
+        """JSON form of calls that the model may make; None: a grammar cannot describe them."""
         return None if self._tools is None else self._tools.form
 
     def call_start(self, names: Sequence[str]) -> GrammarStart:
-        """Return where a grammar for calls of `call_form` begins.
+        """Return the position at which a grammar for calls begins.
 
         Args:
-            names: of the tools.
+            names: names of the tools.
         """
         start = GrammarStart()
         if self._reasoning is not None:

@@ -1,4 +1,4 @@
-"""Converts the conversation of a request to a prompt.
+"""Convert the conversation of a request to a prompt.
 
 The template is the server's or the tokenizer's. A template in a request is foreign code, so it is
 rendered in a separate process with a deadline.
@@ -57,20 +57,20 @@ async def chat_prompt(
     max_tokens: int | None = None,
     fetched: dict[str, bytes] | None = None,
 ) -> TokensPrompt:
-    """Render the prompt that continues a conversation.
+    """Render a conversation as the prompt of its next turn.
 
     Args:
-        context: of the server; its engine is ready.
+        context: context of the server; its engine is ready.
         body: conversation, tools and options.
         with_tools: False hides the tools from the model.
-        truncate, cache_salt, max_tokens: see `prompts.tokenize`.
-        fetched: content of media by URL, which grows. None: all are fetched.
+        truncate, cache_salt, max_tokens: passed to `prompts.tokenize`.
+        fetched: content of fetched media by URL; new media are added. None: fetch all media.
 
     Returns:
         Token ids; "prompt" is the rendered text, unless it was truncated.
 
     Raises:
-        RequestError: the conversation cannot be rendered, or not in time.
+        RequestError: the conversation cannot be rendered, or rendering takes too long.
     """
     require_chat(context.engine.input_processor)
     rules = media_rules(context.engine.input_processor)
@@ -94,7 +94,9 @@ async def chat_prompt(
 async def render(
     context: ServerContext, body: ChatFields, rules: MediaRules | None, *, with_tools: bool = True
 ) -> RenderedChat:
-    """Render the text of a conversation, and collect its media; see `chat_prompt`."""
+    """Render the text of a conversation, and collect its media. The arguments are the same as for
+    `chat_prompt`.
+    """
     tokenizer = await context.engine.get_tokenizer()
     is_foreign = body.chat_template is not None and not _is_name(tokenizer, body.chat_template)
     options = await off_loop.run(partial(chat_options, context, body, with_tools=with_tools))
@@ -131,13 +133,15 @@ def chat_options(context: ServerContext, body: ChatFields, *, with_tools: bool) 
 
 
 def template_kwargs(args: "ServerArgs", body: ChatFields) -> dict[str, Any]:
-    """Return the arguments of the template: of the request, and else the server's."""
+    """Return the arguments for the template: from the request, and from the server where the
+    request has none.
+    """
     given = {**body.thinking_kwargs, **(body.chat_template_kwargs or {})}
     return merge_switches(args.default_chat_template_kwargs, given)
 
 
 def _is_name(tokenizer: "PreTrainedTokenizerBase", template: str) -> bool:
-    """Whether the tokenizer has a template of this name."""
+    """Return whether the tokenizer has a template with this name."""
     return isinstance(tokenizer.chat_template, dict) and template in tokenizer.chat_template
 
 
@@ -147,10 +151,11 @@ def render_foreign(
     options: ChatOptions,
     rules: MediaRules | None,
 ) -> RenderedChat:
-    """Render a template of a request. Blocks.
+    """Render a template of a request in a separate process. Blocks.
 
     Raises:
-        RequestError: a message is malformed; or it takes too long, needs too much memory, or fails.
+        RequestError: a message is malformed, or rendering takes too long, needs too much memory, or
+            fails.
     """
     from vllm.entrypoints.conversation.render import Rendering
 
@@ -173,13 +178,15 @@ def render_foreign(
 
 @functools.cache
 def _template_lane() -> ThreadPoolExecutor:
-    """Make a separate thread, so that slow templates do not block other work."""
+    """Create a separate thread, so that slow templates do not block other work."""
     return ThreadPoolExecutor(1, thread_name_prefix="template")
 
 
 @functools.cache
 def _template_worker() -> DeadlineWorker:
-    """Make one worker for all requests, so calls wait for each other, at most two seconds each."""
+    """Create the worker that all requests share, so that calls wait for each other, at most two
+    seconds each.
+    """
     return DeadlineWorker(
         make_server("vllm.entrypoints.openai.chat.template_worker:start"),
         max_memory_bytes=_TEMPLATE_MEMORY_BYTES,

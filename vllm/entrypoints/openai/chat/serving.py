@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: answers in the format of the OpenAI API, made of a `ChatTurn`."""
+"""Serve POST /v1/chat/completions: format the result of a `ChatTurn` as the OpenAI API does."""
 
 import sys
 from collections.abc import AsyncGenerator
@@ -54,7 +54,7 @@ _ANY_NUMBER = dict.fromkeys(MODALITIES, sys.maxsize)
     responses=STREAMED | error_responses(400, 404, 500, 503),
 )
 async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
-    """Continue a conversation."""
+    """Answer a conversation."""
     context = get_context(request)
     request_id = "chatcmpl-" + request_id_of(request, body.request_id)
     if body.use_beam_search:
@@ -107,12 +107,16 @@ class _ChatFormat:
         )
 
     def first_chunk(self, index: int) -> bytes:
-        """Make the first chunk: the role and the echoed message, without output tokens."""
+        """Return the first chunk of an answer: the role and the echoed message, without output
+        tokens.
+        """
         message = {"role": self.role, "content": self.echoed}
         return self._chunk(TurnDelta(index), message, num_output_tokens=0)
 
     def chunks(self, delta: TurnDelta) -> list[bytes]:
-        """Make the chunks for new text or calls of an answer; none if there is nothing to send."""
+        """Return the chunks for new text or calls of an answer; none if there is nothing to
+        send.
+        """
         if delta.is_empty and not self.turn.is_plain and delta.logprobs is None:
             return []
         if delta.tool_calls or (delta.reasoning and delta.content):
@@ -130,11 +134,11 @@ class _ChatFormat:
         return self._chunk(delta, message)
 
     def usage_chunk(self) -> bytes:
-        """Make the last chunk of a stream with usage."""
+        """Return the last chunk of a stream, which contains the usage."""
         return self._writer.usage(self.usage())
 
     def choice(self, choice: TurnChoice) -> dict[str, Any]:
-        """Make one complete answer."""
+        """Return one complete answer as a choice of the response."""
         content = choice.content
         if self.echoed:
             content = self.echoed + (content or "")
@@ -178,8 +182,9 @@ class _ChatFormat:
 
 
 def _pieces(delta: TurnDelta) -> list[TurnDelta]:
-    """Split a delta as OpenAI does: reasoning, content and calls come one after the other, and a
-    call begins with empty arguments. Clients rely on it."""
+    """Split a delta as OpenAI does: reasoning, content and calls follow one another, and a call
+    begins with empty arguments. Clients rely on this.
+    """
     pieces = []
     if delta.reasoning:
         pieces.append(TurnDelta(delta.index, reasoning=delta.reasoning))
@@ -282,15 +287,18 @@ def _head(request_id: str, model: str) -> dict[str, Any]:
 
 
 def _role(context: ServerContext, body: ChatCompletionRequest) -> str:
-    """Return the role of the answers: the role of the last message if it is continued."""
+    """Return the role of the answers. If the last message is continued, it is the role of that
+    message.
+    """
     if body.add_generation_prompt:
         return context.args.response_role
     return str(body.messages[-1].get("role"))
 
 
 def _echoed(body: ChatCompletionRequest, role: str) -> str:
-    """Return the last message, with which the answers begin if `echo` is set and the role is the
-    same."""
+    """Return the last message, with which the answers begin, if `echo` is set and the role is the
+    same; otherwise an empty string.
+    """
     last = body.messages[-1]
     if not body.echo or last.get("role") != role:
         return ""

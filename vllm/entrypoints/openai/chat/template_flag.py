@@ -1,4 +1,4 @@
-"""Reads `--chat-template`. Does not import transformers, and jinja2 only for the check."""
+"""Read `--chat-template`. Does not import transformers, and imports jinja2 only for the check."""
 
 import functools
 from pathlib import Path
@@ -10,10 +10,10 @@ _SHOWN_CHARS = 60
 
 @functools.lru_cache(maxsize=4)
 def load_chat_template(value: str | None) -> str | None:
-    """Load the template of `--chat-template`: the content of a file, or the text itself.
+    """Return the template of `--chat-template`: the content of a file, or the value itself.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the value is neither a file nor a template.
     """
     if value is None or "{{" in value or "{%" in value:
         return value
@@ -32,7 +32,7 @@ def check_chat_template(value: str) -> None:
     """Refuse a template with a syntax error. Renders nothing.
 
     Raises:
-        ConfigError: it cannot be read, or is not Jinja.
+        ConfigError: the template cannot be read, or is not valid Jinja.
     """
     from jinja2 import TemplateSyntaxError
 

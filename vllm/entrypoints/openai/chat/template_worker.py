@@ -1,4 +1,4 @@
-"""Renders the chat templates of requests, in the process of a `DeadlineWorker`.
+"""Render the chat templates of requests, in the process of a `DeadlineWorker`.
 
 Imports jinja2 and nothing of the engine. The sandbox protects Python's internals; the deadline and
 the memory limit of the process protect the rest.
@@ -16,7 +16,9 @@ _MAX_TEXT_CHARS = 64 * 2**20
 
 
 def start(_setup: bytes) -> Callable[[bytes], bytes]:
-    """Make the handler of the worker: input is JSON of the arguments, output of a `Rendering`."""
+    """Create the handler of the worker. Its input is JSON of the arguments, its output JSON of a
+    `Rendering`.
+    """
     return lambda argument: msgspec.json.encode(render(msgspec.json.decode(argument)))
 
 
@@ -24,10 +26,10 @@ def render(arguments: dict[str, Any]) -> Rendering:
     """Render the text of a conversation.
 
     Args:
-        arguments: of `render_conversation`.
+        arguments: arguments of `render_conversation`.
 
     Raises:
-        RequestError: it needs too much memory, or the text is too long.
+        RequestError: rendering needs too much memory, or the text is too long.
         CannotRenderError: the template is wrong, or refuses the conversation.
     """
     try:

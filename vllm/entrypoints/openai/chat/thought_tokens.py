@@ -1,7 +1,8 @@
-"""Counts the output tokens that are thoughts, by their text.
+"""Count the output tokens that belong to the reasoning, by their text.
 
-The count depends on the tokens and on the characters that a reasoning parser took for thoughts, not
-on the pieces in which the output came. So a stream and a whole answer report the same number.
+The count depends on the tokens and on the characters that a reasoning parser found to be reasoning,
+not on the pieces in which the output arrived. So a stream and a whole answer report the same
+number.
 """
 
 import codecs
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class ThoughtTokens:
-    """The positions of the tokens of one output in its text.
+    """Maps the tokens of one output to positions in its text.
 
-    If the tokenizer does not work on bytes, the texts of single tokens give the positions. These
-    may be off by a few characters.
+    If the tokenizer does not work on bytes, the positions are computed from the texts of single
+    tokens, and may be off by a few characters.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         skipped: tokens that the text leaves out.
     """
 
@@ -44,7 +45,7 @@ class ThoughtTokens:
             self._ends.append(self._num_characters + is_inside / 2)
 
     def count(self, spans: Sequence[tuple[int, int]]) -> int:
-        """Return how many tokens have characters in one of some spans.
+        """Return the number of tokens with characters in any of the spans.
 
         Args:
             spans: (start, end) in characters of the output, in order.

@@ -1,7 +1,7 @@
-"""Tool calls that a request requires: their schema, and the readers of the output.
+"""Handle tool calls that a request requires: their schema, and the readers of the output.
 
-With a named tool the whole output is the arguments of the call. With "required" it is an array
-of `{"name": ..., "parameters": ...}`. Independent of the engine.
+With a named tool the whole output is the arguments of the call. With "required" it is an array of
+`{"name": ..., "parameters": ...}`. Independent of the engine.
 """
 
 import json
@@ -23,8 +23,9 @@ MakeId = Callable[[], str]
 
 
 def tool_constraint(body: ChatCompletionRequest) -> GuidedDecodingParams | None:
-    """Return the constraint of an output that has to be tool calls. None: the output is any text,
-    namely the input of a custom tool without a grammar.
+    """Return the constraint for an output that must be tool calls.
+
+    None: the output is any text, because it is the input of a custom tool without a grammar.
 
     Raises:
         RequestError: the parameters of a tool are nested too deeply.
@@ -42,8 +43,8 @@ def tool_constraint(body: ChatCompletionRequest) -> GuidedDecodingParams | None:
 def note_free_grammars(body: ChatCompletionRequest) -> None:
     """Log the grammars of custom tools that are not enforced.
 
-    With `auto` the model may write anything, and among several required tools the output is JSON,
-    in which a Lark grammar cannot hold. The model sees the grammar as a description all the same.
+    With `auto` the model may write any text. With several required tools the output is JSON, which
+    cannot contain text of a Lark grammar. The model still sees the grammar as a description.
     """
     for name, tool in body.custom_tools.items():
         if tool.grammar is None or body.tool_choice == "none" or body.only_call == name:
@@ -59,7 +60,7 @@ def note_free_grammars(body: ChatCompletionRequest) -> None:
 
 
 def tool_schema(body: ChatCompletionRequest) -> dict[str, Any] | None:
-    """Return the JSON schema of an output that has to be calls of functions, or None.
+    """Return the JSON schema for an output that must be function calls, or None.
 
     Raises:
         RequestError: the parameters of a tool are nested too deeply.
@@ -74,10 +75,10 @@ def tool_schema(body: ChatCompletionRequest) -> dict[str, Any] | None:
 
 
 def strict_schema(body: ChatCompletionRequest, form: CallForm) -> dict[str, Any] | None:
-    """Return the JSON schema of calls that the model may make, in the format of its parser. None:
-    no tool is strict.
+    """Return the JSON schema for calls that the model may make, in the format of its parser. None
+    if no tool is strict.
 
-    The arguments of the other tools are any object.
+    The arguments of tools that are not strict may be any object.
 
     Raises:
         RequestError: the parameters of a tool are nested too deeply.
@@ -91,7 +92,7 @@ def strict_schema(body: ChatCompletionRequest, form: CallForm) -> dict[str, Any]
 def _calls_schema(
     body: ChatCompletionRequest, schemas: Sequence[dict[str, Any] | None], form: CallForm
 ) -> dict[str, Any]:
-    """Return the schema of calls in a format, from the schemas of the arguments of each tool."""
+    """Return the schema of calls in a format, given the schema of the arguments of each tool."""
     definitions: dict[str, Any] = {}
     names = [tool.function.name for tool in body.functions]
     calls = [
@@ -116,7 +117,8 @@ def _call_schema(
     definitions: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the schema of one call. Definitions inside it move to the top level, where references
-    expect them."""
+    expect them.
+    """
     parameters = dict(schema or _ANY_OBJECT)
     prefixes = {}
     own_names: list[str] = []
@@ -161,7 +163,7 @@ def _move_references(schema: Any, prefixes: dict[str, str], depth: int) -> Any:
 
 
 def first_delta(call_id: str, index: int, name: str, arguments: str) -> ToolCallDelta:
-    """Make the first delta of a call, with id, type and name."""
+    """Return the first delta of a call, with id, type and name."""
     return {
         "index": index,
         "id": call_id,
@@ -171,12 +173,13 @@ def first_delta(call_id: str, index: int, name: str, arguments: str) -> ToolCall
 
 
 def next_delta(index: int, arguments: str) -> ToolCallDelta:
-    """Make a later delta of a call."""
+    """Return a later delta of a call, with new arguments."""
     return {"index": index, "function": {"arguments": arguments}}
 
 
 def split_beginning(delta: ToolCallDelta) -> list[ToolCallDelta]:
-    """Split a delta that begins a call into the beginning and its first arguments or input.
+    """Split the first delta of a call into a delta without arguments and a delta with its first
+    arguments or input.
 
     >>> split_beginning(first_delta("a", 0, "f", "{"))[1]
     {'index': 0, 'function': {'arguments': '{'}}
@@ -190,12 +193,13 @@ def split_beginning(delta: ToolCallDelta) -> list[ToolCallDelta]:
 
 
 class NamedToolReader:
-    """Reads an output that is the arguments of one call, or its input if the tool is custom.
+    """Reads an output that consists of the arguments of one call, or of its input if the tool is
+    custom.
 
     Args:
-        name: of the tool.
-        is_custom: whether it is custom.
-        make_id: makes ids of calls, in the form of the model's tool parser.
+        name: name of the tool.
+        is_custom: whether the tool is custom.
+        make_id: creates ids of calls, in the form of the model's tool parser.
     """
 
     def __init__(
@@ -220,14 +224,14 @@ class NamedToolReader:
 
 
 class RequiredToolReader:
-    """Reads an array of calls as it grows, character by character.
+    """Reads an array of calls while it grows, character by character.
 
-    Arguments are passed on as the model wrote them. The reader relies on the grammar of
+    Arguments are returned as the model wrote them. The reader relies on the grammar of
     `tool_schema`: an array of flat objects, with the name before the parameters. If the output was
     cut off, so are the calls.
 
     Args:
-        make_id: makes ids of calls, in the form of the model's tool parser.
+        make_id: creates ids of calls, in the form of the model's tool parser.
     """
 
     def __init__(self, make_id: MakeId = random_tool_call_id) -> None:
@@ -260,7 +264,9 @@ class RequiredToolReader:
         return deltas
 
     def _is_between(self, char: str) -> bool:
-        """Whether it is white space around a value, which is not part of it."""
+        """Return whether a character is white space around a value, which is not part of the
+        value.
+        """
         return self._depth == 2 and not self._is_string and char.isspace()
 
     @property
@@ -268,7 +274,9 @@ class RequiredToolReader:
         return self._is_value and self._key == "parameters"
 
     def _read(self, char: str) -> str | None:
-        """Read a character. Returns the name of a call if it ends with this character."""
+        """Read a character. Returns the name of a call if the name ends with this character, else
+        None.
+        """
         if self._is_string:
             return self._read_in_string(char)
         if char == '"':

@@ -1,4 +1,4 @@
-"""One turn of a conversation: runs a request and parses its output. Independent of wire formats.
+"""Run one turn of a conversation and parse its output. Independent of wire formats.
 
 Chat completions, responses and messages convert their bodies to a `ChatCompletionRequest`, and
 format the result:
@@ -70,12 +70,13 @@ class TurnDelta:
     """The new parts of one answer. The last delta of an answer has a finish reason.
 
     Attributes:
-        index: of the answer, 0 to n - 1.
+        index: index of the answer, 0 to n - 1.
         reasoning, content: new text, often empty.
-        tool_calls: `DeltaToolCall`s as dicts: `index` and what is new of `id`, `type` and
+        tool_calls: `DeltaToolCall`s as dicts: `index` and the new parts of `id`, `type` and
             `function` (`name`, `arguments`), or `custom` (`name`, `input`).
         token_ids: new output tokens, the end token included.
-        logprobs: of these tokens, token id -> Logprob, the sampled one first; None without.
+        logprobs: for each token, token id -> Logprob, the sampled token first; None if not
+            requested.
         finish_reason: "stop", "length", "tool_calls" or "abort"; None before the end.
         stop_reason: stop string or stop token.
     """
@@ -91,7 +92,7 @@ class TurnDelta:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has nothing to send."""
+        """Whether the delta has nothing to send."""
         return not (self.reasoning or self.content or self.tool_calls or self.finish_reason)
 
 
@@ -100,8 +101,8 @@ class TurnChoice:
     """One complete answer; fields as in `TurnDelta`.
 
     Attributes:
-        reasoning, content: None if there is none. Content is "" and not None if there is nothing
-            else, and next to a call that the request named.
+        reasoning, content: None if there is none. The content is "" instead if the answer is empty,
+            or if the request named the called tool.
         tool_calls: `ToolCall`s as dicts: `id`, `type` and `function` (`name`, `arguments`), or
             `custom` (`name`, `input`).
     """
@@ -118,11 +119,11 @@ class TurnChoice:
 
 @dataclass(slots=True)
 class TurnUsage:
-    """Numbers of tokens so far.
+    """Token counts of a turn so far.
 
     Attributes:
         reasoning_tokens: output tokens of reasoning; None without a reasoning parser.
-        cached_tokens: prompt tokens found in the prefix cache; None is not known yet.
+        cached_tokens: prompt tokens found in the prefix cache; None: not known yet.
     """
 
     prompt_tokens: int
@@ -132,13 +133,13 @@ class TurnUsage:
 
 
 class ChatTurn:
-    """A request that is ready to run, once. Made by `prepare_turn`.
+    """A request that is ready to run once. Created by `prepare_turn`.
 
     Attributes:
-        request_id: of the engine request.
+        request_id: id of the request in the engine.
         model: name of the model for the response.
         prompt: token ids, and their text.
-        params: as sent to the engine.
+        params: parameters that are sent to the engine.
         prompt_logprobs: available once the output is complete, if requested.
     """
 
@@ -167,21 +168,22 @@ class ChatTurn:
 
     @property
     def usage(self) -> TurnUsage:
-        """Return the numbers of tokens so far."""
+        """Token counts so far."""
         if self._has_reasoning:
             self._usage.reasoning_tokens = sum(r.num_thought_tokens for r in self._readers)
         return self._usage
 
     @property
     def is_plain(self) -> bool:
-        """Whether all text is content: there is neither reasoning nor tool calls."""
+        """Whether all text is content, without reasoning or tool calls."""
         return self._readers[0].is_plain
 
     async def stream(self) -> AsyncGenerator[TurnDelta, None]:
-        """Yield deltas of all answers, one per engine step; some are empty.
+        """Yield deltas of all answers, one per engine step. Some deltas are empty.
 
         Raises:
-            RequestError, CapacityError, RequestTimeoutError, EngineDeadError: see `AsyncLLM`.
+            RequestError, CapacityError, RequestTimeoutError, EngineDeadError: as in
+            `AsyncLLM.generate`.
             GenerationError: the request failed while it ran.
         """
         async with aclosing(self._run(RequestOutputKind.DELTA)) as outputs:
@@ -190,7 +192,11 @@ class ChatTurn:
                     yield self._read(sample)
 
     async def complete(self) -> list[TurnChoice]:
-        """Return all answers, the best `n` of `best_of`. Raises like `stream`."""
+        """Return all answers; with `best_of`, the best `n`.
+
+        Raises:
+            The errors of `stream`.
+        """
         samples: list[CompletionOutput] = []
         async with aclosing(self._run(RequestOutputKind.FINAL_ONLY)) as outputs:
             async for output in outputs:
@@ -263,18 +269,18 @@ async def prepare_turn(
     trace_headers: Mapping[str, str] | None = None,
     fetched: dict[str, bytes] | None = None,
 ) -> ChatTurn:
-    """Check a request, and make its prompt.
+    """Check a request, and create its prompt.
 
     Args:
-        context: of the server; its engine is ready.
-        body: the tool parser may change fields of it.
+        context: context of the server; its engine is ready.
+        body: body of the request; the tool parser may change its fields.
         request_id: unique among running requests.
         trace_headers: W3C trace context of the request.
-        fetched: content of media by URL that have been fetched, or None.
+        fetched: content of media that are fetched already, by URL; or None.
 
     Raises:
         NotFoundError: there is no such model.
-        RequestError: something else is wrong with it; names the field.
+        RequestError: something else is wrong with the request; names the field.
     """
     context.check_model(body.model)
     refuse_generation(context.config.model.pooler)
@@ -323,7 +329,7 @@ async def prepare_turn(
 
 
 def _output_constraint(body: ChatCompletionRequest) -> GuidedDecodingParams | None:
-    """Return the constraint of the output, from its tool calls or from the request."""
+    """Return the constraint for the output, from its tool calls or from the request."""
     if body.tool_choice in ("none", "auto"):
         return guided_decoding(body)
     return tool_constraint(body)
@@ -335,8 +341,9 @@ def _strict_calls(
     special: SpecialTokens,
     tokenizer: "PreTrainedTokenizerBase | None",
 ) -> GuidedDecodingParams | None:
-    """Return the constraint of calls that the model may make, if a tool is strict, and both the
-    format of the parser and the tokenizer allow it."""
+    """Return the constraint for calls that the model may make. None unless a tool is strict, and
+    both the format of the parser and the tokenizer allow it.
+    """
     form = reader.call_form
     schema = None if form is None else strict_schema(body, form)
     if schema is None:
@@ -351,7 +358,7 @@ def _strict_calls(
 
 
 def check_tools(context: ServerContext, body: ChatCompletionRequest) -> None:
-    """Refuse tool choices that the server is not configured for.
+    """Refuse tool choices that need a server with another configuration.
 
     Raises:
         RequestError: tool choice auto without a tool parser.
@@ -371,7 +378,7 @@ def check_tools(context: ServerContext, body: ChatCompletionRequest) -> None:
 def make_reader(
     context: ServerContext, body: ChatCompletionRequest, prompt: TokensPrompt
 ) -> OutputReader:
-    """Make the reader for one output of a request. Its tool parser adjusts the request."""
+    """Create the reader for one output of a request. Its tool parser may change the request."""
     args, tokenizer = context.args, context.engine.tokenizer
     reasoning = tools = None
     forced: NamedToolReader | RequiredToolReader | None = None
@@ -405,8 +412,9 @@ def _grammar_start(
     guided: GuidedDecodingParams,
     special: SpecialTokens,
 ) -> GrammarStart:
-    """Return where the grammar of an output begins. A response format is for answers: the model may
-    call tools instead."""
+    """Return the position at which the grammar of an output begins. A response format applies to
+    answers; the model may call tools instead.
+    """
     may_call = body.tool_choice == "auto" and body.has_response_format
     names = [tool.function.name for tool in body.functions] if may_call else []
     start = reader.grammar_start(names, allows_space=guided.ignores_space)
@@ -417,7 +425,7 @@ def _grammar_start(
 def _make_reasoning_parser(
     context: ServerContext, body: ChatCompletionRequest, prompt: TokensPrompt
 ) -> "ReasoningParser | ForeignReasoningParser | None":
-    """Make a parser for one output; None if it has no reasoning."""
+    """Create a reasoning parser for one output; None if the output has no reasoning."""
     from vllm.reasoning import ReasoningParserManager
     from vllm.reasoning.plugin import ForeignReasoningParser, is_foreign
 
@@ -440,9 +448,9 @@ def _make_reasoning_parser(
 
 
 def _id_maker(args: "ServerArgs", tokenizer: Any) -> MakeId:
-    """Return the function that makes ids of required calls: of the tool parser, if there is one.
+    """Return the function that creates ids of required calls; the tool parser has one if it is set.
 
-    A chat template may accept only such ids in a history.
+    A chat template may accept only ids of that form in a history.
     """
     from vllm.entrypoints.openai.tool_parsers.base import ToolParser
 

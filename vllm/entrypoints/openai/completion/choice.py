@@ -1,4 +1,4 @@
-"""The choice of a completion: the text of one sample, after the prompt if `echo` is set."""
+"""Create the choices of a completion: the text of one sample, after the prompt if `echo` is set."""
 
 import functools
 from collections.abc import Collection, Sequence
@@ -19,13 +19,13 @@ from vllm.transformers_utils.special_tokens import SpecialTokens
 
 
 class CompletionPrompt:
-    """One prompt of a request.
+    """One prompt of a completion request.
 
     Attributes:
-        token_ids: as sent to the engine; placeholders for embeddings.
+        token_ids: tokens that are sent to the engine; placeholders if the prompt is embeddings.
         for_engine: the prompt without its text, which the engine does not need.
         is_echo_only: no output is requested, only the prompt and its log-probabilities.
-        logprobs: of the prompt's tokens, set when they are known.
+        logprobs: log-probabilities of the prompt tokens, after they are known.
     """
 
     def __init__(
@@ -52,28 +52,29 @@ class CompletionPrompt:
 
     @property
     def text(self) -> str:
-        """The prompt as it was given, or its tokens decoded."""
+        """The text of the prompt as it was given, or its decoded tokens."""
         if self._text is None:
             self._text = self.text_of(self.token_ids)
         return self._text
 
     @property
     def is_waiting(self) -> bool:
-        """Whether output has to wait for the log-probabilities of the prompt."""
+        """Whether the output has to wait for the log-probabilities of the prompt."""
         return bool(self.body.echo) and self.body.logprobs is not None and self.logprobs is None
 
     @property
     def shows_token_ids(self) -> bool:
-        """Whether tokens are written as `token_id:7`."""
+        """Whether tokens are written as `token_id:7` instead of their text."""
         if self.body.return_tokens_as_token_ids is None:
             return self._context.args.return_tokens_as_token_ids
         return self.body.return_tokens_as_token_ids
 
     @functools.cached_property
     def hidden_tokens(self) -> Collection[int]:
-        """Special tokens, unless the prompt was given as tokens or is a text that names them.
+        """Special tokens of the prompt that are not part of its text.
 
-        Only needed for log-probabilities; empty without them, because computing it is slow.
+        Empty if the prompt was given as tokens, and without log-probabilities, for which only these
+        are needed. Special tokens that the text names are not included.
         """
         tokenizer = self._context.engine.tokenizer
         if tokenizer is None or not self._is_text or self.body.logprobs is None:
@@ -83,7 +84,7 @@ class CompletionPrompt:
 
     @functools.cached_property
     def skipped_tokens(self) -> Collection[int]:
-        """The tokens that the output has no text for."""
+        """The tokens that are left out of the output text."""
         tokenizer = self._context.engine.tokenizer
         if tokenizer is None or self.body.logprobs is None or not self.body.skip_special_tokens:
             return ()
@@ -91,21 +92,24 @@ class CompletionPrompt:
 
     @property
     def bytes_of(self) -> BytesOf | None:
-        """The bytes of tokens, for log-probabilities."""
+        """Function that returns the bytes of tokens, for log-probabilities; None if it is not
+        needed.
+        """
         tokenizer = self._context.engine.tokenizer
         if tokenizer is None or self.body.logprobs is None:
             return None
         return bytes_of_tokens(tokenizer)
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of some tokens, including special ones; "" if the engine runs without a
-        tokenizer."""
+        """Return the text of some tokens, including special ones; an empty string if the engine has
+        no tokenizer.
+        """
         tokenizer = self._context.engine.tokenizer
         return "" if tokenizer is None else str(tokenizer.decode(list(token_ids)))
 
 
 class CompletionText:
-    """Converts the outputs of one sample to fields of its choice, at once or piece by piece."""
+    """Converts the outputs of one sample to the fields of its choice, at once or piece by piece."""
 
     def __init__(self, prompt: CompletionPrompt) -> None:
         self._prompt = prompt

@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""Serve POST /v1/completions."""
 
 import asyncio
 import copy
@@ -57,7 +57,7 @@ router = APIRouter(route_class=BodyRoute)
     responses=STREAMED | error_responses(400, 404, 500, 503),
 )
 async def create_completion(request: Request, body: CompletionRequest) -> Response:
-    """Continue prompts."""
+    """Continue one or several prompts."""
     context = get_context(request)
     request_id = "cmpl-" + request_id_of(request, body.request_id)
     work = _Completion.prepare(context, body, request_id, trace_headers_of(request))
@@ -71,7 +71,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
 
 
 class _Completion:
-    """One request: its prompts and their outputs."""
+    """A completion request, with its prompts and their outputs."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class _Completion:
         """Check the request, and tokenise its prompts.
 
         Raises:
-            RequestError: something is wrong with it.
+            RequestError: the request is not valid.
         """
         context.check_model(body.model)
         check_sampling_fields(body)
@@ -169,7 +169,9 @@ class _Completion:
         return json_response({**self._head(), "choices": choices, "usage": self._usage()})
 
     async def search_beams(self) -> dict[str, Any]:
-        """Return the body of the response, whose choices are beams."""
+        """Run a beam search, and return the body of the response, in which each choice is a
+        beam.
+        """
         body, defaults = self._body, self._engine.generation_defaults
         choices: list[dict[str, Any]] = []
         for index, prompt in enumerate(self._prompts):
@@ -247,10 +249,12 @@ class _Completion:
     # ---- the engine -----------------------------------------------------------------------
 
     def make_params(self) -> None:
-        """Make the parameters of all prompts before the first one runs, so that an error stops all.
+        """Create the parameters of all prompts before the first one runs, so that an error stops
+        all of them.
 
         Raises:
-            RequestError: a value is out of range, or a prompt leaves too little room.
+            RequestError: a value is out of range, or a prompt leaves too little room for the
+                output.
         """
         # The parameters of the prompts differ only in numbers, so lists are checked once and
         # shared.

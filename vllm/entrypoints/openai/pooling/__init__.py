@@ -1,1 +1,1 @@
-"""Embeddings, scores and classes: /v1/embeddings, /pooling, /score, /rerank, /classify."""
+"""Serve embeddings, scores and classes: /v1/embeddings, /pooling, /score, /rerank, /classify."""

@@ -1,4 +1,4 @@
-"""POST /classify."""
+"""Serve POST /classify."""
 
 from typing import Any
 

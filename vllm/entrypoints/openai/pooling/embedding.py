@@ -1,4 +1,4 @@
-"""POST /v1/embeddings and POST /pooling."""
+"""Serve POST /v1/embeddings and POST /pooling."""
 
 import base64
 from typing import Any
@@ -36,7 +36,7 @@ _ERRORS = error_responses(400)
 
 @router.post("/v1/embeddings", response_model=EmbeddingResponse, responses=_ERRORS)
 async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
-    """Return a vector for each input, or for a conversation."""
+    """Return an embedding vector for each input, or for a conversation."""
     context = get_context(request)
     model = context.check_model(body.model)
     require_task(pooler_of(context), "embed")
@@ -45,8 +45,9 @@ async def create_embedding(body: EmbeddingRequest, request: Request) -> Response
 
 @router.post("/pooling", response_model=PoolingResponse, responses=_ERRORS)
 async def create_pooling(body: EmbeddingRequest, request: Request) -> Response:
-    """Return the pooled result of each input, whatever the task of the model is: a vector,
-    probabilities, or rewards per token."""
+    """Return the pooled result of each input, for any pooling task: a vector, probabilities, or
+    rewards per token.
+    """
     context = get_context(request)
     model = context.check_model(body.model)
     require_task(pooler_of(context))
@@ -61,7 +62,7 @@ async def _respond(
     key: str,
     prefix: str,
 ) -> Response:
-    """Return the response with the results under `key`."""
+    """Run the request, and return the response with the results under the field `key`."""
     own_id = response_id(request, prefix)
     prompts = await run_until_disconnect(request, _prompts(context, body))
     outputs = await pool(context, request, body, prompts, own_id, dimensions=body.dimensions)

@@ -1,4 +1,4 @@
-"""Runs the prompts of one request in a pooling engine."""
+"""Run the prompts of one request in a pooling engine."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -33,12 +33,12 @@ _MANY_NUMBERS = 32 * 1024
 
 
 def pooler_of(context: ServerContext) -> PoolerConfig | None:
-    """Return the pooler of the served model; None: it generates text."""
+    """Return the pooler config of the served model; None if it generates text."""
     return context.config.model.pooler
 
 
 def response_id(request: Request, prefix: str) -> str:
-    """Return the id of the response to a request; the client may have chosen its end."""
+    """Return the id of the response to a request. Its end may be chosen by the client."""
     return f"{prefix}-{request_id_of(request, random_id())}"
 
 
@@ -62,20 +62,20 @@ async def pool(
     dimensions: int | None = None,
     is_truncated: bool = False,
 ) -> list[Pooled]:
-    """Run all prompts and return their results in order. If one fails, or the client leaves, all
-    are aborted.
+    """Run all prompts, and return their results in order. If one fails, or the client disconnects,
+    all are aborted.
 
     Args:
-        context: of the server; its engine is ready.
-        request: of the client.
-        body: of it.
-        prompts: of any prompt type.
-        own_id: of the response; the beginning of the ids in the engine.
-        dimensions: see `PoolingParams`.
+        context: context of the server; its engine is ready.
+        request: HTTP request of the client.
+        body: body of the request.
+        prompts: prompts of any type.
+        own_id: id of the response; the ids in the engine begin with it.
+        dimensions: length of the vectors; see `PoolingParams`.
         is_truncated: the prompts are already truncated.
 
     Raises:
-        RequestError: a prompt is wrong; names it, when there are several.
+        RequestError: a prompt is not valid; names it, if there are several.
         GenerationError: a prompt has no result.
     """
     truncate = None if is_truncated else body.truncate_prompt_tokens
@@ -116,9 +116,10 @@ async def _all(
     run_one: Callable[[int, PromptType], Coroutine[Any, Any, Pooled]],
     prompts: Sequence[PromptType],
 ) -> list[Pooled]:
-    """Run all like `asyncio.gather`, but a failure or a cancellation ends all tasks.
+    """Run all prompts like `asyncio.gather`, but cancel all tasks after a failure or a
+    cancellation.
 
-    Each prompt is tokenised when it begins; then other tasks may run.
+    Each prompt is tokenised when its task begins; other tasks may run meanwhile.
     """
     tasks: list[asyncio.Task[Pooled]] = []
     try:
@@ -133,7 +134,7 @@ async def _all(
 
 
 def usage_of(context: ServerContext, outputs: Sequence[Pooled]) -> dict[str, Any]:
-    """Return the usage of all prompts, with 0 completion tokens."""
+    """Return the usage over all prompts, with 0 completion tokens."""
     cached = None
     if context.args.enable_prompt_tokens_details:
         cached = sum(output.num_cached_tokens for output in outputs)
@@ -147,7 +148,9 @@ async def list_response(
     make_data: Callable[[], list[dict[str, Any]]],
     outputs: Sequence[Pooled],
 ) -> Response:
-    """Make a `ListResponse`: data made of `outputs`, in a thread if that takes long, and usage."""
+    """Return a `ListResponse` with the usage, and with data created from `outputs`, in a thread if
+    that takes long.
+    """
     head = {"id": own_id, "object": "list", "created": now(), "model": model}
 
     def write() -> Response:

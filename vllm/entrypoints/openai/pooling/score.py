@@ -1,4 +1,4 @@
-"""POST /score and POST /rerank, under all of their names."""
+"""Serve POST /score and POST /rerank, under all of their names."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -54,7 +54,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
 @router.post("/v1/rerank", response_model=RerankResponse, responses=_ERRORS)
 @router.post("/v2/rerank", response_model=RerankResponse, responses=_ERRORS)
 async def rerank(body: RerankRequest, request: Request) -> Response:
-    """Order documents by how well they answer a query, best first."""
+    """Sort documents by how well they answer a query, best first."""
     context = get_context(request)
     model = context.check_model(body.model)
     own_id = response_id(request, "rerank")
@@ -86,7 +86,7 @@ async def _score(
     second: Sequence[str],
     own_id: str,
 ) -> tuple[list[float], list[Pooled]]:
-    """Return a score per pair, and the engine's outputs."""
+    """Return a score per pair of texts, and the engine's outputs."""
     pooler = require_scores(pooler_of(context))
     if pooler.task == "embed":
         texts: list[PromptType] = list(dict.fromkeys([*first, *second]))  # each distinct text once
@@ -104,7 +104,7 @@ async def _score(
 async def _pairs(
     context: ServerContext, first: Sequence[str], second: Sequence[str], truncate: int | None
 ) -> list[PromptType]:
-    """Return each pair as one prompt."""
+    """Return each pair of texts as one prompt."""
 
     is_long = sum(map(len, first)) + sum(map(len, second)) > LONG_TEXT_CHARS
     prompts: list[PromptType] = []

@@ -1,9 +1,8 @@
-"""Bodies of requests and responses, as pydantic models: one module per family of routes.
+"""Define the bodies of requests and responses as pydantic models, one module per group of routes.
 
-These classes check requests, as far as that does not depend on the model. Responses of the hot path
-are built as plain dicts elsewhere; their classes here only describe them.
-
-Programs can import the classes of the server's bodies from this package.
+These classes check requests, as far as this does not depend on the model. Responses that are
+created often are built as plain dicts elsewhere; their classes here only describe them. Programs
+can import the classes from this package.
 """
 
 from vllm.entrypoints.openai.protocol.base import (

@@ -1,4 +1,4 @@
-"""Error messages for fields that accept several types.
+"""Create readable error messages for fields that accept several types.
 
 For a union, pydantic reports an error per type, with internal names such as
 `prompt.list[constrained-int].0`. A field annotated with `accepts` reports one error:
@@ -18,9 +18,9 @@ from vllm.entrypoints.shared.validation_text import show_value
 
 
 def accepts(text: str) -> WrapValidator:
-    """Annotate a union with the values that it accepts.
+    """Annotate a union with a description of the accepted values, for its error message.
 
-    The error says what is accepted and which part of the value is wrong, seen from the type that
+    The message says what is accepted and which part of the value is wrong, judged by the type that
     accepts most of the value.
     """
 
@@ -39,9 +39,9 @@ def accepts(text: str) -> WrapValidator:
 
 
 def _most_telling(errors: Sequence[Any]) -> tuple[Sequence[int | str], Any]:
-    """Return path and error of the type that accepts most of the value before it fails.
+    """Return the path and the error of the type that accepts most of the value before it fails.
 
-    Of several types of objects it is the one that has the right name in the value.
+    If several types are objects, it is the one whose name is in the value.
     """
     # The first part of a location is the type that pydantic tried; the rest is a path.
     wrong_names = {each["loc"][0] for each in errors if each["loc"] and _is_of_name(each)}
@@ -56,14 +56,15 @@ def _most_telling(errors: Sequence[Any]) -> tuple[Sequence[int | str], Any]:
 
 
 def _is_of_name(error: Any) -> bool:
-    """Whether a key such as `type` has the name of another type of object."""
+    """Return whether an error only says that a key such as `type` names another type of object."""
     path = error["loc"][1:]
     return error["type"] == "literal_error" and len(path) == 1 and isinstance(path[0], str)
 
 
 def _describe(path: Sequence[int | str], error: Any) -> str:
-    """Describe the wrong part of a value, as the end of a sentence: ", got 3" for all of it,
-    "; entry 3 is -1" and "; the name of its function is 7" for a part."""
+    """Describe the wrong part of a value, as the end of a sentence: ", got 3" for the whole value,
+    "; entry 3 is -1" or "; the name of its function is 7" for a part.
+    """
     place = ""
     for part in path:
         if isinstance(part, int):

@@ -1,4 +1,4 @@
-"""Base classes of the bodies of all routes."""
+"""Define the base classes of the bodies of all routes."""
 
 import json
 import math
@@ -17,7 +17,7 @@ random_id = random_uuid
 
 
 def now() -> int:
-    """Return the seconds since 1970 as an integer."""
+    """Return the Unix time in seconds as an integer."""
     return int(time.time())
 
 
@@ -46,13 +46,14 @@ class RequestModel(BaseModel, LimitedBody):
 
 
 class RequestBody(RequestModel):
-    """A complete body. All its text is valid Unicode, and all its numbers are finite."""
+    """A complete request body. All its text must be valid Unicode, and all its numbers finite."""
 
     @model_validator(mode="before")
     @classmethod
     def _check_values(cls, data: Any) -> Any:
-        """Refuse values that Python's JSON reader accepts and that cannot be encoded later: lone
-        surrogates, NaN and Infinity."""
+        """Refuse values that Python's JSON reader accepts but that cannot be encoded later: lone
+        surrogates, NaN and Infinity.
+        """
         for name, value in data.items() if isinstance(data, dict) else ():
             try:
                 name.encode()
@@ -73,7 +74,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 def _check_encodable(value: Any) -> None:
-    """Raise if the value cannot be encoded as JSON; fast for the types that are frequent."""
+    """Raise an error if the value cannot be encoded as JSON. Fast for frequent types."""
     if isinstance(value, str):
         value.encode()
     elif type(value) in _ALWAYS_ENCODABLE or (type(value) is float and math.isfinite(value)):
@@ -83,20 +84,20 @@ def _check_encodable(value: Any) -> None:
 
 
 def tag_by_type(value: Any, kinds: tuple[str, ...], other: str) -> str:
-    """Return the tag of a body that may have several types, by its `type`, so that errors are about
-    one of them.
+    """Return the tag of a body that may have several types, from its `type`, so that error messages
+    are about only one of them.
 
     Args:
-        value: the body, or an object that was made of it.
-        kinds: types with a tag of their own.
-        other: for every other type, and for none.
+        value: the body, or an object created from it.
+        kinds: types that have their own tag.
+        other: tag for every other type, and for a body without a type.
     """
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return f"{TAG_SIGN}{kind if kind in kinds else other}"
 
 
 def field_error(name: str, message: str) -> PydanticCustomError:
-    """Make an error of a validator, for checks that pydantic does not have."""
+    """Return an error for a validator, for checks that pydantic does not have."""
     return _wrong("value_error", name, message)
 
 
@@ -132,7 +133,7 @@ class ErrorResponse(ResponseModel):
 def error_responses(
     *statuses: int, body: type[BaseModel] = ErrorResponse
 ) -> dict[int | str, dict[str, Any]]:
-    """Return the errors in a route's documentation: `responses` of FastAPI."""
+    """Return the documentation of a route's errors, for `responses` of FastAPI."""
     return {status: {"model": body} for status in statuses}
 
 
@@ -147,13 +148,13 @@ class PromptTokenUsageInfo(ResponseModel):
 
 
 class CompletionTokenUsageInfo(ResponseModel):
-    """Numbers of output tokens of a kind."""
+    """Numbers of output tokens of special kinds."""
 
     reasoning_tokens: int
 
 
 class UsageInfo(ResponseModel):
-    """Numbers of tokens of a request, over all its prompts and outputs."""
+    """Token counts of a request, over all its prompts and outputs."""
 
     prompt_tokens: int = 0
     total_tokens: int = 0
@@ -163,14 +164,14 @@ class UsageInfo(ResponseModel):
 
 
 class RequestResponseMetadata(ResponseModel):
-    """Metadata of a request in addition to its response: its id and its tokens."""
+    """Metadata of a request, stored next to its response: its id and its token counts."""
 
     request_id: str
     final_usage_info: UsageInfo | None = None
 
 
 class ModelPermission(ResponseModel):
-    """Permissions for a model; the same for all."""
+    """Permissions for a model; the same for all models."""
 
     id: str = Field(default_factory=lambda: f"modelperm-{random_id()}")
     object: Literal["model_permission"] = "model_permission"
@@ -219,11 +220,12 @@ def usage_dict(
     cached_tokens: int | None = None,
     reasoning_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """Make `UsageInfo` as a plain dict, for the hot path.
+    """Return `UsageInfo` as a plain dict, which is faster.
 
     Args:
-        prompt_tokens, completion_tokens: counts.
-        cached_tokens, reasoning_tokens: None leaves the details of the prompt or of the output out.
+        prompt_tokens, completion_tokens: token counts.
+        cached_tokens, reasoning_tokens: token counts; None leaves out the details of the prompt or
+            the output.
     """
     usage: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,

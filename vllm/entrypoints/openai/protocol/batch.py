@@ -1,4 +1,4 @@
-"""The lines of OpenAI's batch files, for programs that write them and read the results.
+"""Define the lines of OpenAI's batch files, for programs that write them and read the results.
 
 The server itself reads lines without these classes, and the routes check the bodies
 (`batch/lines`).
@@ -31,14 +31,14 @@ _NO_FILE: Any = Field(default=None, exclude=True)
 
 
 class BatchTranscriptionRequest(TranscriptionRequest):
-    """A sound to write down, by its URL."""
+    """An audio file to transcribe, given by its URL."""
 
     file: Any = _NO_FILE
     file_url: str
 
 
 class BatchTranslationRequest(TranslationRequest):
-    """A sound to write down in English, by its URL."""
+    """An audio file to transcribe and translate to English, given by its URL."""
 
     file: Any = _NO_FILE
     file_url: str
@@ -71,7 +71,7 @@ URLS = tuple(_BODIES)
 
 
 class BatchRequestInput(RequestModel):
-    """A request of a batch; its body is read as the route that `url` names reads it."""
+    """A request of a batch. Its body is read in the format of the route in `url`."""
 
     custom_id: str
     method: str
@@ -81,7 +81,7 @@ class BatchRequestInput(RequestModel):
     @model_validator(mode="before")
     @classmethod
     def _read_body(cls, data: Any) -> Any:
-        """Read the body by its route, because it may fit several classes."""
+        """Read the body in the format of its route, because it may fit several classes."""
         url = data.get("url") if isinstance(data, dict) else None
         kind = _BODIES.get(url) if isinstance(url, str) else None
         if kind is None or not isinstance(data.get("body"), dict):
@@ -90,7 +90,7 @@ class BatchRequestInput(RequestModel):
 
 
 class BatchResponseData(ResponseModel):
-    """The answer of a route."""
+    """The response of a route."""
 
     status_code: int = 200
     request_id: str
@@ -107,7 +107,7 @@ class BatchResponseData(ResponseModel):
 
 
 class BatchRequestOutput(ResponseModel):
-    """The record of a request: its answer or its error."""
+    """The record of a request: its response or its error."""
 
     id: str
     custom_id: str

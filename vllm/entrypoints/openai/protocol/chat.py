@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""Define the bodies of POST /v1/chat/completions."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -33,7 +33,7 @@ from vllm.entrypoints.shared.request_limits import DOCUMENTS, MESSAGES, TOOLS, L
 
 
 class TemplateFields(RequestModel):
-    """Options of the chat template, for all routes with conversations."""
+    """Options for the chat template, for all routes with conversations."""
 
     chat_template: str | None = Field(default=None, max_length=2**20)
     chat_template_kwargs: JsonObject | None = None
@@ -54,14 +54,14 @@ class TemplateFields(RequestModel):
 
 
 class ThinkingSwitch(RequestModel):
-    """Whether the model thinks, as some APIs write it."""
+    """Whether the model should reason, in the form of some other APIs."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
     """All but disabled let the model think."""
 
 
 class ChatFields(TemplateFields):
-    """The fields that turn a conversation into a prompt."""
+    """The fields that determine the prompt of a conversation."""
 
     messages: ListOf[JsonObject] = Field(min_length=1)
     reasoning_effort: str | None = Field(default=None, max_length=32)
@@ -85,7 +85,7 @@ class ChatFields(TemplateFields):
 
     @model_validator(mode="after")
     def _read_custom_tools(self) -> "ChatFields":
-        """Turn all tools into functions; remember which of them are custom."""
+        """Convert custom tools to functions, and remember which tools are custom."""
         if self.tools is not None:
             functions, custom = as_functions(self.tools)
             self.tools = list(functions)
@@ -94,7 +94,7 @@ class ChatFields(TemplateFields):
 
     @property
     def thinking_kwargs(self) -> dict[str, Any]:
-        """The fields about thinking as arguments of the chat template."""
+        """The thinking fields of the request, as arguments for the chat template."""
         thinking = self.thinking
         if isinstance(thinking, ThinkingSwitch):
             thinking = thinking.type != "disabled"
@@ -107,7 +107,7 @@ class ChatFields(TemplateFields):
 
     @property
     def functions(self) -> list[ChatCompletionToolsParam]:
-        """The tools, custom ones as functions."""
+        """The tools of the request, with custom tools converted to functions."""
         return [tool for tool in self.tools or () if isinstance(tool, ChatCompletionToolsParam)]
 
     @property
@@ -142,7 +142,7 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
 
     @model_validator(mode="after")
     def _check_tools(self) -> "ChatCompletionRequest":
-        """Set the documented default of tool_choice: auto with tools, none without."""
+        """Set the documented default of tool_choice: auto if there are tools, else none."""
         if self.tool_choice is None or (self.tool_choice == "auto" and self.tools == []):
             self.tool_choice = "auto" if self.tools else "none"
         if self.tool_choice == "none":
@@ -171,7 +171,7 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
 
     @property
     def only_call(self) -> str | None:
-        """The tool whose arguments or input are the whole output, or None."""
+        """The tool whose arguments or input are the whole output; None if there is no such tool."""
         if self.tool_choice == "required" and len(self.functions) == 1:
             name = self.functions[0].function.name
             return name if name in self.custom_tools else None
@@ -189,14 +189,14 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
 
 
 class FunctionCall(ResponseModel):
-    """A call as the model wrote it; `arguments` is JSON text that may be invalid."""
+    """A function call as the model wrote it; `arguments` is JSON text that may be invalid."""
 
     name: str
     arguments: str
 
 
 def random_tool_call_id() -> str:
-    """Make a random id of a tool call."""
+    """Return a random id for a tool call."""
     return f"chatcmpl-tool-{random_id()}"
 
 
@@ -224,21 +224,21 @@ class CustomToolCall(ResponseModel):
 
 
 class DeltaFunctionCall(ResponseModel):
-    """A delta of a call: the name comes once, the arguments piece by piece."""
+    """A delta of a function call: the name comes once, the arguments piece by piece."""
 
     name: str | None = None
     arguments: str | None = None
 
 
 class DeltaCustomCall(ResponseModel):
-    """A delta of a call: the name comes once, the input piece by piece."""
+    """A delta of a custom tool call: the name comes once, the input piece by piece."""
 
     name: str | None = None
     input: str | None = None
 
 
 class DeltaToolCall(ResponseModel):
-    """A delta of the tool call with this index; the first one has id and type."""
+    """A delta of the tool call with this index; the first delta has its id and type."""
 
     id: str | None = None
     type: Literal["function", "custom"] | None = None
@@ -273,7 +273,7 @@ class ChatCompletionLogProb(ResponseModel):
 
 
 class ChatCompletionLogProbsContent(ChatCompletionLogProb):
-    """One position: the token there, and the most likely ones."""
+    """Log-probabilities of one position: the token there, and the most likely tokens."""
 
     top_logprobs: list[ChatCompletionLogProb] = Field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""Define the bodies of POST /v1/completions."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -58,7 +58,7 @@ class CompletionRequest(SamplingFields):
 
     @classmethod
     def check_totals(cls, body: Mapping[str, Any], args: ServerArgs) -> None:
-        """Refuse too many sequences or entries of lists, counted over all prompts."""
+        """Refuse too many sequences or list entries, counted over all prompts."""
         num_prompts = count_prompts(body.get("prompt"))
         num_prompts += count_entries(body.get("prompt_embeds") or [])
         num_outputs = max(1, read_number(body.get("n")), read_number(body.get("best_of")))
@@ -82,11 +82,12 @@ class CompletionRequest(SamplingFields):
             )
 
     def check_prompt_logprobs(self, num_prompt_tokens: int, args: ServerArgs) -> None:
-        """Refuse an answer with too many log-probabilities of prompts: every output repeats them.
+        """Refuse a request whose response would have too many prompt log-probabilities, because
+        every output repeats them.
 
         Args:
-            num_prompt_tokens: of all prompts.
-            args: of the server.
+            num_prompt_tokens: number of tokens of all prompts.
+            args: arguments of the server.
 
         Raises:
             RequestError: names the field, the count, and the flag.
@@ -126,12 +127,14 @@ class CompletionRequest(SamplingFields):
                 raise field_error(name, "not available with prompt_embeds, which has no tokens")
 
     def embeds(self) -> list[str]:
-        """Return the prompts that are embeddings, one by one; their choices come first."""
+        """Return the prompts that are embeddings, as a list. Their choices come first in the
+        response.
+        """
         embeds = self.prompt_embeds
         return [embeds] if isinstance(embeds, str) else list(embeds or ())
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts that are text or tokens, one by one."""
+        """Return the prompts that are text or tokens, as a list."""
         prompt = self.prompt
         if self.prompt_embeds is not None and prompt in ("", None):
             return []  # OpenAI's clients always send the field, also without a value
@@ -165,14 +168,15 @@ class CompletionResponseStreamChoice(ResponseModel):
 
 
 class CompletionResponseChoice(CompletionResponseStreamChoice):
-    """One continuation; `index` is the index of its prompt times n, plus the index of the
-    sample."""
+    """One continuation. `index` is the index of its prompt times n, plus the index of the
+    sample.
+    """
 
     prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 class CompletionResponse(ResponseModel):
-    """The continuations."""
+    """The continuations of the prompts."""
 
     id: str = Field(default_factory=lambda: f"cmpl-{random_id()}")
     object: Literal["text_completion"] = "text_completion"

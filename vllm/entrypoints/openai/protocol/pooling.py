@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /pooling, /classify, /score and /rerank."""
+"""Define the bodies of POST /v1/embeddings, /pooling, /classify, /score and /rerank."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -81,7 +81,7 @@ class ClassificationRequest(PoolingFields):
 
 
 class ScoreRequest(PoolingFields):
-    """Pairs of texts: one with each of several, or pair by pair."""
+    """Pairs of texts to score: one text with each of several, or pair by pair."""
 
     text_1: Texts
     text_2: Texts
@@ -90,7 +90,7 @@ class ScoreRequest(PoolingFields):
 
 
 class RerankRequest(PoolingFields):
-    """Documents to order by how well they answer a query."""
+    """Documents to sort by how well they answer a query."""
 
     query: str
     documents: ListOf[str] = Field(min_length=1)
@@ -122,7 +122,7 @@ class EmbeddingResponseData(ResponseModel):
 
 
 class EmbeddingResponse(ListResponse):
-    """The vectors of a request."""
+    """The embedding vectors of a request."""
 
     data: list[EmbeddingResponseData]
 
@@ -136,13 +136,13 @@ class PoolingResponseData(ResponseModel):
 
 
 class PoolingResponse(ListResponse):
-    """The results of a request."""
+    """The pooled results of a request."""
 
     data: list[PoolingResponseData]
 
 
 class ClassificationData(ResponseModel):
-    """One text: the most likely label, and a probability per label."""
+    """Result for one text: the most likely label, and a probability per label."""
 
     index: int
     label: str | None
@@ -157,7 +157,7 @@ class ClassificationResponse(ListResponse):
 
 
 class ScoreResponseData(ResponseModel):
-    """One pair."""
+    """The score of one pair."""
 
     index: int
     object: Literal["score"] = "score"
@@ -171,13 +171,13 @@ class ScoreResponse(ListResponse):
 
 
 class RerankDocument(ResponseModel):
-    """A document as it was given."""
+    """A document, unchanged."""
 
     text: str
 
 
 class RerankResult(ResponseModel):
-    """One document; `index` is its index in the request."""
+    """The score of one document; `index` is its index in the request."""
 
     index: int
     document: RerankDocument
@@ -185,13 +185,13 @@ class RerankResult(ResponseModel):
 
 
 class RerankUsage(ResponseModel):
-    """Tokens of a request."""
+    """Token counts of a request."""
 
     total_tokens: int
 
 
 class RerankResponse(ResponseModel):
-    """The best documents, best first."""
+    """The best documents with their scores, best first."""
 
     id: str
     model: str

@@ -1,4 +1,6 @@
-"""Body of POST /v1/responses. The content of items and tools is checked where it is read."""
+"""Define the body of POST /v1/responses. The content of items and tools is checked where it is
+read.
+"""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -27,7 +29,7 @@ ToolChoice = Annotated[
 
 
 class TextFormat(RequestModel):
-    """Format of the answer."""
+    """Format of the answer: text or JSON."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -37,7 +39,7 @@ class TextFormat(RequestModel):
 
 
 class TextConfig(RequestModel):
-    """Format of the answer."""
+    """Settings for the text of the answer."""
 
     format: TextFormat = Field(default_factory=TextFormat)
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -54,7 +56,8 @@ class ReasoningConfig(RequestModel):
 class ResponsesRequest(BoundedNumberFields, RequestBody):
     """A request of the Responses API.
 
-    The last group of fields is not OpenAI's; they have the same meaning as in the other APIs.
+    The last group of fields is not part of OpenAI's API; they have the same meaning as in the other
+    APIs of this server.
     """
 
     input: Annotated[str | ListOf[JsonObject], accepts("text or a list of items (objects)")]
@@ -115,7 +118,7 @@ _REPEATED = (
 
 
 def echo_fields(request: ResponsesRequest) -> dict[str, Any]:
-    """Return the fields of a request that its response repeats, as the response shows them."""
+    """Return the request fields that the response repeats, in the form of the response."""
     text = request.text or TextConfig()
     reasoning = request.reasoning or ReasoningConfig()
     return {

@@ -1,4 +1,6 @@
-"""The sampling fields of completions and chat, and their conversion to the engine's parameters."""
+"""Define the sampling fields of completions and chat, and convert them to the engine's
+parameters.
+"""
 
 import json
 from collections.abc import Mapping
@@ -62,7 +64,7 @@ _PARAMS = (
 
 
 def _struct_fields(struct: type[msgspec.Struct], **types: Any) -> dict[str, Any]:
-    """Return the fields of a class of the engine for a body, some with a type of the body's own."""
+    """Return the fields of an engine class as body fields; `types` replaces the types of some."""
     return {
         field.name: (types.get(field.name, field.type), ... if field.required else field.default)
         for field in msgspec.structs.fields(struct)
@@ -70,11 +72,11 @@ def _struct_fields(struct: type[msgspec.Struct], **types: Any) -> dict[str, Any]
 
 
 def _number_fields(*, are_bounded: bool) -> dict[str, Any]:
-    """Return the fields of `API_NUMBERS` for a body.
+    """Return the fields of `API_NUMBERS` as body fields.
 
     Args:
-        are_bounded: their ranges are part of the body's schema; if not, only
-            `SamplingParams` refuses what is out of range.
+        are_bounded: whether their ranges are part of the body's schema. If not, `SamplingParams`
+            refuses values out of range.
     """
     fields = {}
     for name, number in numbers_at(Door.API).items():
@@ -116,7 +118,7 @@ else:
 
 
 class StructuredOutputs(ConstraintFields):
-    """The constraint of the output and its options, in one object."""
+    """The constraint for the output and its options, in one object."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -151,7 +153,7 @@ class ResponseFormat(RequestModel):
 
 
 class StructuralTag(RequestModel):
-    """Between `begin` and `end` the output is JSON of a schema."""
+    """A part of the output: between `begin` and `end`, the output is JSON that matches a schema."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -191,7 +193,7 @@ LogitsProcessorConstructor = _make_body(
 
 
 class SamplingFields(NumberFields, GuidedFields, RequestBody):
-    """The sampling fields. None means the model's recommendation, or the default."""
+    """The sampling fields. None means the model's recommendation, or else the default."""
 
     model: str | None = None
     n: Int32 | None = 1
@@ -265,16 +267,19 @@ class SamplingFields(NumberFields, GuidedFields, RequestBody):
     """The name of `response_format` in the API of the request."""
 
     def rename_format(self, field: str) -> None:
-        """Have errors about `response_format` name this field instead."""
+        """Make errors about `response_format` name another field instead."""
         self._format_field = field
 
     def own_constraint(self) -> dict[str, Any]:
-        """Return fields of `GuidedDecodingParams` from the request's own fields for them."""
+        """Return the fields of `GuidedDecodingParams` that are set by fields of the request body
+        itself.
+        """
         return {field: getattr(self, name) for name, field in _GUIDED_FIELDS.items()}
 
     def constraints(self) -> list[str]:
-        """Return the names of the fields that ask for structured output; `response_format` is the
-        last."""
+        """Return the names of the fields that ask for structured output; `response_format` is
+        last.
+        """
         given = [
             name
             for name, field in _GUIDED_FIELDS.items()
@@ -294,26 +299,26 @@ class SamplingFields(NumberFields, GuidedFields, RequestBody):
 
     @property
     def num_samples(self) -> int:
-        """Outputs to return per prompt."""
+        """Number of outputs to return per prompt."""
         return 1 if self.n is None else self.n
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with a chunk with the usage."""
+        """Whether a stream ends with a chunk that contains the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def has_continuous_usage(self) -> bool:
-        """Whether every chunk of a stream has the usage so far."""
+        """Whether every chunk of a stream contains the usage so far."""
         options = self.stream_options
         return self.includes_usage and bool(options and options.continuous_usage_stats)
 
 
 def check_sampling_fields(body: SamplingFields) -> None:
-    """Refuse values and combinations that are never possible.
+    """Refuse values and combinations that are not possible for any model.
 
     Raises:
-        RequestError: names the field.
+        RequestError: a value is refused; names the field.
     """
     if body.num_samples < 1:
         raise RequestError(f"n must be at least 1, got {body.n}", param="n")
@@ -332,7 +337,7 @@ def guided_decoding(body: SamplingFields) -> GuidedDecodingParams | None:
     """Return the structured output that the request asks for, or None.
 
     Raises:
-        RequestError: a `json_schema` without its schema.
+        RequestError: a `json_schema` format has no schema.
     """
     fields = body.constraints()
     if not fields:
@@ -370,15 +375,15 @@ def sampling_params(
     output_kind: RequestOutputKind,
     guided: GuidedDecodingParams | None,
 ) -> SamplingParams:
-    """Make the engine's parameters for a request.
+    """Return the engine's sampling parameters for a request.
 
     Args:
-        body: checked by `check_sampling_fields`.
-        defaults: of the model: `generation_defaults` of the engine.
+        body: body that `check_sampling_fields` has checked.
+        defaults: defaults of the model (`generation_defaults` of the engine).
         max_tokens: maximum number of output tokens, see `prompts.output_budget`.
-        logprobs: log-probabilities per output token, or None.
+        logprobs: number of log-probabilities per output token, or None.
         output_kind: which outputs the engine sends before the end.
-        guided: see `guided_decoding`; tools have constraints of their own.
+        guided: constraint for the output, or None.
 
     Raises:
         RequestError: a value is out of range; names the field.
@@ -401,7 +406,7 @@ def sampling_params(
 
 
 def sampling_numbers(body: NumberFields, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `API_NUMBERS`: of the body, else of the model."""
+    """Return the values of `API_NUMBERS` from the body, or else from the defaults of the model."""
     return {name: _number(body, name, defaults) for name in API_NUMBERS}
 
 
@@ -418,10 +423,10 @@ def _asks(body: SamplingFields, name: str) -> bool:
 def beam_search_params(
     body: SamplingFields, defaults: Mapping[str, Any], max_tokens: int
 ) -> BeamSearchParams:
-    """Make the parameters of a beam search: `n` is its width.
+    """Return the parameters for a beam search; `n` is the beam width.
 
     Raises:
-        RequestError: a value is out of range, or a field is used that beam search does not support.
+        RequestError: a value is out of range, or a field is set that beam search does not support.
     """
     unknown = ("stream", "logprobs", "prompt_logprobs", "logits_processors")
     refused = [name for name in unknown if _asks(body, name)]

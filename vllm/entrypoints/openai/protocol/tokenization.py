@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize."""
+"""Define the bodies of POST /tokenize and POST /detokenize."""
 
 from typing import Annotated, Any, ClassVar
 
@@ -32,7 +32,9 @@ class TokenizeChatRequest(ChatFields, RequestBody):
 
 
 def _kind(body: Any) -> str:
-    """Return which of the two types a body has, so that errors are about one of them only."""
+    """Return which of the two types a body has, so that error messages are about only one of
+    them.
+    """
     has_messages = "messages" in body if isinstance(body, dict) else hasattr(body, "messages")
     return f"{TAG_SIGN}chat" if has_messages else f"{TAG_SIGN}completion"
 

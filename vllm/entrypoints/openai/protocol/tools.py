@@ -1,7 +1,7 @@
-"""Tools of a chat request, and which of them the model may or must call.
+"""Define the tools of a chat request, and the choice of the tools that the model may or must call.
 
-A tool is a function, whose arguments are JSON, or custom, whose input is text. To models, chat
-templates and parsers a custom tool is a function with one argument, `input`: `as_functions`.
+A tool is a function, whose arguments are JSON, or custom, whose input is text. Models, chat
+templates and parsers see a custom tool as a function with one argument, `input` (`as_functions`).
 """
 
 from collections.abc import Sequence
@@ -29,15 +29,16 @@ Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 def is_foreign(kind: Any) -> bool:
-    """Whether a tool of this type is run by OpenAI's servers or known to OpenAI's models only.
+    """Return whether only OpenAI's servers can run a tool of this type, or only OpenAI's models
+    know it.
 
-    New types appear often, so this is every type other than the two that declare a tool.
+    New types appear often, so this covers every type except the two that declare a tool.
     """
     return isinstance(kind, str) and kind not in ("", *_OWN_TYPES)
 
 
 def leave_out_foreign(tools: Any) -> Any:
-    """Return the tools of a body, not validated yet, without foreign ones, which are logged."""
+    """Return the tools of an unvalidated body without foreign ones, which are logged."""
     if not isinstance(tools, list):
         return tools
     kept = []
@@ -53,15 +54,17 @@ def leave_out_foreign(tools: Any) -> Any:
 
 
 def wrong_type(kind: Any) -> str:
-    """Return what is wrong with the type of a tool, as the rest of a sentence that begins with its
-    field."""
+    """Describe the error in the type of a tool, as the end of a sentence that begins with the
+    field.
+    """
     return f"must be a string such as {' or '.join(_OWN_TYPES)}, got {kind!r:.80}"
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """The JSON of a format after a marker, for grammars: an object for each call, or a list of
-    them."""
+    """JSON format of tool calls after a marker, for grammars: one object per call, or a list of
+    calls.
+    """
 
     name_key: str = "name"
     arguments_key: str = "arguments"
@@ -95,7 +98,7 @@ class CustomToolGrammar(RequestModel):
 
 
 class CustomToolFormat(RequestModel):
-    """The format of the input: any text, or text of a grammar."""
+    """The format of a custom tool's input: any text, or text that matches a grammar."""
 
     type: Literal["text", "grammar"] = "text"
     grammar: CustomToolGrammar | None = None
@@ -108,7 +111,7 @@ class CustomToolFormat(RequestModel):
 
 
 class CustomToolDefinition(RequestModel):
-    """A tool whose input is text."""
+    """A custom tool, whose input is text."""
 
     name: Name
     description: str | None = None
@@ -116,7 +119,7 @@ class CustomToolDefinition(RequestModel):
 
     @property
     def grammar(self) -> CustomToolGrammar | None:
-        """The grammar of the input; None: any text."""
+        """The grammar of the input; None: any text is allowed."""
         is_free = self.format is None or self.format.type == "text"
         return None if is_free or self.format is None else self.format.grammar
 
@@ -166,14 +169,14 @@ class ChatCompletionNamedToolChoiceCustomParam(RequestModel):
 
 
 class AllowedTools(RequestModel):
-    """The tools that the model may call, or one of which it has to call."""
+    """The tools that the model may call, or of which it must call one."""
 
     mode: Literal["auto", "required"]
     tools: ListOf[JsonObject] = Field(min_length=1)
 
 
 class ChatCompletionAllowedToolChoiceParam(RequestModel):
-    """A choice among some of the tools."""
+    """A tool choice that is limited to some of the tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -202,7 +205,7 @@ PlainChoice = Literal["none", "auto", "required"] | ChatCompletionNamedToolChoic
 
 
 def check_choice(choice: Any) -> Any:
-    """Refuse a tool choice, not validated yet, that names a foreign tool."""
+    """Refuse an unvalidated tool choice that names a foreign tool."""
     kind = choice.get("type") if isinstance(choice, dict) else None
     if isinstance(kind, str) and kind not in _CHOICE_TYPES:
         raise field_error(
@@ -257,11 +260,13 @@ def plain_choice(
     tools: list[ChatCompletionToolsParam],
     custom: dict[str, CustomToolDefinition],
 ) -> tuple[PlainChoice, list[ChatCompletionToolsParam]]:
-    """Convert a tool choice of any format. Returns it with the allowed tools; the model does not
-    see the others.
+    """Convert a tool choice of any format to the plain form.
+
+    Returns:
+        The choice, and the allowed tools; the model does not see other tools.
 
     Raises:
-        PydanticCustomError: it names an unknown tool, or one of the other type.
+        PydanticCustomError: the choice names an unknown tool, or a tool of the other type.
     """
     names = {tool.function.name for tool in tools}
     if isinstance(choice, ChatCompletionAllowedToolChoiceParam):

@@ -1,4 +1,4 @@
-"""POST /v1/audio/transcriptions and /v1/audio/translations."""
+"""Define the bodies of POST /v1/audio/transcriptions and /v1/audio/translations."""
 
 from typing import Annotated, Any, Literal
 
@@ -50,12 +50,12 @@ class SpeechFields(NumberFields):
 
     @property
     def has_times(self) -> bool:
-        """Whether the answer says when something is said."""
+        """Whether the answer contains the times of words or segments."""
         return self.response_format not in _STREAMED_FORMATS
 
 
 class TranscriptionRequest(SpeechFields):
-    """Sound to write down in the language that is spoken."""
+    """Audio to transcribe in the spoken language."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -89,11 +89,11 @@ class TranscriptionRequest(SpeechFields):
 
 
 class TranslationRequest(SpeechFields):
-    """Sound to write down in English. `language` is the one that is spoken."""
+    """Audio to transcribe and translate to English. `language` is the spoken language."""
 
 
 class DurationUsage(ResponseModel):
-    """Length of the sound that was read."""
+    """Length of the audio that was read."""
 
     type: Literal["duration"] = "duration"
     seconds: int
@@ -101,14 +101,14 @@ class DurationUsage(ResponseModel):
 
 
 class TranscriptionResponse(ResponseModel):
-    """The text of the sound."""
+    """The text of the audio."""
 
     text: str
     usage: DurationUsage | None = None
 
 
 class TranscriptionWord(ResponseModel):
-    """A word, and when it was said: seconds from the start."""
+    """A word, and its times in seconds from the start."""
 
     end: float
     start: float
@@ -116,7 +116,7 @@ class TranscriptionWord(ResponseModel):
 
 
 class TranscriptionSegment(ResponseModel):
-    """A part of the text, when it was said, and how sure the model is of it."""
+    """A segment of the text, its times, and the confidence of the model."""
 
     id: int
     avg_logprob: float
@@ -131,7 +131,7 @@ class TranscriptionSegment(ResponseModel):
 
 
 class TranscriptionResponseVerbose(TranscriptionResponse):
-    """The text of the sound with its segments."""
+    """The text of the audio, with its segments."""
 
     task: Literal["transcribe", "translate"] = "transcribe"
     duration: float

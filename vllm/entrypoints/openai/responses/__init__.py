@@ -1,1 +1,1 @@
-"""The OpenAI Responses API: /v1/responses."""
+"""Serve the OpenAI Responses API: /v1/responses."""

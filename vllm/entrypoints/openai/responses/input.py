@@ -1,9 +1,9 @@
-"""Items of the Responses API: checks them, normalises them, and converts them to chat messages.
+"""Check items of the Responses API, normalise them, and convert them to chat messages.
 
 An item is a JSON object with `id` and `type`: a message, a function_call or custom_tool_call, the
-output of a call, or reasoning. Clients also send back items that other servers have made. Items of
-tools that the client runs become calls and outputs like the others. The model does not see the
-rest, which remains in the list of items. Pure functions, independent of engine and framework.
+output of a call, or reasoning. Clients also send back items that other servers have created. Items
+of tools that the client runs become ordinary calls and outputs. Other items remain in the list, but
+the model does not see them. Pure functions, independent of engine and framework.
 """
 
 import uuid
@@ -52,7 +52,7 @@ _MAX_ID_LENGTH = 256
 
 
 def new_id(prefix: str) -> str:
-    """Make an id that cannot be guessed, such as `msg_0f3c...`."""
+    """Return an id that cannot be guessed, such as `msg_0f3c...`."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
@@ -60,10 +60,11 @@ def read_input(given: str | Sequence[Any]) -> list[Item]:
     """Convert the `input` of a request to items with ids. Does not change its argument.
 
     Args:
-        given: the text of one user message, or items. Content may be a string or text parts.
+        given: the text of one user message, or a list of items. Content may be a string or text
+            parts.
 
     Raises:
-        RequestError: an item is malformed or of a kind that is not served; names the place.
+        RequestError: an item is malformed or its kind is not supported; names its position.
     """
     if isinstance(given, str):
         return [_message_item(new_id("msg"), "user", [{"type": "input_text", "text": given}])]
@@ -75,17 +76,17 @@ def read_input(given: str | Sequence[Any]) -> list[Item]:
 def as_messages(
     instructions: str | None, items: Iterable[Item], *, num_earlier: int = 0
 ) -> list[Message]:
-    """Return the conversation of items (of `read_input`, or output of this server) as chat
-    messages.
+    """Convert the items of a conversation (results of `read_input`, or output of this server) to
+    chat messages.
 
-    Instructions and the system messages that come first become one system message: templates do not
-    accept a second one. Consecutive items of the assistant (reasoning, text, calls) become one
+    The instructions and the first system messages become one system message, because templates do
+    not accept a second one. Consecutive items of the assistant (reasoning, text, calls) become one
     message.
 
     Args:
-        instructions: of the request.
-        items: of the whole conversation.
-        num_earlier: items at the beginning that are not of this request; for names in errors.
+        instructions: instructions of the request.
+        items: items of the whole conversation.
+        num_earlier: number of first items that come from earlier requests; for names in errors.
 
     Raises:
         RequestError: an output belongs to no call in the conversation, or there is nothing to read.
@@ -103,11 +104,11 @@ def resolve_references(
     history: Sequence[Item],
     find: Callable[[Collection[str]], Mapping[str, Item]],
 ) -> list[Item]:
-    """Put stored items where the input refers to them.
+    """Replace references in the input by the stored items.
 
     Args:
-        items: of `read_input`.
-        history: the items before them; a reference to one of these is dropped.
+        items: result of `read_input`.
+        history: earlier items; a reference to one of them is dropped.
         find: ids -> the stored items with these ids.
     """
     wanted = {item["id"] for item in items if item["type"] == REFERENCE}
@@ -124,13 +125,16 @@ def resolve_references(
 def read_string(
     where: str, given: Mapping[str, Any], key: str, *, may_be_empty: bool = False
 ) -> str:
-    """Read a string of an object; raises RequestError if it is not a string.
+    """Return the string in a field of an object.
 
     Args:
-        where: place of the object, for the error.
+        where: position of the object in the request, for the error.
         given: the object.
-        key: of the string.
-        may_be_empty: accept "" too.
+        key: name of the field.
+        may_be_empty: whether "" is accepted.
+
+    Raises:
+        RequestError: the field is not a string.
     """
     value = given.get(key)
     if not isinstance(value, str) or not (value or may_be_empty):
@@ -143,10 +147,10 @@ def read_string(
 
 
 class _Conversation:
-    """Builds messages from items.
+    """Builds chat messages from items.
 
     Args:
-        num_earlier: the first items are of earlier requests.
+        num_earlier: number of first items that come from earlier requests.
     """
 
     def __init__(self, num_earlier: int) -> None:
@@ -195,7 +199,7 @@ class _Conversation:
             self.messages.append({"role": "system", "content": text})
 
     def finish(self) -> list[Message]:
-        """Return the messages, after all items were added."""
+        """Return the messages. Called after all items were added."""
         if not self.messages:
             raise RequestError(
                 "input must have a message or another item that the model can read", param="input"
@@ -216,7 +220,7 @@ class _Conversation:
             last["content"] = text
 
     def _content(self, item: Item, key: str) -> Content:
-        """Return texts, images and sounds of an item."""
+        """Return the text, images and audio of an item."""
         if isinstance(item[key], str):
             return str(item[key])
         index = self._num_items - 1
@@ -267,7 +271,7 @@ class _Conversation:
         )
 
     def _add_client_output(self, item: Item) -> None:
-        """Add the output of a call, which has the id of the call or of its item."""
+        """Add the output of a call. The output has the id of the call or of the call's item."""
         call_id = item.get("call_id") or self._call_ids.get(item["id"])
         if call_id not in self._names:
             self._leave_out(item["type"])
@@ -277,7 +281,7 @@ class _Conversation:
         )
 
     def _add_mcp_call(self, item: Item) -> None:
-        """Add a call that another server made, and its output, which are one item."""
+        """Add a call that another server made, together with its output. Both are one item."""
         if not isinstance(item.get("name"), str):
             self._leave_out("mcp_call")
             return
@@ -300,7 +304,9 @@ class _Conversation:
         )
 
     def _assistant(self, *, is_open: Callable[[Message], bool]) -> Message:
-        """Return the last message if it is the assistant's and still open, or a new one."""
+        """Return the last message if it is an open message of the assistant; otherwise add a new
+        one.
+        """
         last = self.messages[-1] if self.messages else None
         if last is None or last["role"] != "assistant" or not is_open(last):
             last = {"role": "assistant", "content": ""}
@@ -384,8 +390,9 @@ def _message_item(item_id: str, role: str, parts: list[Part]) -> Item:
 
 
 def _read_input_parts(where: str, given: Any) -> list[Part]:
-    """Return texts, images and sounds of content as `input_text`, `input_image` and
-    `input_audio`."""
+    """Return the text, images and audio of content as `input_text`, `input_image` and
+    `input_audio`.
+    """
     parts: list[Part] = []
     for i, part in enumerate(_as_parts(where, given)):
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -426,7 +433,7 @@ def _read_text(where: str, part: Any) -> str:
 
 
 def _read_image(where: str, part: Mapping[str, Any]) -> Part:
-    """Return an image. Whether the model reads images is found out later."""
+    """Return an image part. Whether the model reads images is checked later."""
     if part.get("file_id") is not None:
         raise RequestError(
             f"{where}.file_id is not supported, because this server stores no files: send "
@@ -438,7 +445,7 @@ def _read_image(where: str, part: Mapping[str, Any]) -> Part:
 
 
 def _as_chat_part(where: str, part: Mapping[str, Any]) -> Part:
-    """Return a part as the chat API has it. Whether the model reads it is found out later."""
+    """Return a part in the format of the chat API. Whether the model reads it is checked later."""
     if part["type"] == _IMAGE_PART:
         return image_part(part["image_url"], where, part.get("detail"))
     if part["type"] == _AUDIO_PART:
@@ -451,7 +458,7 @@ def _as_json(value: Any) -> str:
 
 
 def _as_text(value: Any) -> str:
-    """Return a text as it is, nothing as "", and any other JSON as text."""
+    """Return a string unchanged, None as "", and any other value as JSON text."""
     if value is None:
         return ""
     return value if isinstance(value, str) else _as_json(value)

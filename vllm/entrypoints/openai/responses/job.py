@@ -1,4 +1,4 @@
-"""A response in the background: it continues without a client, and can be streamed later.
+"""Run a response in the background: it continues without a client, and can be streamed later.
 
 Single-threaded: belongs to one event loop.
 """
@@ -15,11 +15,12 @@ logger = init_logger(__name__)
 
 
 class BackgroundJob:
-    """Reads a stream of events and keeps them for later readers.
+    """Reads a stream of events and stores them for later readers.
 
     Args:
-        events: lists of events; closing it aborts the request in the engine. Errors are events too.
-        is_log_kept: keep the events, so that they can be streamed.
+        events: lists of events; closing it aborts the request in the engine. Errors are also
+            events.
+        is_log_kept: store the events, so that they can be streamed.
         on_end: called once, after the last event or a cancellation.
     """
 
@@ -45,12 +46,12 @@ class BackgroundJob:
         return not self._task.done()
 
     async def cancel(self) -> None:
-        """Cancel the job. Returns when the request has left the engine."""
+        """Cancel the job. Returns after the request has left the engine."""
         self._task.cancel()
         await asyncio.wait([self._task])
 
     async def follow(self, start: int = 0) -> AsyncGenerator[bytes, None]:
-        """Yield the encoded events from number `start` on, past and future ones."""
+        """Yield the encoded events from index `start` on: stored events and new ones."""
         index = start
         while True:
             news = self._news  # read before the log, so that events that arrive later set it

@@ -1,7 +1,7 @@
-"""Output of the Responses API: converts the model's output to items and events.
+"""Convert the model's output to items and events of the Responses API.
 
 Independent of engine and framework: `ResponseWriter` gets the parsed parts of a turn in order, and
-returns events as JSON objects. A response that is not streamed is made in the same way.
+returns events as JSON objects. Responses without streaming are created in the same way.
 """
 
 import time
@@ -20,10 +20,11 @@ Status = Literal["completed", "incomplete", "failed", "cancelled"]
 
 
 class ResponseWriter:
-    """Builds one response piece by piece.
+    """Builds one response piece by piece, and returns its events.
 
     Args:
-        response: its fields; the writer sets status, output, usage and the fields about the end.
+        response: fields of the response; the writer sets status, output, usage and the fields about
+            the end.
 
     Attributes:
         response: its current state.
@@ -44,30 +45,30 @@ class ResponseWriter:
         self._call_index = -1
 
     def queue(self) -> list[Event]:
-        """Mark the response as queued in the background."""
+        """Mark the response as queued in the background, and return the events."""
         self.response["status"] = "queued"
         return [self._lifecycle("created"), self._lifecycle("queued")]
 
     def begin(self) -> list[Event]:
-        """Mark the response as in progress."""
+        """Mark the response as in progress, and return the events."""
         is_new = self._sequence_number == 0
         self.response["status"] = "in_progress"
         created = [self._lifecycle("created")] if is_new else []
         return [*created, self._lifecycle("in_progress")]
 
     def add_reasoning(self, delta: str) -> list[Event]:
-        """Add reasoning."""
+        """Add reasoning, and return its events."""
         events = self._enter("reasoning", _reasoning_item)
         self._texts.append(delta)
         event = self._event("response.reasoning_text.delta", content_index=0, delta=delta)
         return [*events, event]
 
     def add_text(self, delta: str, logprobs: list[dict[str, Any]] | None = None) -> list[Event]:
-        """Add text of the answer.
+        """Add text of the answer, and return its events.
 
         Args:
-            delta: text; may be empty, when a token has no text yet, or none at all.
-            logprobs: of its tokens, in the format of the chat API.
+            delta: the text; may be empty if a token has no text yet.
+            logprobs: log-probabilities of its tokens, in the format of the chat API.
         """
         self._new_logprobs += logprobs or ()
         if not delta:
@@ -82,12 +83,12 @@ class ResponseWriter:
         return [*events, event]
 
     def add_tool_call(self, delta: Mapping[str, Any]) -> list[Event]:
-        """Add a delta of a tool call.
+        """Add a delta of a tool call, and return its events.
 
         Args:
-            delta: {"index", "id", "function": {"name", "arguments"}}, or {"custom": {"name",
-                "input"}} in place of the function, as in the chat API: id and name come with the
-                first delta of an index. Calls come one after the other.
+            delta: {"index", "id", "function": {"name", "arguments"}} as in the chat API, or
+                {"custom": {"name", "input"}} instead of the function. The first delta of an index
+                has the id and the name. Calls follow one after another.
         """
         is_custom = "custom" in delta
         call = delta.get("custom") or delta.get("function") or {}
@@ -111,13 +112,14 @@ class ResponseWriter:
         incomplete_reason: str | None = None,
         error: Mapping[str, Any] | None = None,
     ) -> list[Event]:
-        """End the response. For a cancelled one there is no event: the stream just ends.
+        """End the response, and return the events. A cancelled response has no event: its stream
+        just ends.
 
         Args:
-            status: how it ended.
-            usage: in the format of this API.
+            status: how the response ended.
+            usage: usage in the format of this API.
             incomplete_reason: such as "max_output_tokens".
-            error: {"code", "message"} of a failed one.
+            error: {"code", "message"} if the response has failed.
         """
         events: list[Event] = []
         if status == "completed" and not self.response["output"]:
@@ -134,13 +136,13 @@ class ResponseWriter:
         return events if status == "cancelled" else [*events, self._lifecycle(status)]
 
     def fail(self, error: Mapping[str, Any]) -> list[Event]:
-        """End a failed response, with an event for the error.
+        """End a failed response, and return the events, the last one for the error.
 
-        OpenAI's clients raise at an event with the key `error`. It is the last one, so that other
-        clients see the failed response before it.
+        OpenAI's clients raise at an event with the key `error`. It is last, so that other clients
+        see the failed response before it.
 
         Args:
-            error: as in the error bodies of the other routes.
+            error: error in the format of the other routes.
         """
         message = error["message"]
         events = self.finish("failed", error={"code": "server_error", "message": message})
@@ -152,7 +154,9 @@ class ResponseWriter:
         return [*events, self._numbered("error", **about, error=error)]
 
     def _enter(self, kind: str, make: Callable[[], Item]) -> list[Event]:
-        """Return events that end the open item and begin one of this type; none if one is open."""
+        """Return the events that close the open item and begin a new one; none if an item of this
+        type is already open.
+        """
         if self._item is not None and self._item["type"] == kind:
             return []
         events = self._close()
@@ -166,7 +170,7 @@ class ResponseWriter:
         return events
 
     def _close(self, status: str = "completed") -> list[Event]:
-        """Return events that end the open item."""
+        """Return the events that close the open item."""
         item = self._item
         if item is None:
             return []
@@ -210,7 +214,7 @@ class ResponseWriter:
         }
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        """Make an event about the open item."""
+        """Return an event about the open item."""
         assert self._item is not None
         return self._numbered(
             kind, item_id=self._item["id"], output_index=len(self.response["output"]) - 1, **fields
@@ -272,7 +276,7 @@ def describe_usage(
     num_cached_tokens: int,
     num_reasoning_tokens: int,
 ) -> dict[str, Any]:
-    """Return `usage` of a response."""
+    """Return the `usage` of a response."""
     return {
         "input_tokens": num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": num_cached_tokens, "cache_write_tokens": 0},

@@ -1,4 +1,4 @@
-"""Converts a request of the Responses API to one of the chat API: fields, tools, format of the
+"""Convert a request of the Responses API to a request of the chat API: fields, tools, format of the
 answer.
 
 Pure functions, independent of the engine. Every error names the field as the client wrote it.
@@ -32,7 +32,7 @@ _SAMPLING_FIELDS = (
 
 
 def check_request(request: ResponsesRequest) -> None:
-    """Refuse features that this server lacks.
+    """Refuse features that this server does not have.
 
     Raises:
         RequestError: names the field.
@@ -55,17 +55,17 @@ def check_request(request: ResponsesRequest) -> None:
 
 
 def wants_logprobs(request: ResponsesRequest) -> bool:
-    """Whether log-probabilities are requested."""
+    """Return whether log-probabilities are requested."""
     return bool(request.top_logprobs) or _LOGPROBS in (request.include or ())
 
 
 def as_chat_request(
     request: ResponsesRequest, messages: Sequence[Message]
 ) -> ChatCompletionRequest:
-    """Convert to the equivalent chat request.
+    """Convert a request to the equivalent chat request.
 
     Args:
-        request: checked by `check_request`.
+        request: request that `check_request` has checked.
         messages: the conversation.
 
     Raises:
@@ -91,11 +91,11 @@ def as_chat_request(
 
 
 def make_chat_request(fields: Mapping[str, Any], *, format_field: str) -> ChatCompletionRequest:
-    """Make a chat request from fields of another API.
+    """Return a chat request, created from fields of another API.
 
     Args:
-        fields: of the chat API.
-        format_field: the name of `response_format` in that API, for errors.
+        fields: fields of the chat API.
+        format_field: name of `response_format` in the other API, for errors.
 
     Raises:
         RequestError: fields contradict each other.
@@ -113,7 +113,7 @@ def make_chat_request(fields: Mapping[str, Any], *, format_field: str) -> ChatCo
 
 
 def _read_tools(request: ResponsesRequest) -> tuple[list[dict[str, Any]], Any]:
-    """Convert tools and tool choice to the chat API."""
+    """Convert the tools and the tool choice to the chat API."""
     found = [_read_tool(f"tools[{i}]", tool) for i, tool in enumerate(request.tools or ())]
     tools = [tool for tool in found if tool is not None]
     choice = request.tool_choice or "auto"
@@ -177,7 +177,7 @@ def _allowed_tools(
 
 
 def _named_in(where: str, tool: Any) -> tuple[str, str]:
-    """Return type and name of a tool that a choice allows."""
+    """Return the type and the name of a tool that a tool choice allows."""
     kind = tool.get("type", "function") if isinstance(tool, Mapping) else None
     name = tool.get("name") if isinstance(tool, Mapping) else None
     if kind not in ("function", "custom") or not isinstance(name, str):
@@ -190,7 +190,7 @@ def _named_in(where: str, tool: Any) -> tuple[str, str]:
 
 
 def _key_of(tool: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return type and name of a tool of the chat API."""
+    """Return the type and the name of a tool in the format of the chat API."""
     return tool["type"], tool[tool["type"]]["name"]
 
 
@@ -266,8 +266,9 @@ def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
 
 
 def _template_kwargs(request: ResponsesRequest) -> dict[str, Any] | None:
-    """Return the reasoning effort under the names that chat templates use; a template ignores
-    unknown names."""
+    """Return the reasoning effort under the name that chat templates use. Templates ignore unknown
+    names.
+    """
     kwargs: dict[str, Any] = {}
     if request.reasoning is not None and request.reasoning.effort is not None:
         kwargs["reasoning_effort"] = request.reasoning.effort

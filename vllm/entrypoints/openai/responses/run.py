@@ -1,4 +1,4 @@
-"""Runs a chat turn and writes the events of its response."""
+"""Run a chat turn and write the events of its response."""
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -17,13 +17,15 @@ from vllm.errors import TextTooLongError
 
 
 def engine_id(request: Request, response_id: str) -> str:
-    """Return the engine's id for a response: its own id, and the client's request id for traces."""
+    """Return the engine's id for a response: the id of the response, and the client's request id if
+    given, for traces.
+    """
     given = request_id_of(request, "")
     return f"{response_id}-{given}" if given else response_id
 
 
 async def write_at_once(turn: ChatTurn, writer: ResponseWriter) -> None:
-    """Write the complete response from the events of a stream; raises what the turn raises."""
+    """Run the turn and write its complete response. Errors of the turn are raised."""
     async with aclosing(write_events(turn, writer)) as events:
         async for _ in events:
             pass
@@ -32,13 +34,13 @@ async def write_at_once(turn: ChatTurn, writer: ResponseWriter) -> None:
 async def write_events(
     turn: ChatTurn, writer: ResponseWriter
 ) -> AsyncGenerator[Sequence[Event], None]:
-    """Yield all events of a response, one list per engine step.
+    """Yield the events of a response, one list per engine step.
 
-    Nothing is yielded before the first output of the engine, because errors of the request appear
-    then.
+    Nothing is yielded before the first output of the engine, because that is when errors of the
+    request appear.
 
     Raises:
-        Exception: what the turn raises.
+        Exception: the error that the turn raises.
     """
     async with aclosing(turn.stream()) as deltas:
         is_begun = False
@@ -59,11 +61,11 @@ async def fail_in_stream(
     *,
     is_early_raised: bool,
 ) -> AsyncGenerator[Sequence[Event], None]:
-    """Yield events, and turn errors into events.
+    """Yield events, and convert errors to events.
 
     Args:
-        events: of `write_events`.
-        writer: the writer of the events.
+        events: result of `write_events`.
+        writer: writer of the events.
         on_end: called when the response has ended, before the last events are yielded.
         is_early_raised: raise an error before the first event, so that it gets an HTTP status.
     """
@@ -86,15 +88,15 @@ async def fail_in_stream(
 async def truncate_conversation(
     context: ServerContext, body: ChatCompletionRequest, fetched: dict[str, bytes]
 ) -> ChatCompletionRequest:
-    """Remove the oldest turns of the request until it fits into the context.
+    """Remove the oldest turns of the request until it fits into the context length.
 
-    The first system message and the last turn stay; the request is refused if these are too long.
-    Turns begin with messages of the user, so that every tool result keeps its call.
+    The first system message and the last turn are kept; if these are too long, the request is
+    refused. Each turn begins with a user message, so that every tool result keeps its call.
 
     Args:
-        context: of the server; its engine is ready.
-        body: of the request.
-        fetched: gets the content of media by URL.
+        context: context of the server; its engine is ready.
+        body: body of the request.
+        fetched: content of media by URL; fetched media are added.
     """
     limit = context.config.scheduler.max_model_len - (body.wanted_tokens or 1)
     messages = body.messages

@@ -1,4 +1,4 @@
-"""The Responses API: POST /v1/responses, and the routes for stored responses."""
+"""Serve the Responses API: POST /v1/responses, and the routes for stored responses."""
 
 import hashlib
 import time
@@ -86,8 +86,9 @@ async def retrieve_response(
     stream: bool = False,
     starting_after: Annotated[int, Query(ge=0, le=2**31)] | None = None,
 ) -> Response:
-    """Get a stored response, or its stream of events if it was created in the background with
-    stream=true."""
+    """Get a stored response. If it was created in the background with stream=true, its events can
+    be streamed.
+    """
     entry = _get_entry(request, response_id)
     if not stream:
         return json_response(entry.response)
@@ -102,7 +103,7 @@ async def retrieve_response(
 
 @router.post(PATH + "/{response_id}/cancel", responses=_ERRORS)
 async def cancel_response(response_id: str, request: Request) -> Response:
-    """Cancel a background response. One that has ended does not change."""
+    """Cancel a background response. A finished response does not change."""
     entry = _get_entry(request, response_id)
     if entry.job is None:
         raise RequestError(
@@ -115,7 +116,7 @@ async def cancel_response(response_id: str, request: Request) -> Response:
 
 @router.delete(PATH + "/{response_id}", responses=_ERRORS)
 async def delete_response(response_id: str, request: Request) -> Response:
-    """Delete a stored response; one in progress is cancelled."""
+    """Delete a stored response. A response in progress is cancelled."""
     entry = _get_entry(request, response_id)
     _get_store(request).delete(entry)
     if entry.job is not None:
@@ -131,8 +132,9 @@ async def list_input_items(
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Response:
-    """List the input items of a response, including the items of the responses that it
-    continues."""
+    """List the input items of a response, including the items of earlier responses that it
+    continues.
+    """
     entry = _get_entry(request, response_id)
     items = [*entry.history, *entry.input_items]
     if order == "desc":
@@ -157,7 +159,7 @@ async def list_input_items(
 async def _prepare(
     context: ServerContext, body: ResponsesRequest, entry: StoredResponse, request: Request
 ) -> ChatTurn:
-    """Prepare the turn for a response; nothing runs yet."""
+    """Prepare the turn for a response, without running it."""
     items = [*entry.history, *entry.input_items]
     if len(items) > _MANY_ITEMS:
         off_loop.mark_request(off_loop.LARGE_BODY_BYTES)
@@ -218,7 +220,7 @@ def _begin_in_background(
 
 
 def _read_history(body: ResponsesRequest, store: ResponseStore, owner: bytes) -> list[Item]:
-    """Return the conversation that the request continues."""
+    """Return the earlier items of the conversation that the request continues."""
     if body.previous_response_id is None:
         return []
     previous = store.get(body.previous_response_id, owner)
@@ -279,8 +281,9 @@ def _get_entry(request: Request, response_id: str) -> StoredResponse:
 
 
 def _owner_of(request: Request, context: ServerContext) -> bytes:
-    """Return the owner of a request: with API keys, responses belong to the key that created
-    them."""
+    """Return the owner of a request. With API keys, responses belong to the key that created
+    them.
+    """
     if not context.args.api_key:
         return b""
     given = request.headers.get("authorization") or request.headers.get("x-api-key") or ""

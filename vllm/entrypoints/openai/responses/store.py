@@ -1,4 +1,4 @@
-"""Stored responses, which clients can retrieve: in memory, limited in number, bytes and age.
+"""Store responses in memory for later retrieval, limited in number, bytes and age.
 
 The least recently used response is dropped first. A response in progress is never dropped; the
 number of these has its own limit. Single-threaded: belongs to one event loop.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StoredResponse:
-    """One response with the conversation it belongs to."""
+    """A response, with the conversation that it belongs to."""
 
     response: dict[str, Any]
     """As sent to the client; its output grows while the job runs."""
@@ -38,7 +38,7 @@ class StoredResponse:
 
     @property
     def is_running(self) -> bool:
-        """Whether it is in progress."""
+        """Whether the response is in progress."""
         return self.job is not None and self.job.is_running
 
     @property
@@ -47,21 +47,22 @@ class StoredResponse:
         return [*self.history, *self.input_items, *self.response["output"]]
 
     def measure(self) -> int:
-        """Return its size in bytes, as JSON."""
+        """Return the size of the response in bytes, as JSON."""
         content = (self.response, self.input_items, self.history)
         num_events_bytes = 0 if self.job is None else self.job.num_bytes
         return len(msgspec.json.encode(content)) + num_events_bytes
 
 
 class ResponseStore:
-    """Stored responses by id.
+    """Stores responses by id.
 
     Args:
-        max_entries: finished responses that are kept.
-        max_bytes: of those responses, as JSON; and of the events of responses in progress.
-        max_running: number of background responses in progress.
-        ttl_s: seconds after its last use that a response is kept.
-        clock: seconds.
+        max_entries: maximum number of finished responses.
+        max_bytes: maximum size of finished responses, as JSON; and of the events of responses in
+            progress.
+        max_running: maximum number of background responses in progress.
+        ttl_s: seconds after its last use for which a response is kept.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class ResponseStore:
         return len(self._finished) + len(self._running)
 
     def add(self, entry: StoredResponse) -> None:
-        """Store a response. If it is in progress, call `settle` when it ends.
+        """Store a response. If it is in progress, call `finish` when it ends.
 
         Raises:
             CapacityError: (503) too many are in progress.
@@ -109,12 +110,12 @@ class ResponseStore:
             )
 
     def finish(self, entry: StoredResponse) -> None:
-        """Note that a response in progress has ended. It is kept unless it was deleted."""
+        """Record that a response in progress has ended. It is kept unless it was deleted."""
         if self._running.pop(entry.response["id"], None) is not None:
             self._keep(entry)
 
     def get(self, response_id: str, owner: bytes) -> StoredResponse:
-        """Get a response of this owner, which also prolongs its time in the store.
+        """Return a response of this owner, and extend its time in the store.
 
         Raises:
             NotFoundError: it is unknown, expired, or belongs to another owner.
@@ -132,7 +133,9 @@ class ResponseStore:
         return entry
 
     def find_items(self, ids: Collection[str], owner: bytes) -> dict[str, Item]:
-        """Find items with these ids in the stored responses of this owner; others are left out."""
+        """Return the items with these ids in the stored responses of this owner; unknown ids are
+        left out.
+        """
         self._drop_old()
         found: dict[str, Item] = {}
         for entry in self._finished.values():
@@ -143,7 +146,7 @@ class ResponseStore:
         return found
 
     def delete(self, entry: StoredResponse) -> None:
-        """Forget a response."""
+        """Delete a response from the store."""
         response_id = entry.response["id"]
         self._running.pop(response_id, None)
         if self._finished.pop(response_id, None) is not None:
@@ -164,8 +167,9 @@ class ResponseStore:
         self._finished.move_to_end(entry.response["id"])
 
     def _drop_old(self) -> None:
-        """Drop expired responses, and the oldest ones beyond the limits. The order of use is the
-        order of expiry."""
+        """Drop expired responses, and the least recently used ones beyond the limits. The order of
+        use is also the order of expiry.
+        """
         now = self._clock()
         while self._finished:
             oldest = next(iter(self._finished.values()))

@@ -1,1 +1,1 @@
-"""Routes of the OpenAI API that are one file each."""
+"""Serve the routes of the OpenAI API that need only one file each."""

@@ -1,5 +1,4 @@
-"""Routes that add and remove LoRA adapters of a server; only with
-VLLM_ALLOW_RUNTIME_LORA_UPDATING."""
+"""Serve routes that add and remove LoRA adapters, only with VLLM_ALLOW_RUNTIME_LORA_UPDATING."""
 
 from typing import TYPE_CHECKING
 
@@ -31,8 +30,9 @@ def _updatable(request: Request) -> tuple[ServedAdapters, "AsyncLLM"]:
 
 @router.post("/v1/load_lora_adapter", responses=error_responses(400, 404))
 async def load_lora_adapter(body: LoadLoRAAdapterRequest, request: Request) -> PlainTextResponse:
-    """Load a LoRA adapter, and offer it under a name. With load_inplace it may replace one of this
-    name, which keeps serving if the new one cannot be loaded."""
+    """Load a LoRA adapter and serve it under a name. With load_inplace it may replace an adapter of
+    this name, which keeps serving if the new one cannot be loaded.
+    """
     adapters, engine = _updatable(request)
     await adapters.fetch(body.lora_path)
     adapter = adapters.check(body.lora_name, body.lora_path, replaces=body.load_inplace)
@@ -45,7 +45,7 @@ async def load_lora_adapter(body: LoadLoRAAdapterRequest, request: Request) -> P
 async def unload_lora_adapter(
     body: UnloadLoRAAdapterRequest, request: Request
 ) -> PlainTextResponse:
-    """Offer a LoRA adapter no longer, and drop it from memory. Requests that run keep it."""
+    """Stop serving a LoRA adapter, and drop it from memory. Running requests keep it."""
     adapters, engine = _updatable(request)
     await engine.remove_lora(adapters.remove(body.lora_name).lora_int_id)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -1,4 +1,4 @@
-"""POST /invocations, the route that SageMaker calls; the body decides which API is used.
+"""Serve POST /invocations, the route that SageMaker calls; the body decides which API is used.
 
 The request is forwarded to the route of that API, so that fields, answers and errors are the same.
 """
@@ -35,10 +35,10 @@ _BODY = {"required": True, "content": {"application/json": {"schema": {"type": "
 
 @router.post(PATH, responses=STREAMED, openapi_extra={"requestBody": _BODY})
 async def invoke(request: Request) -> Response:
-    """Forward the request to the route for the keys of its body.
+    """Forward the request to the route that matches the keys of its body.
 
-    `messages`: chat; `prompt`: completion; `input`: embeddings, or what `task` (embed, classify,
-    pooling) says; `text_1` and `text_2`: scores; `query` and `documents`: reranking.
+    `messages`: chat; `prompt`: completion; `input`: embeddings, or the route for `task` (embed,
+    classify, pooling); `text_1` and `text_2`: scores; `query` and `documents`: reranking.
     """
     body = await request.body()
     if not body:
@@ -52,7 +52,7 @@ def find_target(body: bytes) -> str:
     """Return the path of the route for a body.
 
     Raises:
-        RequestError: it is not a JSON object, or has none of the keys.
+        RequestError: the body is not a JSON object, or has none of the keys.
     """
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])

@@ -1,4 +1,4 @@
-"""GET /v1/models: the names that requests may give as `model`."""
+"""Serve GET /v1/models: the names that requests may use as `model`."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class BaseModelPath:
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> ModelList:
-    """List every name under which the model is served."""
+    """List all names under which the model and its adapters are served."""
     context = get_context(request)
     adapters = [] if context.adapters is None else context.adapters.all
     names = [*context.model_names, *(adapter.lora_name for adapter in adapters)]
@@ -34,7 +34,7 @@ async def list_models(request: Request) -> ModelList:
 
 @router.get("/v1/models/{model:path}", responses=error_responses(404))
 async def show_model(model: str, request: Request) -> ModelCard:
-    """Show one of the names."""
+    """Show one of the served names."""
     context = get_context(request)
     return _card(context, _path(context, context.check_model(model)))
 

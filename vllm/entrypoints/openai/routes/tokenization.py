@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize."""
+"""Serve POST /tokenize and POST /detokenize."""
 
 from functools import partial
 
@@ -32,7 +32,7 @@ _ERRORS = error_responses(400, 404)
 
 @router.post("/tokenize", response_model=TokenizeResponse, responses=_ERRORS)
 async def tokenize_prompt(request: Request, body: TokenizeRequest) -> Response:
-    """Tokenise a text or a conversation, as for the model."""
+    """Tokenise a text or a conversation, as it is done for the model."""
     return await run_until_disconnect(request, _tokenize(get_context(request), body))
 
 

@@ -1,1 +1,1 @@
-"""Prompts, chunks and log-probabilities: what several routes of the OpenAI API use."""
+"""Share prompts, chunks and log-probabilities between routes of the OpenAI API."""

@@ -1,4 +1,4 @@
-"""Beam search for a request of the server."""
+"""Run a beam search for a request of the server."""
 
 import asyncio
 import itertools
@@ -22,14 +22,14 @@ async def search(
     adapter: LoRARequest | None = None,
     priority: int = 0,
 ) -> list[BeamSearchSequence]:
-    """Find the most likely continuations of a prompt, best first; `tokens` and `text` without the
-    prompt.
+    """Return the most likely continuations of a prompt, best first. Their `tokens` and `text` do
+    not contain the prompt.
 
-    Every beam is an engine request per token, so that it needs `max_logprobs` of the engine to
-    be at least twice the beam width. Cancelling it aborts them.
+    Every beam is one engine request per token, so the engine's `max_logprobs` must be at least
+    twice the beam width. Cancelling the search aborts these requests.
 
     Raises:
-        RequestError: the prompt or the parameters are wrong.
+        RequestError: the prompt or the parameters are not valid.
         GenerationError: a beam failed in the engine.
     """
     check_beam_width(

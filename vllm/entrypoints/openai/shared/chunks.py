@@ -1,4 +1,5 @@
-"""Chunks and whole bodies of the completion routes, as bytes. The hot path of the server.
+"""Encode chunks and whole bodies of the completion routes as bytes. This is the hot path of the
+server.
 
 The common part of all chunks of a stream is encoded once; for each chunk only its choice is
 encoded.
@@ -28,23 +29,25 @@ class ChunkWriter:
         self._start = b"data: " + _encode(head)[:-1] + b',"choices":['
 
     def choice(self, choice: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
-        """Make a chunk with one choice."""
+        """Return a chunk with one choice."""
         if usage is None:
             return self._start + _encode(choice) + b"]}\n\n"
         return self._start + _encode(choice) + b'],"usage":' + _encode(usage) + b"}\n\n"
 
     def usage(self, usage: dict[str, Any]) -> bytes:
-        """Make the chunk with the usage, which has no choices."""
+        """Return the chunk with the usage, which has no choices."""
         return self._start + b'],"usage":' + _encode(usage) + b"}\n\n"
 
 
 def json_response(body: Any) -> Response:
-    """Encode a complete body."""
+    """Encode a complete body as a JSON response."""
     return Response(_encode(body), media_type="application/json")
 
 
 def includes_usage(context: ServerContext, body: SamplingFields) -> bool:
-    """Whether a stream ends with its usage: requested, or forced by the server."""
+    """Return whether a stream ends with its usage, because the request or the server's settings ask
+    for it.
+    """
     return body.includes_usage or context.args.enable_force_include_usage
 
 
@@ -55,6 +58,6 @@ def usage_of(
     cached_tokens: int | None = None,
     reasoning_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """Return the usage of a response, with cached tokens if the server reports them."""
+    """Return the usage of a response. Cached tokens are included if the server reports them."""
     cached = (cached_tokens or 0) if context.args.enable_prompt_tokens_details else None
     return usage_dict(prompt_tokens, completion_tokens, cached, reasoning_tokens)

@@ -1,4 +1,4 @@
-"""Log-probabilities in the formats of the API: of chats, completions and prompts."""
+"""Format log-probabilities for chats, completions and prompts."""
 
 import codecs
 import functools
@@ -21,7 +21,9 @@ Position = Mapping[int, Logprob]
 
 
 def token_text(token_id: int, logprob: Logprob, *, as_token_id: bool) -> str:
-    """Return the text of a token, or `token_id:7`, which identifies the token."""
+    """Return the text of a token; or `token_id:7`, which identifies the token, if requested or if
+    its text is not known.
+    """
     if as_token_id or logprob.decoded_token is None:
         return f"token_id:{token_id}"
     return logprob.decoded_token
@@ -34,8 +36,9 @@ BytesOf = Callable[[int], bytes]
 @functools.lru_cache(maxsize=2)
 @functools.lru_cache(maxsize=2)
 def bytes_of_tokens(tokenizer: "PreTrainedTokenizerBase") -> BytesOf | None:
-    """Return a function for the exact bytes of tokens, or None if the tokenizer does not work on
-    bytes."""
+    """Return a function that returns the exact bytes of tokens; None if the tokenizer does not work
+    on bytes.
+    """
     from vllm.transformers_utils.token_bytes import ByteDecoding, TokenBytes
 
     # Only fast tokenizers have this attribute.
@@ -53,13 +56,14 @@ def chat_logprobs(
     as_token_ids: bool,
     bytes_of: BytesOf | None = None,
 ) -> dict[str, Any]:
-    """Make `ChatCompletionLogProbs` as a plain dict.
+    """Return `ChatCompletionLogProbs` as a plain dict.
 
     Args:
-        positions: of the output.
-        num_top: number of most likely tokens to show per position; 0 is an empty list.
+        positions: log-probabilities of the output positions.
+        num_top: number of most likely tokens to show per position; 0: an empty list.
         as_token_ids: write tokens as `token_id:7`.
-        bytes_of: None takes the bytes of the text, in which an incomplete character is U+FFFD.
+        bytes_of: returns the bytes of a token; None: use the bytes of its text, in which an
+            incomplete character is U+FFFD.
     """
     content = []
     for position in positions:
@@ -84,17 +88,18 @@ def _chat_entry(
 
 
 class CompletionLogprobs:
-    """Makes `CompletionLogProbs` of one text piece by piece, with continuous offsets.
+    """Creates the `CompletionLogProbs` of one text piece by piece, with continuous offsets.
 
-    The texts of the tokens are the parts of the text. A character of several tokens is the text of
-    its last token, and the others have none.
+    The texts of the tokens are parts of the whole text. A character of several tokens is the text
+    of its last token, and the other tokens have no text.
 
     Args:
         as_token_ids: write tokens as `token_id:7`.
-        text_of: the text of a token without a log-probability, which is the first of a prompt.
-        bytes_of: None where the tokenizer does not work on bytes; the text of a token is its own
-            then.
-        prompt: the text that the tokens of the prompt are of, which may lack a first space.
+        text_of: returns the text of a token without a log-probability, which is the first of a
+            prompt.
+        bytes_of: returns the bytes of a token; None: the tokenizer does not work on bytes, so each
+            token uses its own text.
+        prompt: text of the prompt tokens, which may lack a first space.
         hidden: tokens without text, which the tokenizer adds around a prompt.
         skipped: tokens of the output without text.
     """
@@ -124,12 +129,12 @@ class CompletionLogprobs:
         positions: Sequence[Position | None],
         num_prompt_tokens: int = 0,
     ) -> dict[str, list[Any]]:
-        """Make the next piece.
+        """Return the log-probabilities of the next piece.
 
         Args:
-            token_ids: of the piece.
-            positions: one per token; None has no log-probability.
-            num_prompt_tokens: how many tokens of the piece are of the prompt, at its beginning.
+            token_ids: tokens of the piece.
+            positions: log-probabilities of each token; None: the token has none.
+            num_prompt_tokens: number of first tokens of the piece that belong to the prompt.
         """
         made: dict[str, list[Any]] = {
             "text_offset": [],
@@ -167,8 +172,9 @@ class CompletionLogprobs:
 def prompt_logprobs(
     positions: Sequence[Position | None] | None,
 ) -> list[dict[str, Any] | None] | None:
-    """Return `prompt_logprobs` of a response: per position, token id -> logprob, rank, decoded
-    token."""
+    """Return the `prompt_logprobs` of a response: per position, token id -> logprob, rank, decoded
+    token.
+    """
     if positions is None:
         return None
     return [

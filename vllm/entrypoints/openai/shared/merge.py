@@ -1,4 +1,4 @@
-"""Merges several asynchronous generators into one."""
+"""Merge several asynchronous generators into one."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -16,13 +16,13 @@ async def merge(
 ) -> AsyncGenerator[tuple[int, T], None]:
     """Yield (index of the source, item) in the order of arrival.
 
-    Closes every source when it is closed itself, when a source raises, and at the end; what a
-    source raises is raised. One source is started per turn of the event loop, so that other tasks
-    can run in between.
+    Every source is closed when this is closed, when a source raises, and at the end; the error of a
+    source is raised. One source is started per iteration of the event loop, so that other tasks can
+    run in between.
 
     Args:
-        sources: to be merged.
-        max_running: how many sources run at a time, in their order; None: no limit.
+        sources: generators to merge.
+        max_running: number of sources that run at a time, in order; None: no limit.
     """
     if len(sources) == 1:  # the usual case needs no task and no queue
         async with aclosing(sources[0]) as source:

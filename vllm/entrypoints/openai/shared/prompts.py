@@ -1,4 +1,4 @@
-"""Prompts of requests: tokenises them, and computes the room for the output."""
+"""Tokenise the prompts of requests, and compute the room for the output."""
 
 import re
 import secrets
@@ -21,7 +21,7 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 def request_id_of(request: Request, default: str) -> str:
-    """Return the id of the header X-Request-Id, if it is valid.
+    """Return the id in the header X-Request-Id if it is valid, else `default`.
 
     It becomes part of responses, logs and ids in the engine (`engine_key`), so only letters, digits
     and `._:-` are accepted.
@@ -33,8 +33,8 @@ def request_id_of(request: Request, default: str) -> str:
 def engine_key(response_id: str) -> str:
     """Return an id for the engine that begins with the id of a response.
 
-    The end is the server's own, because clients choose the rest: a proxy may pass one X-Request-Id
-    on to several requests, all of which run.
+    The server adds a random end, because clients choose the rest: a proxy may use one X-Request-Id
+    for several requests that run at the same time.
     """
     return f"{response_id}-{secrets.token_hex(4)}"
 
@@ -57,18 +57,18 @@ async def tokenize(
     """Return the prompt with its token ids, checked against the vocabulary.
 
     Args:
-        engine: is ready.
-        prompt: of any prompt type.
-        truncate: keep only this many tokens, the last ones.
+        engine: engine that is ready.
+        prompt: prompt of any type.
+        truncate: keep only the last `truncate` tokens.
         cache_salt: requests share cached prefixes only when their salts are equal.
-        is_long: it is part of a long batch of prompts.
-        max_tokens: a text that certainly has more is refused before it is tokenised; None: no
-            limit. Without effect if the prompt is truncated.
+        is_long: the prompt is part of a long batch of prompts.
+        max_tokens: refuse a text that certainly has more tokens before it is tokenised; None: no
+            limit. Has no effect if the prompt is truncated.
 
     Raises:
-        RequestError: it has no tokens, or some that the model does not have, or it has media and
-            would be truncated.
-        TextTooLongError: it has more than `max_tokens`.
+        RequestError: the prompt has no tokens, has tokens that the model does not have, or has
+            media and would be truncated.
+        TextTooLongError: it has more than `max_tokens` tokens.
     """
     if truncate is not None and isinstance(prompt, dict) and prompt.get("multi_modal_data"):
         raise RequestError(
@@ -94,10 +94,10 @@ async def tokenize(
 async def read_embeds(
     engine: "AsyncLLM", text: str, *, truncate: int | None, cache_salt: str | None
 ) -> EmbedsPrompt:
-    """Read and check the prompt that a request sends as base64 of a tensor.
+    """Read and check a prompt that a request sends as a base64 tensor.
 
     Raises:
-        RequestError: the model cannot take this tensor, or it would have to be truncated.
+        RequestError: the model does not accept this tensor, or it would have to be truncated.
     """
     if truncate is not None:
         raise needs_tokens("truncate_prompt_tokens")
@@ -109,14 +109,14 @@ async def read_embeds(
 
 
 def max_running(context: ServerContext, num_samples: int = 1) -> int:
-    """Return how many prompts of one request run at a time.
+    """Return how many prompts of one request may run at a time.
 
-    A quarter more than its batch holds: the batch stays full, and the request of another client
-    waits for a few sequences and not for a whole batch of prompts.
+    This is a quarter more than the batch holds: the batch is always full, and the request of
+    another client waits for a few sequences instead of a whole batch of prompts.
 
     Args:
-        context: of the server; its engine is ready.
-        num_samples: outputs per prompt.
+        context: context of the server; its engine is ready.
+        num_samples: number of outputs per prompt.
     """
     most = context.config.scheduler.max_num_seqs
     return max(1, (most + most // 4) // num_samples)
@@ -125,17 +125,17 @@ def max_running(context: ServerContext, num_samples: int = 1) -> int:
 def output_budget(
     config: VllmConfig, defaults: Mapping[str, Any], num_prompt_tokens: int, wanted: int | None
 ) -> int:
-    """Return the maximum number of output tokens.
+    """Return the maximum number of output tokens of a request.
 
     Args:
-        config: for the length of the context.
-        defaults: `generation_defaults` of the engine; its `max_tokens` is a cap.
-        num_prompt_tokens: of the prompt.
-        wanted: by the request; None is as many as possible.
+        config: config with the context length.
+        defaults: `generation_defaults` of the engine; its `max_tokens` is an upper limit.
+        num_prompt_tokens: number of prompt tokens.
+        wanted: number that the request asks for; None: as many as possible.
 
     Raises:
-        RequestError: prompt and output do not fit. The wording is OpenAI's, because clients
-            parse the numbers.
+        RequestError: prompt and output do not fit. The wording is OpenAI's, because clients parse
+            the numbers.
     """
     limit = config.scheduler.max_model_len
     room = limit - num_prompt_tokens

@@ -1,4 +1,4 @@
-"""Tool parsers: find the tool calls in a model's text."""
+"""Find the tool calls in a model's output text."""
 
 from vllm.entrypoints.openai.tool_parsers.base import ParsedDelta, ToolParser
 from vllm.entrypoints.openai.tool_parsers.manager import ToolParserManager

@@ -1,4 +1,4 @@
-"""The module from which parsers written for vLLM import their base class."""
+"""Export the base class for tool parsers that were written for vLLM."""
 
 from vllm.entrypoints.openai.tool_parsers.base import ToolParser
 from vllm.entrypoints.openai.tool_parsers.manager import ToolParserManager

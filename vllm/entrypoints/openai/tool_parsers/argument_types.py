@@ -1,8 +1,8 @@
-"""Gives arguments that a model wrote as plain text the types of the tool's JSON schema.
+"""Convert arguments that a model wrote as plain text to the types of the tool's JSON schema.
 
-A format without types writes `<parameter=zip>01234</parameter>`: only the schema of the tool says
-whether that is a string. The whole schema is read: references, combinations, lists of types, enums
-and constants.
+A format without types contains, for example, `<parameter=zip>01234</parameter>`: only the schema of
+the tool says whether this is a string. The whole schema is evaluated: references, combinations,
+lists of types, enums and constants.
 """
 
 import json
@@ -25,7 +25,7 @@ _INTEGRAL = frozenset({"integer", "number"})
 
 @dataclass(frozen=True)
 class _Allowed:
-    """The values that a schema allows, as far as they decide how a text is read."""
+    """The values that a schema allows, as far as they decide how a text is converted."""
 
     types: frozenset[str] = _ALL_TYPES
     """With "number" also "integer"."""
@@ -33,13 +33,13 @@ class _Allowed:
     """The values of an enum or a constant; None: there is neither."""
 
     def __or__(self, other: "_Allowed") -> "_Allowed":
-        """Return what one of both allows."""
+        """Return the union: values that either of the two allows."""
         is_listed = self.values is not None and other.values is not None
         values = (*(self.values or ()), *(other.values or ())) if is_listed else None
         return _Allowed(self.types | other.types, values)
 
     def __and__(self, other: "_Allowed") -> "_Allowed":
-        """Return what both allow."""
+        """Return the intersection: values that both allow."""
         types = self.types & other.types
         if self.values is None or other.values is None:
             return _Allowed(types, other.values if self.values is None else self.values)
@@ -53,14 +53,14 @@ _STRING = _Allowed(frozenset({"string"}))
 def argument_to_json(text: str, key: str, parameters: Mapping[str, Any] | None) -> str:
     """Return the JSON text of an argument that was written as plain text.
 
-    A text that fits none of the types that the schema allows stays JSON if it is JSON, and becomes
-    a string if it is not: nothing that the model wrote is lost.
+    A text that fits none of the allowed types remains JSON if it is JSON, and otherwise becomes a
+    string. So nothing that the model wrote is lost.
 
     Args:
-        text: of the argument.
-        key: its name.
-        parameters: the JSON schema of the tool's arguments. None: there is no such tool, so what
-            is JSON stays JSON.
+        text: text of the argument.
+        key: name of the argument.
+        parameters: JSON schema of the tool's arguments. None: there is no such tool, so a text that
+            is JSON remains JSON.
     """
     allowed = _ANYTHING if parameters is None else _Schema(parameters).allowed_for(key)
     if allowed.types <= {"string"} and not allowed.values:
@@ -79,9 +79,9 @@ def argument_to_json(text: str, key: str, parameters: Mapping[str, Any] | None) 
 
 
 class _Schema:
-    """The schema of all arguments of a tool.
+    """Evaluates the schema of all arguments of a tool.
 
-    Each schema within it is read once, so that references cannot make the work grow.
+    Each schema within it is read at most once, so that references cannot multiply the work.
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
@@ -91,9 +91,10 @@ class _Schema:
         self._names_any = False
 
     def allowed_for(self, key: str) -> _Allowed:
-        """Return what is allowed for an argument.
+        """Return the values that are allowed for an argument.
 
-        One that the schema does not name is a string, unless the schema names no arguments at all.
+        An argument that the schema does not name must be a string, unless the schema names no
+        arguments at all.
         """
         found = [self._allowed(each, 0) for each in self._find(key, self._root, 0)]
         return reduce(or_, found) if found else _STRING if self._names_any else _ANYTHING
@@ -147,7 +148,9 @@ class _Schema:
         return allowed
 
     def _resolve(self, reference: Any) -> Any:
-        """Return the schema of a reference within the root schema; None if there is none."""
+        """Return the schema that a reference within the root schema points to; None if it does not
+        exist.
+        """
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         found: Any = self._root
@@ -164,7 +167,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _types_of(value: Any) -> frozenset[str]:
-    """Return the types of the JSON schema that a value has."""
+    """Return the JSON schema types of a value."""
     if isinstance(value, bool):
         return frozenset({"boolean"})
     if isinstance(value, int):
@@ -176,7 +179,9 @@ def _types_of(value: Any) -> frozenset[str]:
 
 
 def _means(text: str, found: "_Literal | None", value: Any) -> bool:
-    """Return whether a text, as which `found` was read, is one of the values of an enum."""
+    """Return whether a text stands for one value of an enum. `found` is the text, parsed as a
+    literal.
+    """
     if isinstance(value, str):
         return text.strip() == value.strip()
     if found is None or not found.types & _types_of(value):
@@ -185,7 +190,7 @@ def _means(text: str, found: "_Literal | None", value: Any) -> bool:
 
 
 class _Literal(NamedTuple):
-    """A text that is JSON or a Python literal."""
+    """A text that was parsed as JSON or as a Python literal."""
 
     types: frozenset[str]
     text: str
@@ -194,7 +199,7 @@ class _Literal(NamedTuple):
 
 
 def _read(text: str) -> _Literal | None:
-    """Read a text as JSON or as a Python literal. None: it is neither, so it is a string."""
+    """Parse a text as JSON or as a Python literal. None: it is neither, so it is a string."""
     literal = text.strip()
     if not _is_json(literal):
         argument = arguments_to_json(f"x={literal}") if literal else None
@@ -221,7 +226,7 @@ def _refuse(constant: str) -> None:
 
 
 def _as_integer(literal: str) -> str:
-    """Return the JSON text of an integer that may have been written like a float."""
+    """Return the JSON text of an integer, which may be written like a float."""
     return literal if literal.lstrip("-").isdigit() else str(int(float(literal)))
 
 

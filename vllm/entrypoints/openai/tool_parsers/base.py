@@ -1,8 +1,7 @@
-"""The base class of tool parsers, which split a text into content and calls.
+"""Define the base class of tool parsers, which split a text into content and tool calls.
 
-A model writes calls of tools into its text, each family of models in its own format. A parser
-splits the text incrementally. No text is lost: what is not a call is content, exactly as it was
-written.
+A model writes tool calls into its text, in the format of its family. A parser splits the text
+incrementally. No text is lost: everything that is not a call is content, exactly as it was written.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +31,7 @@ _CONTENT = -1
 
 @dataclass(slots=True)
 class ParsedDelta:
-    """The next part: content, or a piece of one call."""
+    """The next part of an output: content, or a piece of one call."""
 
     content: str | None = None
     """Text outside calls."""
@@ -61,13 +60,13 @@ class _Part:
 
 
 class ToolParser:
-    """Splits one output of a model into content and calls. Never raises for any text.
+    """Splits one output of a model into content and tool calls. Never raises for any text.
 
-    White space before the first content, between calls and after the last one is left out when
-    there are calls.
+    If there are calls, white space before the first content, between calls and after the last call
+    is removed.
 
     Args:
-        tokenizer: the model's; None where there is none.
+        tokenizer: tokenizer of the model, or None.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
@@ -87,7 +86,7 @@ class ToolParser:
         self._begin()
 
     def _begin(self) -> None:
-        """Forget the output that was read, for another one."""
+        """Forget the previous output, to read another one."""
         # Programs written for vLLM read these attributes. `extract_tool_calls_streaming` updates
         # them.
         self.prev_tool_call_arr: list[dict[str, Any]] = []
@@ -104,7 +103,7 @@ class ToolParser:
 
     @cached_property
     def vocab(self) -> dict[str, int]:
-        """Token -> id."""
+        """Map from each token to its id."""
         assert self.model_tokenizer is not None
         vocabulary: dict[str, int] = self.model_tokenizer.get_vocab()
         return vocabulary
@@ -112,34 +111,36 @@ class ToolParser:
     # --- For those who use a parser ---
 
     def adjust_request(self, request: RequestT) -> RequestT:
-        """Prepare a request whose output this parser will read. Returns the request."""
+        """Prepare for the output of a request, and return the request, possibly changed."""
         self._tools = getattr(request, "tools", None) or ()
         return request
 
     def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the texts with which an answer begins that calls tools, and no other answer.
+        """Return the strings with which an answer begins if and only if it contains tool calls.
 
-        If a grammar is for answers only, an output may begin with one of them instead.
+        If a grammar applies only to answers without calls, an output may begin with one of these
+        strings instead.
 
         Args:
-            names: of the tools.
+            names: names of the tools.
         """
         return self.markers
 
     def free_calls(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the texts after a marker with which calls begin that are not of the `form`.
+        """Return the strings after a marker with which calls begin that do not have the JSON form
+        `form`.
 
         Args:
-            names: of the tools.
+            names: names of the tools.
         """
         return ()
 
     def feed(self, delta_text: str, delta_token_ids: Sequence[int] = ()) -> list[ParsedDelta]:
-        """Read new text.
+        """Read new text, and return its parts.
 
         Args:
-            delta_text: what the text grows by.
-            delta_token_ids: its tokens; no format here needs them.
+            delta_text: the new text.
+            delta_token_ids: tokens of the new text; no built-in parser needs them.
 
         Returns:
             The parts that are certain now, in the order of the text.
@@ -149,23 +150,23 @@ class ToolParser:
         return self._take_parts()
 
     def finish(self) -> list[ParsedDelta]:
-        """End the text. Returns what was held back."""
+        """End the text, and return the parts that were held back."""
         self.stream.is_complete = True
         next(self._steps, None)
         return self._take_parts()
 
     def read_whole(self, text: str, token_ids: Sequence[int] = ()) -> list[ParsedDelta]:
-        """Read a complete text; the only call for a parser."""
+        """Read a complete text. It must be the only call of this parser."""
         return [*self.feed(text, token_ids), *self.finish()]
 
     def extract_tool_calls(
         self, model_output: str, request: object = None
     ) -> ExtractedToolCallInformation:
-        """Split a complete text. Gives the same as feeding it in any pieces.
+        """Split a complete text. The result is the same as for reading it in pieces.
 
         Args:
             model_output: one output, without reasoning.
-            request: that it answers; its `tools` tell the types of arguments.
+            request: request of the output; its `tools` define the types of arguments.
         """
         parser = type(self)(self.tokenizer)
         parser._tools = getattr(request, "tools", None) or self._tools
@@ -192,22 +193,22 @@ class ToolParser:
         delta_token_ids: Sequence[int],
         request: object = None,
     ) -> DeltaMessage | None:
-        """Read new text, for programs written for vLLM.
+        """Read new text; a method for programs written for vLLM.
 
-        An empty `previous_text` begins another output. Text that may belong to a call is held back,
-        and what is held back at the end of an output comes from `finish` only.
+        An empty `previous_text` begins another output. Text that may belong to a call is held back.
+        The text that is held back at the end of an output is returned only by `finish`.
 
         Args:
-            previous_text: not used otherwise, and neither is `current_text`.
-            current_text: the text so far.
-            delta_text: its new end.
-            previous_token_ids: not used, nor are the other ones.
-            current_token_ids: of the text so far.
-            delta_token_ids: of its new end.
-            request: that the output answers; its `tools` tell the types of arguments.
+            previous_text: only checked for being empty.
+            current_text: not used.
+            delta_text: the new text.
+            previous_token_ids: not used.
+            current_token_ids: not used.
+            delta_token_ids: not used.
+            request: request of the output; its `tools` define the types of arguments.
 
         Returns:
-            The new content and the new parts of calls; None if there is nothing.
+            The new content and the new parts of calls; None if there is nothing new.
         """
         if not previous_text:
             self._begin()
@@ -232,13 +233,14 @@ class ToolParser:
     # --- For formats ---
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """Read calls from `stream`, where they should begin.
+        """Read calls from `stream` at the position where they should begin. Subclasses implement
+        this.
 
-        Text that it has read, and that is neither accepted nor part of a call, becomes content when
-        it returns. So it returns as soon as the text does not match the format.
+        Text that this method has read and that is neither accepted nor part of a call becomes
+        content when it returns. So it returns as soon as the text does not match the format.
 
         Args:
-            marker: the one of `markers` that was just read; empty for bare calls.
+            marker: the marker of `markers` that was just read; empty for calls without a marker.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define read_calls")
 
@@ -246,8 +248,8 @@ class ToolParser:
         """Begin a call. All text read until now belongs to it.
 
         Args:
-            name: of the function.
-            call_id: that the model wrote; None: a new one is made.
+            name: name of the function.
+            call_id: id that the model wrote; None: create a new one.
         """
         self.accept()
         self._blank.clear()
@@ -256,24 +258,28 @@ class ToolParser:
         self._parts.append(_Part(self._index, {"id": call_id or self.make_id(), "name": name}))
 
     def add_arguments(self, text: str) -> None:
-        """Add JSON text to the last call's arguments. All text read until now belongs to it."""
+        """Add JSON text to the arguments of the last call. All text read until now belongs to the
+        call.
+        """
         self.accept()
         self._add(self._index, text)
 
     def accept(self) -> None:
-        """Declare all text read since the last accepted text as part of the format."""
+        """Treat all text read since the last accepted text as part of the format, not as
+        content.
+        """
         self.stream.pop_read()
 
     def release(self) -> None:
-        """Declare all text that was read and not accepted as content."""
+        """Treat all text that was read and not accepted as content."""
         self._add_content(self.stream.pop_read())
 
     def make_id(self) -> str:
-        """Make a new id for a call."""
+        """Return a new id for a call."""
         return random_tool_call_id()
 
     def parameters_of(self, name: str) -> Mapping[str, Any] | None:
-        """Return the JSON schema of a tool's arguments, as the request has it.
+        """Return the JSON schema of a tool's arguments from the request.
 
         None: the request has no such tool.
         """
@@ -301,7 +307,9 @@ class ToolParser:
             self._add(_CONTENT, "".join(self._blank))
 
     def _read_marker(self) -> Wait[str]:
-        """Read a marker if one is next; else return "". A marker may begin like a bare call."""
+        """Read a marker if one is next, and return it; else return "". Markers take precedence over
+        calls without a marker.
+        """
         for marker in self.markers:
             if (yield from self.stream.read_literal(marker)):
                 return marker

@@ -1,4 +1,4 @@
-"""Calls of Gemma models: keys without quotes, and strings between escape markers."""
+"""Parse tool calls of Gemma models: keys without quotes, and strings between escape markers."""
 
 import re
 from functools import cached_property
@@ -16,7 +16,9 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 
 class FunctionGemmaToolParser(ToolParser):
-    """`<start_function_call>call:NAME{KEY:<escape>TEXT<escape>,KEY:1}<end_function_call>`."""
+    """Parses
+    `<start_function_call>call:NAME{KEY:<escape>TEXT<escape>,KEY:1}<end_function_call>`.
+    """
 
     call_end: ClassVar[str] = "<end_function_call>"
     """Comes after the arguments of a call."""
@@ -30,7 +32,7 @@ class FunctionGemmaToolParser(ToolParser):
         return Markers((self.escape, self.call_end))
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """Read the call after a marker; see the base class."""
+        """Read the call after a marker."""
         stream = self.stream
         yield from stream.skip_space()
         if not (yield from stream.read_literal("call:")):
@@ -45,7 +47,7 @@ class FunctionGemmaToolParser(ToolParser):
             self.accept()
 
     def _read_group(self) -> Wait[None]:
-        """Read the object that is next and pass it on as JSON; stop where it is damaged."""
+        """Read the next object and return it as JSON; stop where it is damaged."""
         stream = self.stream
         expected: list[str] = []
         is_after_value = False
@@ -79,7 +81,9 @@ class FunctionGemmaToolParser(ToolParser):
                 is_after_value = True
 
     def _read_scalar(self) -> Wait[bool]:
-        """Read a text between escape markers, or a number or a word. False: it is damaged."""
+        """Read a text between escape markers, a number or a word. Returns False if it is
+        damaged.
+        """
         stream = self.stream
         if (yield from stream.read_literal(self.escape)):
             self.add_arguments('"')
@@ -98,7 +102,7 @@ class FunctionGemmaToolParser(ToolParser):
 
 
 class Gemma4ToolParser(FunctionGemmaToolParser):
-    """`<|tool_call>call:NAME{KEY:<|"|>TEXT<|"|>,KEY:1}<tool_call|>`: Gemma 4."""
+    """Parses `<|tool_call>call:NAME{KEY:<|"|>TEXT<|"|>,KEY:1}<tool_call|>`: Gemma 4."""
 
     call_end, escape = "<tool_call|>", '<|"|>'
     markers = ("<|tool_call>",)

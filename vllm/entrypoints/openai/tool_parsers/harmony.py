@@ -1,4 +1,4 @@
-"""Calls as GPT-OSS writes them: messages whose recipient is a tool."""
+"""Parse tool calls of GPT-OSS: messages whose recipient is a tool."""
 
 from collections.abc import Sequence
 
@@ -24,11 +24,12 @@ _NAMESPACE = "functions."
 
 
 class HarmonyToolParser(ToolParser):
-    """Messages to `functions.NAME` call a tool of the request: GPT-OSS.
+    """Parses messages to `functions.NAME`, which call a tool of the request: GPT-OSS.
 
-    A message to one of the model's own tools, such as `python` or `browser.search`, is a call of
-    this name. The text for `python` is code and not JSON: it becomes the argument `code`. Headers
-    of messages to the user are left out. Without a reasoning parser, thoughts remain as they are.
+    A message to one of the model's own tools, such as `python` or `browser.search`, becomes a call
+    with this name. The text for `python` is code and not JSON: it becomes the argument `code`.
+    Headers of messages to the user are removed. Without a reasoning parser, reasoning is not
+    changed.
     """
 
     markers = (START, CHANNEL)
@@ -36,12 +37,13 @@ class HarmonyToolParser(ToolParser):
     bare = RECIPIENT[0]
 
     def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return no texts: an answer that has to follow a grammar begins after the header of its
-        message, and calls come before it."""
+        """Return no strings, because an answer with a grammar begins after the header of its
+        message, and calls come before it.
+        """
         return ()
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """Read one message; see the base class."""
+        """Read one message."""
         stream = self.stream
         if not marker and not (yield from stream.read_literal(RECIPIENT)):
             return

@@ -1,4 +1,6 @@
-"""Calls written as JSON: `{"name": ..., "arguments": {...}}`, one, several, or an array of them."""
+"""Parse calls written as JSON: `{"name": ..., "arguments": {...}}`, one, several, or an array of
+them.
+"""
 
 import itertools
 import json
@@ -20,9 +22,9 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class JsonToolParser(ToolParser):
-    """A call is an object with `name` and `arguments` or `parameters`.
+    """Parses calls that are objects with `name` and `arguments` or `parameters`.
 
-    It begins as soon as both are known to be there; from then on arguments are passed on as the
+    A call begins as soon as both keys are found; from then on its arguments are returned as the
     model writes them. An object without arguments is a call only after a marker.
     """
 
@@ -35,7 +37,9 @@ class JsonToolParser(ToolParser):
     """The key of the name of a call. None: the key of the arguments is the name."""
 
     def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the markers, and the beginnings of calls without one, up to their arguments."""
+        """Return the markers, and the beginnings of calls without a marker, up to their
+        arguments.
+        """
         starts = list(self.markers)
         for opening in self.bare:
             bracket = "" if opening == "{" else opening
@@ -45,15 +49,18 @@ class JsonToolParser(ToolParser):
         return tuple(starts)
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """Read the JSON after a marker, or without one, and what may close it."""
+        """Read the JSON calls after a marker, or without one, and the closing text if there is
+        one.
+        """
         if (yield from self.read_json(is_marked=bool(marker))):
             yield from self.read_closing(*self.closing)
 
     def read_json(self, *, is_marked: bool) -> Wait[bool]:
-        """Read an array of calls, one call, or calls with separators. False: there is no call.
+        """Read an array of calls, one call, or calls with separators. Returns False if there is no
+        call.
 
         Args:
-            is_marked: a marker came before; else an object must have arguments to be a call.
+            is_marked: a marker came before; otherwise an object must have arguments to be a call.
         """
         char = yield from self.stream.skip_space()
         if char == "[":
@@ -71,7 +78,7 @@ class JsonToolParser(ToolParser):
         return True
 
     def read_closing(self, *texts: str) -> Wait[None]:
-        """Read one of these texts after white space, if it is there."""
+        """Read one of these closing texts after white space, if it is there."""
         yield from self.stream.skip_space()
         for text in texts:
             if (yield from self.stream.read_literal(text)):
@@ -96,7 +103,7 @@ class JsonToolParser(ToolParser):
         return is_called
 
     def _read_object(self, is_marked: bool) -> Wait[bool]:
-        """Read an object, whose bracket is next. False: it is no call."""
+        """Read an object, whose bracket is next. Returns False if it is not a call."""
         stream = self.stream
         stream.consume(1)
         call = _Call(self)
@@ -115,7 +122,7 @@ class JsonToolParser(ToolParser):
         return call.is_started
 
     def _read_member(self, call: "_Call") -> Wait[bool]:
-        """Read a key and its value. False: that is not what comes."""
+        """Read a key and its value. Returns False if they are not next."""
         stream = self.stream
         key = yield from read_text(stream)
         if key is None or (yield from stream.skip_space()) != ":":
@@ -137,7 +144,7 @@ class JsonToolParser(ToolParser):
         return (yield from read_value(stream, _ignore))
 
     def _read_arguments(self, sink: Callable[[str], None]) -> Wait[bool]:
-        """Read an object; also null, and an object that was written into a string."""
+        """Read the arguments: an object, null, or an object that was written into a string."""
         stream = self.stream
         char = yield from stream.skip_space()
         if char == "{":
@@ -156,7 +163,7 @@ class JsonToolParser(ToolParser):
 
 
 class _Call:
-    """A call whose name and arguments may be in either order."""
+    """A call in reading, whose name and arguments may be in either order."""
 
     def __init__(self, parser: ToolParser) -> None:
         self.name = ""

@@ -1,7 +1,7 @@
-"""Reads values out of a growing text: JSON, and formats with similar strings and brackets.
+"""Read values from a growing text: JSON, and formats with similar strings and brackets.
 
-Checks what is needed to find the end of a value: quotes, escapes and brackets that match. All
-other text is passed on unchanged.
+Only what is needed to find the end of a value is checked: matching quotes, escapes and brackets.
+All other text is passed on unchanged.
 """
 
 import json
@@ -20,7 +20,7 @@ _SCALAR = re.compile(r"[-+.\w]+")
 
 @dataclass(frozen=True)
 class Syntax:
-    """Syntax of strings and brackets."""
+    """Syntax of strings and brackets in a format."""
 
     closers: dict[str, str]
     """Opening bracket -> closing bracket."""
@@ -36,7 +36,9 @@ PYTHON = Syntax({"{": "}", "[": "]", "(": ")"}, "\"'", re.compile(r"""[^"'{}()\[
 
 
 def read_string(stream: TextStream, sink: Sink) -> Wait[bool]:
-    """Read a string, whose quote is next, with its quotes. False: the text ended within it."""
+    """Read a string with its quotes; the opening quote is next. Returns False if the text ends
+    inside it.
+    """
     quote = stream.text[stream.position]
     inside = _IN_STRING[quote]
     sink(stream.consume(1))
@@ -54,10 +56,10 @@ def read_string(stream: TextStream, sink: Sink) -> Wait[bool]:
 
 
 def read_group(stream: TextStream, sink: Sink, syntax: Syntax) -> Wait[bool]:
-    """Read from an opening bracket, which is next, to the one that closes it.
+    """Read from an opening bracket, which is next, to the closing one.
 
     Returns:
-        False: the text ended before, or has a bracket that fits none; reading stops there.
+        False if the text ends before, or has a bracket that does not match; reading stops there.
     """
     expected: list[str] = []
     while stream.position < len(stream.text) or (yield from stream.more()):
@@ -80,7 +82,7 @@ def read_group(stream: TextStream, sink: Sink, syntax: Syntax) -> Wait[bool]:
 
 
 def read_value(stream: TextStream, sink: Sink) -> Wait[bool]:
-    """Read any JSON value after white space. False: there is none, or it does not end."""
+    """Read any JSON value after white space. Returns False if there is none, or it does not end."""
     char = yield from stream.skip_space()
     if char == '"':
         return (yield from read_string(stream, sink))
@@ -92,7 +94,7 @@ def read_value(stream: TextStream, sink: Sink) -> Wait[bool]:
 
 
 def read_text(stream: TextStream) -> Wait[str | None]:
-    """Read a JSON string after white space; returns its value. None: there is none."""
+    """Read a JSON string after white space, and return its value; None if there is none."""
     if (yield from stream.skip_space()) != '"':
         return None
     pieces: list[str] = []
@@ -101,7 +103,9 @@ def read_text(stream: TextStream) -> Wait[str | None]:
 
 
 def decode_string(literal: str) -> str | None:
-    """Return the value of a JSON string. None: it is not one, or has half a character."""
+    """Return the value of a JSON string. None: the text is not a JSON string, or has half of a
+    surrogate pair.
+    """
     try:
         text = cast(str, json.loads(literal, strict=False))
         text.encode()
@@ -111,7 +115,9 @@ def decode_string(literal: str) -> str | None:
 
 
 def encode_string(text: str) -> str:
-    """Encode a text as JSON; readable, unless it has half characters."""
+    """Encode a text as a JSON string, without escapes if possible (not for half of a surrogate
+    pair).
+    """
     literal = json.dumps(text, ensure_ascii=False)
     try:
         literal.encode()

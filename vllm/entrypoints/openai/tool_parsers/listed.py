@@ -1,4 +1,4 @@
-"""Calls in a list between begin and end markers, each with a header and JSON arguments."""
+"""Parse calls in a list between begin and end markers, each with a header and JSON arguments."""
 
 import re
 from typing import ClassVar
@@ -13,8 +13,9 @@ _KIMI_ID = re.compile(r"\s*((?:functions\.)?([\w.-]+):\d+)\s*")
 
 
 class ListedToolParser(ToolParser):
-    """A list of calls; each is a header, a separator, and JSON arguments. A subclass spells the
-    markers."""
+    """Parses a list of calls, each with a header, a separator and JSON arguments. A subclass
+    defines the markers.
+    """
 
     calls_begin: ClassVar[str]
     calls_end: ClassVar[str]
@@ -24,7 +25,7 @@ class ListedToolParser(ToolParser):
     """Comes after the header of a call."""
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """Read the calls after a marker; see the base class."""
+        """Read the calls after a marker."""
         stream = self.stream
         is_open = marker == self.call_begin
         if not is_open:
@@ -38,16 +39,18 @@ class ListedToolParser(ToolParser):
             is_open = yield from stream.read_literal(self.call_begin)
 
     def read_name(self, header: str) -> Wait[tuple[str, str | None]]:
-        """Return name and id of a call, of which the header was just read. No id: make one."""
+        """Return the name and the id of a call, whose header was just read. Without an id (None), a
+        new one is created.
+        """
         yield from ()
         return header.strip(), None
 
     def read_fence(self) -> Wait[None]:
-        """Read what may stand around the arguments."""
+        """Read the text that may surround the arguments."""
         yield from ()
 
     def _read_call(self) -> Wait[bool]:
-        """Read one call after its begin marker. False: it is not complete, or none."""
+        """Read one call after its begin marker. Returns False if there is no complete call."""
         stream = self.stream
         header = yield from stream.read_run(_HEADER)
         if not (yield from stream.read_literal(self.separator)):
@@ -71,10 +74,10 @@ class ListedToolParser(ToolParser):
 
 
 class DeepSeekToolParser(ListedToolParser):
-    """Calls of DeepSeek V3, V3.1 and R1.
+    """Parses calls of DeepSeek V3, V3.1 and R1.
 
-    V3 writes a type, a separator, the name, and the arguments in a fence; V3.1 writes the name, a
-    separator, and the arguments.
+    V3 writes a type, a separator, the name, and the arguments in a code fence; V3.1 writes the
+    name, a separator, and the arguments.
     """
 
     # The models' vocabulary uses the characters U+FF5C (bar) and U+2581 (line).
@@ -87,7 +90,7 @@ class DeepSeekToolParser(ListedToolParser):
     further_tokens = (calls_end, call_end, separator)
 
     def read_name(self, header: str) -> Wait[tuple[str, str | None]]:
-        """Return the name, which is in the header or, if that is the type, after it."""
+        """Return the name, which is the header or, if the header is the type, comes after it."""
         if (yield from self.stream.skip_space()) == "{":
             return header.strip(), None
         name = yield from self.stream.read_run(_NAME)
@@ -95,16 +98,16 @@ class DeepSeekToolParser(ListedToolParser):
         return name.strip(), None
 
     def read_fence(self) -> Wait[None]:
-        """Read the fence of a block of code, if there is one."""
+        """Read the fence of a code block, if there is one."""
         yield from self.stream.skip_space()
         if (yield from self.stream.read_literal("```")):
             yield from self.stream.read_literal("json")
 
 
 class KimiK2ToolParser(ListedToolParser):
-    """Calls of Kimi K2 and later: the header is the call's id, `functions.NAME:NUMBER`.
+    """Parses calls of Kimi K2 and later: the header is the call's id, `functions.NAME:NUMBER`.
 
-    The model's chat template shows ids as they are, so they stay what the model wrote.
+    The model's chat template shows ids unchanged, so they are kept as the model wrote them.
     """
 
     calls_begin, calls_end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -114,7 +117,7 @@ class KimiK2ToolParser(ListedToolParser):
     further_tokens = (calls_end, call_end, separator)
 
     def read_name(self, header: str) -> Wait[tuple[str, str | None]]:
-        """Return the name and the id that the header holds."""
+        """Return the name and the id in the header."""
         yield from ()
         found = _KIMI_ID.fullmatch(header)
         return (found[2], found[1]) if found else (header.strip().removeprefix("functions."), None)

@@ -1,5 +1,6 @@
-"""The tool parsers by name, including the parsers of plug-ins, and the check of the flags that name
-them."""
+"""Register the tool parsers by name, including parsers of plug-ins, and check the flags that name
+parsers.
+"""
 
 from vllm.entrypoints.openai.tool_parsers.base import ToolParser
 from vllm.entrypoints.openai.tool_parsers.gemma import FunctionGemmaToolParser, Gemma4ToolParser
@@ -42,12 +43,12 @@ from vllm.utils.parser_registry import ParserRegistry, load_plugin
 
 
 class ToolParserRegistry(ParserRegistry[ToolParser]):
-    """Tool parsers, some of them from files of the user."""
+    """Registry of tool parsers, including parsers from files of the user."""
 
     get_tool_parser = ParserRegistry.get
 
     def import_tool_parser(self, path: str) -> None:
-        """Run a Python file that registers parsers (`--tool-parser-plugin`); see `load_plugin`."""
+        """Run a Python file that registers parsers (`--tool-parser-plugin`)."""
         load_plugin("tool_parser_plugin", path, [self, ReasoningParserManager])
 
 
@@ -104,10 +105,10 @@ ToolParserManager = ToolParserRegistry(
 
 
 def check_parser_flags(args: ServerArgs) -> None:
-    """Load the plug-ins that there are, and find the parsers.
+    """Load the parser plug-ins that the flags name, and check that the named parsers exist.
 
     Raises:
-        ConfigError: a plug-in cannot be used, or there is no parser of a name.
+        ConfigError: a plug-in cannot be used, or no parser has the given name.
     """
     if args.tool_parser_plugin is not None:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)

@@ -1,4 +1,4 @@
-"""Tool calls that are JSON after a marker or between markers."""
+"""Parse tool calls that are JSON after a marker or between markers."""
 
 import re
 import secrets
@@ -15,7 +15,7 @@ _XLAM_CLOSING = {"```": ("```",), "<tool_call>": ("</tool_call>",)}
 
 
 class HermesToolParser(JsonToolParser):
-    """`<tool_call>{...}</tool_call>`: Hermes 2 and 3, Qwen 2.5 and 3."""
+    """Parses `<tool_call>{...}</tool_call>`: Hermes 2 and 3, Qwen 2.5 and 3."""
 
     markers = ("<tool_call>",)
     closing = ("</tool_call>",)
@@ -23,8 +23,9 @@ class HermesToolParser(JsonToolParser):
 
 
 class LlamaJsonToolParser(JsonToolParser):
-    """`{...}`, or several with semicolons between, optionally after `<|python_tag|>`: Llama 3 and
-    4."""
+    """Parses `{...}`, or several with semicolons between them, optionally after `<|python_tag|>`:
+    Llama 3 and 4.
+    """
 
     markers = ("<|python_tag|>",)
     bare = "{"
@@ -33,7 +34,7 @@ class LlamaJsonToolParser(JsonToolParser):
 
 
 class GraniteToolParser(JsonToolParser):
-    """`<|tool_call|>[{...}]`, also with `<tool_call>` or without a marker: Granite 3."""
+    """Parses `<|tool_call|>[{...}]`, also with `<tool_call>` or without a marker: Granite 3."""
 
     markers = ("<|tool_call|>", "<tool_call>")
     closing = ("</tool_call>",)
@@ -42,14 +43,14 @@ class GraniteToolParser(JsonToolParser):
 
 
 class Granite20bToolParser(JsonToolParser):
-    """`<function_call> {...}`, repeated for each call: granite-20b-functioncalling."""
+    """Parses `<function_call> {...}`, repeated for each call: granite-20b-functioncalling."""
 
     markers = ("<function_call>",)
     form = CallForm()
 
 
 class InternLMToolParser(JsonToolParser):
-    """`<|action_start|><|plugin|>{...}<|action_end|>`: InternLM 2.5."""
+    """Parses `<|action_start|><|plugin|>{...}<|action_end|>`: InternLM 2.5."""
 
     markers = ("<|action_start|>",)
     further_tokens = ("<|plugin|>", "<|action_end|>")
@@ -57,14 +58,16 @@ class InternLMToolParser(JsonToolParser):
     form = CallForm(arguments_key="parameters", starts=("<|action_start|><|plugin|>",))
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """Read the call after a further marker."""
+        """Read the second marker and the call after it."""
         yield from self.stream.skip_space()
         if (yield from self.stream.read_literal("<|plugin|>")):
             yield from super().read_calls(marker)
 
 
 class CohereToolParser(JsonToolParser):
-    """`<|START_ACTION|>[{"tool_name": ..., "parameters": {...}}]<|END_ACTION|>`: Command A, R7B."""
+    """Parses `<|START_ACTION|>[{"tool_name": ..., "parameters": {...}}]<|END_ACTION|>`: Command A,
+    R7B.
+    """
 
     markers = ("<|START_ACTION|>",)
     closing = ("<|END_ACTION|>",)
@@ -73,7 +76,7 @@ class CohereToolParser(JsonToolParser):
 
 
 class ApertusToolParser(JsonToolParser):
-    """`<|tools_prefix|>[{NAME: {...}}]<|tools_suffix|>`: Apertus."""
+    """Parses `<|tools_prefix|>[{NAME: {...}}]<|tools_suffix|>`: Apertus."""
 
     markers = ("<|tools_prefix|>",)
     closing = ("<|tools_suffix|>",)
@@ -82,13 +85,13 @@ class ApertusToolParser(JsonToolParser):
 
 
 class GigaChat3ToolParser(JsonToolParser):
-    """`<|message_sep|>`, an empty line, `function call<|role_sep|>`, `{...}`: GigaChat 3."""
+    """Parses `<|message_sep|>`, an empty line, `function call<|role_sep|>`, `{...}`: GigaChat 3."""
 
     markers = ("<|message_sep|>", "function call<|role_sep|>")
     form = CallForm(starts=("function call<|role_sep|>",))
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """Read the call after a marker; see the base class."""
+        """Read the call after a marker."""
         if marker == self.markers[0]:
             yield from self.stream.skip_space()
             if not (yield from self.stream.read_literal(self.markers[1])):
@@ -97,7 +100,7 @@ class GigaChat3ToolParser(JsonToolParser):
 
 
 class JambaToolParser(JsonToolParser):
-    """`<tool_calls>[{...}]</tool_calls>`: Jamba 1.5 and later, Hunyuan A13B."""
+    """Parses `<tool_calls>[{...}]</tool_calls>`: Jamba 1.5 and later, Hunyuan A13B."""
 
     markers = ("<tool_calls>",)
     closing = ("</tool_calls>",)
@@ -105,14 +108,14 @@ class JambaToolParser(JsonToolParser):
 
 
 class MiniMaxToolParser(JambaToolParser):
-    """`<tool_calls>` with an object on each line: MiniMax M1."""
+    """Parses `<tool_calls>` with an object on each line: MiniMax M1."""
 
     separator = ""
     form: ClassVar[CallForm | None] = None
 
 
 class NemotronJsonToolParser(JsonToolParser):
-    """`<TOOLCALL>[{...}]</TOOLCALL>`: Nemotron Nano v2."""
+    """Parses `<TOOLCALL>[{...}]</TOOLCALL>`: Nemotron Nano v2."""
 
     markers = ("<TOOLCALL>",)
     closing = ("</TOOLCALL>",)
@@ -120,35 +123,36 @@ class NemotronJsonToolParser(JsonToolParser):
 
 
 class Phi4MiniToolParser(JsonToolParser):
-    """`functools[{...}]`: Phi-4-mini."""
+    """Parses `functools[{...}]`: Phi-4-mini."""
 
     markers = ("functools",)
 
     def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the beginnings without the markers that may come before any answer."""
+        """Return the beginnings of calls, without the markers that may come before any answer."""
         return ("functools[",)
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """Read a list that follows the word at once."""
+        """Read the list of calls, which must follow the marker directly."""
         # In prose the word is a Python module. It begins a call only if a list follows immediately.
         if (yield from self.stream.peek()) == "[":
             yield from super().read_calls(marker)
 
 
 class XlamToolParser(JsonToolParser):
-    """`[{...}]`: by itself, after `</think>`, `[TOOL_CALLS]` or `<tool_call>`, or fenced: xLAM
-    2."""
+    """Parses `[{...}]` in a code fence, without a marker, or after `</think>`, `[TOOL_CALLS]` or
+    `<tool_call>`: xLAM 2.
+    """
 
     markers = ("</think>", "```", "[TOOL_CALLS]", "<tool_call>")
     bare = "[{"
 
     def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the word with its bracket, without which it is prose."""
+        """Return the beginnings of calls, without markers that may also begin ordinary text."""
         others = ("</think>", "```")
         return tuple(start for start in super().call_starts(names) if start not in others)
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """Read calls; what has no marker of calls needs arguments."""
+        """Read calls. Calls without a marker must have arguments."""
         if marker == "</think>":
             self.release()  # ends the reasoning before it, which counts as content here
         if marker == "```":
@@ -165,9 +169,9 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 class MistralToolParser(JsonToolParser):
-    """`[TOOL_CALLS][{...}]`, and since 2025 `[TOOL_CALLS]name{...}` for each call.
+    """Parses `[TOOL_CALLS][{...}]`, and since 2025 `[TOOL_CALLS]name{...}` for each call: Mistral.
 
-    In the later format `[CALL_ID]id` and `[ARGS]` may stand before the arguments.
+    In the later format `[CALL_ID]id` and `[ARGS]` may come before the arguments.
     """
 
     markers = ("[TOOL_CALLS]",)
@@ -175,15 +179,17 @@ class MistralToolParser(JsonToolParser):
     form = CallForm(is_list=True)
 
     def free_calls(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the names, which come next in the later format."""
+        """Return the names of the tools, which follow the marker in the later format."""
         return tuple(names)
 
     def make_id(self) -> str:
-        """Make a new id; the models' chat templates accept only nine letters and digits."""
+        """Return a new id of nine letters and digits; the models' chat templates accept no other
+        ids.
+        """
         return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """Read a list of calls, or one call by its name."""
+        """Read a list of calls, or one call that begins with its name."""
         stream = self.stream
         if (yield from stream.skip_space()) in ("[", "{"):
             yield from self.read_json(is_marked=True)

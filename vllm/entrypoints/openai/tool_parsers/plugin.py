@@ -1,8 +1,9 @@
-"""Adapts tool parsers that were written for vLLM to this server's interface.
+"""Adapt tool parsers that were written for vLLM to this server's interface.
 
 Such a parser has `extract_tool_calls` for whole outputs and `extract_tool_calls_streaming` for
-deltas. Unlike ours it is given the whole text at each step, and it may leave the end of the last
-call's arguments to the server: `prev_tool_call_arr` holds the calls as far as they are known.
+deltas. Unlike this server's parsers it gets the whole text at each step, and it may leave the end
+of the last call's arguments to the server: `prev_tool_call_arr` contains the calls as far as they
+are known.
 """
 
 import json
@@ -16,7 +17,7 @@ from vllm.utils.parser_registry import overrides_first
 
 
 def is_foreign(parser: type[ToolParser]) -> bool:
-    """Whether a class is written for the interface of vLLM."""
+    """Return whether a class is written for the interface of vLLM."""
     return overrides_first(
         parser,
         ("extract_tool_calls", "extract_tool_calls_streaming"),
@@ -27,10 +28,10 @@ def is_foreign(parser: type[ToolParser]) -> bool:
 
 class VllmToolParserAdapter:
     """Reads one output with a parser written for vLLM. Has the methods of `ToolParser` that the
-    server calls, and raises what the parser raises.
+    server calls. Errors of the parser are passed on.
 
     Args:
-        parser: a parser for this output only.
+        parser: a parser for only this output.
     """
 
     form = None
@@ -46,7 +47,9 @@ class VllmToolParserAdapter:
         """Index of a call -> the arguments sent so far."""
 
     def adjust_request(self, request: ChatCompletionRequest) -> ChatCompletionRequest:
-        """Prepare a request whose output this parser will read. Returns the request."""
+        """Prepare the parser for the output of a request, and return the request, possibly
+        changed.
+        """
         adjusted = self._parser.adjust_request(request=request)
         if adjusted is not None and adjusted is not request:
             for name in type(request).model_fields:
@@ -56,23 +59,23 @@ class VllmToolParserAdapter:
 
     @property
     def further_tokens(self) -> tuple[str, ...]:
-        """Return the further tokens of its class."""
+        """Further tokens of the parser's class."""
         texts: tuple[str, ...] = self._parser.further_tokens
         return texts
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Return the markers of its class; most classes have none."""
+        """Markers of the parser's class; most classes have none."""
         texts: tuple[str, ...] = self._parser.markers
         return texts
 
     def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the texts with which calls begin; most classes know none."""
+        """Return the strings with which calls begin; most classes have none."""
         starts: tuple[str, ...] = self._parser.call_starts(names)
         return starts
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParsedDelta]:
-        """Read new text. Returns the new content and the new parts of calls."""
+        """Read new text, and return the new content and the new parts of calls."""
         if not text and not token_ids:
             return []
         arguments = self._history.grow(text, token_ids)
@@ -83,7 +86,7 @@ class VllmToolParserAdapter:
         return [ParsedDelta(delta.content, calls)]
 
     def finish(self) -> list[ParsedDelta]:
-        """End the text. Returns what is known of the last call's arguments and was not sent."""
+        """End the text, and return the rest of the last call's arguments that was not sent."""
         held_back: list[ParsedDelta] = self._parser.finish()
         if held_back:  # a built-in parser, from which this parser is derived, held text back
             for delta in held_back:
@@ -103,7 +106,7 @@ class VllmToolParserAdapter:
         return []
 
     def read_whole(self, text: str, token_ids: Sequence[int] = ()) -> list[ParsedDelta]:
-        """Read a complete text; the only call for a parser."""
+        """Read a complete text. It must be the only call of this parser."""
         found = self._parser.extract_tool_calls(text, request=self._request)
         calls = [
             self._note({"index": index, **_as_dict(call)})
@@ -112,7 +115,7 @@ class VllmToolParserAdapter:
         return [ParsedDelta(found.content, calls)]
 
     def _note(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Keep account of a delta of a call; what its first one lacks is added."""
+        """Record a delta of a call, and add missing fields if it is the first delta of the call."""
         index = call["index"]
         function = call.setdefault("function", {})
         if index not in self._sent:
@@ -132,7 +135,7 @@ def _as_dict(call: Any) -> dict[str, Any]:
 
 
 def _texts_of(arguments: Any) -> Iterator[str]:
-    """Yield arguments as JSON text, in the ways in which parsers write it."""
+    """Yield the arguments as JSON text, in each form in which parsers write them."""
     if isinstance(arguments, str):
         yield arguments
     elif arguments:

@@ -1,4 +1,6 @@
-"""Python's keyword arguments as JSON. A reader of its own: linear in the text, and runs nothing."""
+"""Convert Python keyword arguments to JSON. The reader is linear in the text, and executes
+nothing.
+"""
 
 import json
 import math
@@ -52,17 +54,17 @@ def arguments_to_json(text: str) -> str | None:
     """Convert keyword arguments to a JSON object.
 
     Args:
-        text: what stands between the brackets of a call, such as `a=1, b=[None, 'x']`.
+        text: text between the brackets of a call, such as `a=1, b=[None, 'x']`.
 
     Returns:
-        The object, written as `json.dumps` would. None: there is something that is no literal, or
-        an argument without a keyword.
+        The object, written as `json.dumps` would write it. None: the text contains something that
+            is not a literal, or an argument without a keyword.
     """
     return _Translator(text).translate()
 
 
 class _Translator:
-    """One reading of keyword arguments."""
+    """Translates the text of keyword arguments once."""
 
     def __init__(self, text: str) -> None:
         self._tokens = _tokens(text)
@@ -91,7 +93,7 @@ class _Translator:
         return level.kind != _TUPLE or level.num_items != 1 or level.has_comma
 
     def _begin_item(self, level: _Level, kind: str, token: str) -> bool:
-        """Read a key where there is one, and a value or the bracket that opens it."""
+        """Read a key if one is expected, and a value or its opening bracket."""
         if level.num_items:
             self._out.append(", ")
         level.num_items += 1
@@ -124,7 +126,9 @@ def _key(kind: str, token: str) -> str | None:
 
 
 def _tokens(text: str) -> Iterator[tuple[str, str]]:
-    """Yield (kind, token) in the order of the text; the kind is empty if there is no token."""
+    """Yield (kind, token) in order; the kind is empty if the text at this position is not a
+    token.
+    """
     position = 0
     while position < len(text):
         match = _TOKEN.match(text, position)

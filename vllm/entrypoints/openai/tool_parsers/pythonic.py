@@ -1,4 +1,4 @@
-"""Calls written as Python: `[f(a=1), g(b="x")]`. Read, never run."""
+"""Parse calls written as Python: `[f(a=1), g(b="x")]`. They are read, never executed."""
 
 import re
 from collections.abc import Sequence
@@ -13,23 +13,27 @@ _NAME = re.compile(r"[\w.-]+")
 
 
 class PythonicToolParser(ToolParser):
-    """A list of calls with keyword arguments, which are literals: Llama 3.2 and 4, ToolACE.
+    """Parses a list of Python calls whose keyword arguments are literals: Llama 3.2 and 4, ToolACE.
 
-    A call is passed on when it is complete.
+    A call is returned when it is complete.
     """
 
     bare = "["
 
     def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the markers, and the beginnings of calls without one, up to their arguments."""
+        """Return the markers, and the beginnings of calls without a marker, up to their
+        arguments.
+        """
         return (*self.markers, *(f"[{name}(" for name in names))
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """Read a list of Python calls, where it should begin."""
+        """Read a list of Python calls."""
         yield from self.read_list()
 
     def read_list(self) -> Wait[bool]:
-        """Read a list of calls after white space. False: there is none, or it breaks off."""
+        """Read a list of calls after white space. Returns False if there is none, or it is
+        incomplete.
+        """
         stream = self.stream
         yield from stream.skip_space()
         if not (yield from stream.read_literal("[")):
@@ -45,7 +49,7 @@ class PythonicToolParser(ToolParser):
         return False
 
     def read_call(self) -> Wait[bool]:
-        """Read one call after white space. False: there is none, or it breaks off."""
+        """Read one call after white space. Returns False if there is none, or it is incomplete."""
         stream = self.stream
         yield from stream.skip_space()
         name = yield from stream.read_run(_NAME)
@@ -63,24 +67,24 @@ class PythonicToolParser(ToolParser):
 
 
 class MarkedPythonicToolParser(PythonicToolParser):
-    """A list of calls after a marker, with text that may come after the list."""
+    """Parses a list of Python calls after a marker, with closing text after the list."""
 
     closing: ClassVar[str]
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """Read the calls after a marker; see the base class."""
+        """Read the calls after a marker."""
         if (yield from self.read_list()) and marker:
             yield from self.read_closing()
 
     def read_closing(self) -> Wait[None]:
-        """Read the text after the calls, if it is there."""
+        """Read the closing text after the calls, if it is there."""
         yield from self.stream.skip_space()
         if (yield from self.stream.read_literal(self.closing)):
             self.accept()
 
 
 class Llama4PythonicToolParser(MarkedPythonicToolParser):
-    """`[f(a=1)]`, often between `<|python_start|>` and `<|python_end|>`: Llama 4."""
+    """Parses `[f(a=1)]`, often between `<|python_start|>` and `<|python_end|>`: Llama 4."""
 
     markers = ("<|python_start|>",)
     closing = "<|python_end|>"
@@ -88,7 +92,7 @@ class Llama4PythonicToolParser(MarkedPythonicToolParser):
 
 
 class Lfm2ToolParser(MarkedPythonicToolParser):
-    """`<|tool_call_start|>[f(a=1)]<|tool_call_end|>`: LFM2."""
+    """Parses `<|tool_call_start|>[f(a=1)]<|tool_call_end|>`: LFM2."""
 
     bare = ""
     markers = ("<|tool_call_start|>",)
@@ -97,7 +101,7 @@ class Lfm2ToolParser(MarkedPythonicToolParser):
 
 
 class Olmo3ToolParser(MarkedPythonicToolParser):
-    """Calls on lines between `<function_calls>` and `</function_calls>`: Olmo 3."""
+    """Parses calls on lines between `<function_calls>` and `</function_calls>`: Olmo 3."""
 
     bare = ""
     markers = ("<function_calls>",)
@@ -105,7 +109,7 @@ class Olmo3ToolParser(MarkedPythonicToolParser):
     further_tokens = (closing,)
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """Read the calls after a marker; see the base class."""
+        """Read the calls after a marker."""
         is_called = False
         while (yield from self.read_call()):
             is_called = True

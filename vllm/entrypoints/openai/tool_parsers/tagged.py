@@ -1,7 +1,7 @@
-"""Calls of which name, keys and values stand between tags, and values are plain text.
+"""Parse calls whose name, keys and values are between tags, with values as plain text.
 
-All such formats are one: a tag with the name, then keys and values, then an end. Only the spelling
-of the tags differs.
+All such formats have the same structure: a tag with the name, then keys and values, then an end.
+Only the tags differ.
 """
 
 import re
@@ -26,10 +26,11 @@ Schema = Mapping[str, Any] | None
 
 
 class TaggedToolParser(ToolParser):
-    """Calls between tags. Arguments are passed on one by one, with the types of the tool's schema.
+    """Parses calls between tags. Arguments are returned one by one, with the types of the tool's
+    schema.
 
-    A subclass spells the tags; `call_start` is among `markers`, because a wrapper may hold several
-    calls, and a model may leave the wrapper out.
+    A subclass defines the tags. `call_start` is one of `markers`, because a wrapper tag may contain
+    several calls, and a model may omit the wrapper.
     """
 
     call_start: ClassVar[str]
@@ -56,7 +57,7 @@ class TaggedToolParser(ToolParser):
         return Markers((self.value_end, self.key_start, self.call_end))
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """Read the calls after a marker; see the base class."""
+        """Read the calls after a marker."""
         stream = self.stream
         if marker != self.call_start:
             while (yield from self._read_one(self.before_call)):
@@ -68,7 +69,9 @@ class TaggedToolParser(ToolParser):
                 self.accept()
 
     def read_call(self) -> Wait[bool]:
-        """Read a call after its start. False: there is none, or the text has ended."""
+        """Read a call after its start tag. Returns False if there is none, or the text has
+        ended.
+        """
         stream = self.stream
         yield from stream.skip_space()
         name, _ = _unquoted((yield from stream.read_run(_HEAD)))
@@ -87,7 +90,7 @@ class TaggedToolParser(ToolParser):
         return True
 
     def _read_tags(self, name: str) -> Wait[int]:
-        """Read arguments and pass them on; returns how many. The first one begins the call."""
+        """Read the arguments and return how many there are. The first argument begins the call."""
         stream = self.stream
         parameters = self.parameters_of(name)
         num_arguments = 0
@@ -114,10 +117,10 @@ class TaggedToolParser(ToolParser):
         """Return the JSON text of a value.
 
         Args:
-            text: of the value.
-            key: its name.
-            attributes: what stands after the name in the tag of the key.
-            parameters: the schema of the tool's arguments, None if there is none.
+            text: text of the value.
+            key: name of the argument.
+            attributes: text after the name in the tag of the key.
+            parameters: schema of the tool's arguments, or None.
         """
         return argument_to_json(text, key, parameters)
 
@@ -130,7 +133,7 @@ class TaggedToolParser(ToolParser):
         return (yield from self.stream.read_literal(last))
 
     def _read_one(self, texts: tuple[str, ...]) -> Wait[bool]:
-        """Read white space, and one of these texts if it comes; return whether it does."""
+        """Read white space and one of these texts, if it is next. Returns whether it was."""
         yield from self.stream.skip_space()
         for text in texts:
             if (yield from self.stream.read_literal(text)):
@@ -145,7 +148,9 @@ def _unquoted(head: str) -> tuple[str, str]:
 
 
 class Qwen3CoderToolParser(TaggedToolParser):
-    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`."""
+    """Parses
+    `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
+    """
 
     call_start, call_end = "<function=", "</function>"
     key_start, value_end = "<parameter=", "</parameter>"
@@ -155,7 +160,7 @@ class Qwen3CoderToolParser(TaggedToolParser):
 
 
 class SeedOssToolParser(Qwen3CoderToolParser):
-    """`<seed:tool_call><function=NAME>...</function></seed:tool_call>`: Seed-OSS."""
+    """Parses `<seed:tool_call><function=NAME>...</function></seed:tool_call>`: Seed-OSS."""
 
     markers = ("<seed:tool_call>", Qwen3CoderToolParser.call_start)
     further_tokens = ("</seed:tool_call>",)
@@ -163,7 +168,9 @@ class SeedOssToolParser(Qwen3CoderToolParser):
 
 
 class MiniMaxM2ToolParser(TaggedToolParser):
-    """`<minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>`."""
+    """Parses `<minimax:tool_call><invoke name="NAME"><parameter
+    name="KEY">VALUE</parameter></invoke>`.
+    """
 
     call_start, call_end = "<invoke name=", "</invoke>"
     key_start, value_end = "<parameter name=", "</parameter>"
@@ -184,8 +191,11 @@ _BEGIN, _END, _SEPARATOR = (
 
 
 class Step3ToolParser(TaggedToolParser):
-    """`<steptml:invoke name="NAME"><steptml:parameter name="KEY">VALUE</steptml:parameter>`
-    and its end, in a list of calls that each begin with a type and a separator: Step-3."""
+    """Parses `<steptml:invoke name="NAME"><steptml:parameter name="KEY">VALUE</steptml:parameter>`
+    with its end tag: Step-3.
+
+    The calls are in a list, and each begins with a type and a separator.
+    """
 
     call_start, call_end = "<steptml:invoke name=", "</steptml:invoke>"
     key_start, value_end = "<steptml:parameter name=", "</steptml:parameter>"
@@ -199,7 +209,8 @@ _DSML = "\uff5cDSML\uff5c"
 
 
 class DeepSeekV32ToolParser(TaggedToolParser):
-    """`<DSML invoke name="NAME"><DSML parameter name="KEY" string="true">VALUE`: DeepSeek V3.2, V4.
+    """Parses `<DSML invoke name="NAME"><DSML parameter name="KEY" string="true">VALUE`: DeepSeek
+    V3.2, V4.
 
     The tag says whether a value is a string or JSON.
     """
@@ -212,7 +223,7 @@ class DeepSeekV32ToolParser(TaggedToolParser):
     value_margin = ""
 
     def to_json(self, text: str, key: str, attributes: str, parameters: Schema) -> str:
-        """Return the JSON text of a value, of which the tag says whether it is a string."""
+        """Return the JSON text of a value, whose tag may say whether it is a string."""
         if 'string="true"' in attributes:
             return encode_string(text)
         if 'string="false"' in attributes:
@@ -221,8 +232,9 @@ class DeepSeekV32ToolParser(TaggedToolParser):
 
 
 class Glm45ToolParser(TaggedToolParser):
-    """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`: GLM 4.5
-    and later."""
+    """Parses `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`: GLM
+    4.5 and later.
+    """
 
     call_start, call_end = "<tool_call>", "</tool_call>"
     name_end = ""
@@ -234,7 +246,7 @@ class Glm45ToolParser(TaggedToolParser):
 
 
 class LongCatToolParser(TaggedToolParser, JsonToolParser):
-    """JSON or keys and values between `longcat_tool_call` tags: LongCat-Flash."""
+    """Parses JSON, or keys and values, between `longcat_tool_call` tags: LongCat-Flash."""
 
     call_start, call_end = "<longcat_tool_call>", "</longcat_tool_call>"
     name_end = ""
@@ -246,7 +258,7 @@ class LongCatToolParser(TaggedToolParser, JsonToolParser):
     value_margin = ""
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """Read the calls after a marker; see the base class."""
+        """Read the calls after a marker."""
         is_json = (yield from self.stream.skip_space()) == "{"
         kind: type[ToolParser] = JsonToolParser if is_json else TaggedToolParser
         yield from kind.read_calls(self, marker)

@@ -1,10 +1,10 @@
-"""Helpers that parsers written for vLLM import. Nothing here uses them."""
+"""Provide helper functions for parsers written for vLLM. This package itself does not use them."""
 
 import json
 
 
 def find_common_prefix(s1: str, s2: str) -> str:
-    """Return the longest text that both begin with.
+    """Return the longest common beginning of two strings.
 
     >>> find_common_prefix('{"city": "Os"}', '{"city": "Oslo"}')
     '{"city": "Os'
@@ -16,7 +16,7 @@ def find_common_prefix(s1: str, s2: str) -> str:
 
 
 def find_common_suffix(s1: str, s2: str) -> str:
-    """Return the longest text without letters and digits that both end with.
+    """Return the longest common end of two strings, up to the last letter or digit.
 
     >>> find_common_suffix('{"city": "Os"}', '{"city": "Oslo"}')
     '"}'
@@ -27,7 +27,7 @@ def find_common_suffix(s1: str, s2: str) -> str:
 
 
 def extract_intermediate_diff(curr: str, old: str) -> str:
-    """Return the part of a text that an older one with the same beginning and end does not have.
+    """Return the part of a string that was inserted into an older version of it.
 
     >>> extract_intermediate_diff('{"city": "Oslo"}', '{"city": "Os"}')
     'lo'
@@ -40,7 +40,7 @@ def extract_intermediate_diff(curr: str, old: str) -> str:
 
 
 def find_all_indices(string: str, substring: str) -> list[int]:
-    """Return the positions at which a text begins in another one, including overlapping ones.
+    """Return all indices at which a substring begins, including overlapping ones.
 
     >>> find_all_indices("banana", "ana")
     [1, 3]
@@ -49,7 +49,7 @@ def find_all_indices(string: str, substring: str) -> list[int]:
 
 
 def is_complete_json(input_str: str) -> bool:
-    """Whether it is JSON, with nothing missing."""
+    """Return whether a string is complete JSON."""
     try:
         json.loads(input_str)
     except ValueError:
@@ -58,5 +58,5 @@ def is_complete_json(input_str: str) -> bool:
 
 
 def consume_space(i: int, s: str) -> int:
-    """Return the first position from `i` on that is not white space."""
+    """Return the first index from `i` on that is not white space."""
     return len(s) - len(s[i:].lstrip()) if i < len(s) else i
