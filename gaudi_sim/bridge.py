@@ -1,4 +1,4 @@
-"""A simulated Gaudi behind the bridge's protocol. What runs here has not run on a card."""
+"""A simulated Gaudi that implements the bridge's protocol. It says nothing about real cards."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +34,7 @@ from vllm.platforms.habana.parts import NEWEST, Version, absent_of_release, find
 
 
 class SimBridge:
-    """One simulated card. Making another one replaces the first, as the process has one device."""
+    """One simulated card. Creating another one replaces it, since a process has one device."""
 
     collectives_backend = "gloo"
 
@@ -54,10 +54,11 @@ class SimBridge:
         absent: Iterable[str] = (),
         pool_bytes: int | None = None,
     ) -> None:
-        """
+        """Create a card and register it as the device `hpu`.
+
         Args:
             model: a key of `cost_model.cards.CARDS`.
-            is_strict: what stalls a card raises inside a warmed section, and indices that are
+            is_strict: everything that stalls a card raises in a warmed section, and indices
                 outside of a tensor raise everywhere.
             is_vendor: let other libraries import this card as `habana_frameworks`.
             has_lazy_collectives: a collective can be part of a graph, as with
@@ -68,15 +69,15 @@ class SimBridge:
             traces: `torch.compile` traces a function for each of its shapes. Otherwise a compiled
                 function runs as it is written, and its operators are one recipe, which takes much
                 less time on the host.
-            recipe_cache: where compiled recipes outlive the process, in the form of
-                PT_HPU_RECIPE_CACHE_CONFIG; None is nowhere.
-            release: of the bridge, which has no part that came later.
-            absent: parts that it lacks besides, of `parts.PARTS`.
-            pool_bytes: memory of the card; None: as much as a real one has.
+            recipe_cache: where compiled recipes are kept after the process ends, in the format of
+                PT_HPU_RECIPE_CACHE_CONFIG; None: nowhere.
+            release: of the bridge; parts of later releases are missing.
+            absent: further missing parts, of `parts.PARTS`.
+            pool_bytes: memory of the card; None: the memory of a real one.
 
         Raises:
-            ConfigError: this torch cannot register a device from Python, or the recipe cache is
-                not usable.
+            ConfigError: this torch cannot register a device from Python, or the recipe cache
+                cannot be used.
         """
         spec = CARDS[model]
         if pool_bytes is not None:
@@ -214,7 +215,7 @@ class SimBridge:
         return self._set_dry_run(True)
 
     def _computing(self) -> AbstractContextManager[None]:
-        """Let operators compute inside, even in a dry run."""
+        """Return a context in which operators compute, even in a dry run."""
         return self._set_dry_run(False)
 
     @contextmanager
@@ -226,7 +227,7 @@ class SimBridge:
             self.card.is_dry_run = before
 
     def activated(self) -> AbstractContextManager[None]:
-        """Let the device `hpu` be this card, and afterwards the one before."""
+        """Return a context in which the device `hpu` is this card; the previous one is restored."""
         return activated(self.card)
 
     def manual_seed(self, seed: int) -> None:
@@ -234,7 +235,9 @@ class SimBridge:
 
 
 class SimulatedKernels(BridgeKernels):
-    """`FusedKernels` of a simulated release of the bridge; they refuse what real ones refuse."""
+    """`FusedKernels` of a simulated release of the bridge; they refuse the same arguments as real
+    ones.
+    """
 
     def __init__(
         self,
@@ -246,13 +249,14 @@ class SimulatedKernels(BridgeKernels):
         absent: Iterable[str] = (),
         computing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """
+        """Create the kernels of a simulated card.
+
         Args:
-            device: where trials run; None is the host, whose tensors the kernels take too.
+            device: where trials run; None: the host, whose tensors the kernels accept as well.
             card: its name.
             is_lazy: see `BridgeKernels`.
-            release: the bridge has no part that came later.
-            absent: parts that it lacks besides.
+            release: of the bridge; parts of later releases are missing.
+            absent: further missing parts.
             computing: the context of trials, in which the card computes.
         """
         self._computing = computing

@@ -1,7 +1,7 @@
-"""The simulated `hpu_backend` of `torch.compile`: the path of the bridge, then one recipe.
+"""The simulated `hpu_backend` of `torch.compile`: the same steps as the bridge, then one recipe.
 
-A graph of Dynamo is functionalised, writes to its inputs are put back in place where the bridge
-does so (`sim_graph_rules`), and the rest of them copy their inputs, which the card counts.
+A Dynamo graph is functionalised; writes to its inputs are put back in place where the bridge does
+so (`sim_graph_rules`); the others copy their inputs, which the card counts.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,15 +24,17 @@ def compile_for_card(
     *,
     options: Mapping[str, object] = MappingProxyType({}),
 ) -> Callable[..., Any]:
-    """What Dynamo hands over runs as one recipe per set of shapes.
+    """Compile a Dynamo graph; it runs as one recipe per set of shapes.
 
-    Where sizes are symbols, every set of sizes gets a graph of its own: compilation is static.
+    If sizes are symbols, every set of sizes gets its own graph: compilation is static.
 
     Args:
-        options: `force_static_compile` is known.
+        graph: of Dynamo.
+        example_inputs: of the graph.
+        options: only `force_static_compile` has an effect.
 
     Raises:
-        RuntimeError: the card is in lazy mode, where HPU graphs take the place of this.
+        RuntimeError: the card is in lazy mode, which uses HPU graphs instead.
         SimulationError: the card is strict, and a size is a symbol without `force_static_compile`.
     """
     card = active_card()
@@ -70,7 +72,7 @@ def _compile(graph: fx.GraphModule, inputs: tuple[Any, ...]) -> fx.GraphModule:
 
 
 def _copy_back(target: HpuTensor, source: HpuTensor) -> HpuTensor:
-    """Copy the new value of an input into it: it has been written through a view."""
+    """Copy the new value of an input back into it, after it was written through a view."""
     active_card().copy_whole(target.lease, target.raw.nbytes)
     target.copy_(source)
     return target

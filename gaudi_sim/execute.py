@@ -1,8 +1,8 @@
 """Runs the operators of the simulated device.
 
-Refuses what a card refuses, tells the card what an operator costs, and computes on the CPU, unless
-the card only compiles. What depends only on the operator and on the shapes, types and numbers of
-its operands is found out once: the overhead of this module is the time of every test in simulation.
+It refuses what a card refuses, charges the card with the operator's cost, and computes on the CPU
+unless the card only compiles. Results that depend only on the operator and on shapes, dtypes and
+numbers are cached, since this module's overhead slows down every test in simulation.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator]
 def execute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one operator as the card would, on the CPU tensors underneath."""
+    """Run one operator like the card would, on the underlying CPU tensors."""
     operator = _OPERATORS.get(op)
     if operator is None:
         operator = _OPERATORS[op] = _Operator(op)
@@ -55,7 +55,7 @@ def execute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class _Operator:
-    """What does not change from one call of an operator to the next."""
+    """The properties of an operator that are the same in all of its calls."""
 
     __slots__ = (
         "can_be_skipped",
@@ -93,7 +93,7 @@ _OPERATORS: dict[Any, _Operator] = {}
 def _copy_of(
     operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> "Callable[[_Call, SimulatedCard], Any] | None":
-    """How to copy between host and card; None when both ends are on the card."""
+    """Return how to copy between host and card; None if both tensors are on the card."""
     if operator.name == "aten::_to_copy":
         target = kwargs.get("device")
         if target is None or target.type == DEVICE:
@@ -111,7 +111,7 @@ def _copy_of(
 
 
 def _on_cpu(x: Any) -> Any:
-    """A tensor that traced code has made on the card, as one of the host; all else as it is."""
+    """Convert a fake tensor on the card to one on the host; return all other values unchanged."""
     if type(x) is not FakeTensor or x.device.type != DEVICE:
         return x
     with x.fake_mode:
@@ -119,9 +119,9 @@ def _on_cpu(x: Any) -> Any:
 
 
 class _Call:
-    """One operator with its operands unwrapped.
+    """One call of an operator with its operands unwrapped.
 
-    The key is the operator with what a recipe knows of its operands: shapes, types and numbers.
+    Its key is the operator with what a recipe knows of the operands: shapes, dtypes and numbers.
     """
 
     __slots__ = ("args", "has_host_operand", "is_traced", "key", "kwargs", "operator", "wrappers")
@@ -191,8 +191,7 @@ class _Call:
         return HpuTensor(x, base.lease, is_view=True)
 
     def trace(self) -> Any:
-        """Return results with shapes and dtypes only, for Dynamo, which asks for them while it
-        traces."""
+        """Return results with only shapes and dtypes, which Dynamo needs while it traces."""
         args, kwargs = map_leaves(_on_cpu, (self.args, self.kwargs))
         raw = self.operator.op(*args, **kwargs)
         return map_leaves(self._wrap, raw)
@@ -266,7 +265,9 @@ class _Call:
     def _known_results(
         self, card: SimulatedCard, key: tuple[Any, ...], need: str | None
     ) -> Results | None:
-        """The results as far as they are known without computing; None: they must be computed."""
+        """Return the results as far as they are known without computing; None: they must be
+        computed.
+        """
         operator = self.operator
         has_data_shape = need == "shape" and not operator.op._schema.is_mutable
         if not operator.can_be_skipped or has_data_shape or self.has_host_operand:
@@ -278,8 +279,11 @@ class _Call:
         return card.results[layout]
 
     def _copied_bases(self) -> list[tuple[Allocation, int]]:
-        """What a write in lazy mode copies whole, with its bytes: the memory under the views that
-        are written, as the bridge inserts them into a new tensor."""
+        """Return the memory, with its bytes, that a write in lazy mode copies as a whole.
+
+        It is the memory under the views that are written, because the bridge inserts these into a
+        new tensor.
+        """
         schema = self.operator.op._schema
         written = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
         names = [a.name for a in schema.arguments]
@@ -292,7 +296,7 @@ class _Call:
         ]
 
     def exchange(self, card: SimulatedCard) -> Any:
-        """A collective by itself."""
+        """Run a collective that is not part of a recipe."""
         card.collective(self._num_bytes())
         return map_leaves(self._wrap, self.operator.run(*self.args, **self.kwargs))
 
@@ -302,7 +306,7 @@ class _Call:
     def _signature(
         self, card: SimulatedCard, need: str | None, raw: Any, copied_bytes: int
     ) -> Signature:
-        """What is known of this call once its result is there."""
+        """Return the signature of this call, after its result is known."""
         op = self.operator.op
         results = [x for x in leaves_of(raw) if isinstance(x, torch.Tensor)]
         operands = [x for x in leaves_of(self.args) if isinstance(x, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""What an operator is to a card: its signature in a recipe, and whether it can run.
+"""Properties of operators on a card: their signature in a recipe, and whether they can run.
 
 The rules are those documented for the bridge; an operator without a rule runs on the device.
 """
@@ -26,7 +26,7 @@ _FP8_NAMES = (
 
 
 def signature_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """What tells this operator from another one in a recipe: scalars are compile-time constants."""
+    """Return the signature of an operator call in a recipe; scalars are compile-time constants."""
     parts = [op.name()]
     for leaf in leaves_of(args, kwargs):
         if isinstance(leaf, torch.Tensor):
@@ -41,7 +41,10 @@ def signature_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str
 def needs_host(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_lazy: bool
 ) -> str | None:
-    """ "shape" when the result's shape depends on data, "kernel" when the device has none."""
+    """Return why an operator needs the host: "shape", "kernel", or None if it does not.
+
+    "shape": the shape of the result depends on data; "kernel": the device has no kernel.
+    """
     name = base_name(op)
     operand = args[0] if args and isinstance(args[0], torch.Tensor) else None
     if operand is None:

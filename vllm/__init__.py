@@ -1,4 +1,4 @@
-"""The public names, imported when first used: `import vllm` loads neither torch nor a device."""
+"""The public names, imported at first use: `import vllm` loads neither torch nor a device."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

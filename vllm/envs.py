@@ -564,12 +564,13 @@ class Envs:
 
     @classmethod
     def load(cls, environ: Mapping[str, str] | None = None) -> "Envs":
-        """Read every declared variable once; an empty value means "not set", but for lists that
-        may be empty.
+        """Read every declared variable once.
+
+        An empty value means "not set", except for lists that may be empty.
 
         Raises:
-            ConfigError: a value does not parse; names variable, value and accepted form. Or two
-                names of one variable have different values.
+            ConfigError: a value does not parse (the error contains the variable, value and accepted
+                form), or two names of one variable have different values.
         """
         environ = os.environ if environ is None else environ
         types = typing.get_type_hints(cls)
@@ -590,7 +591,7 @@ class Envs:
 
 @cache
 def get() -> Envs:
-    """Return the environment of this process, read at the first call."""
+    """Return the environment variables of this process, read at the first call."""
     return Envs.load()
 
 
@@ -628,8 +629,8 @@ def export_bridge_settings(is_lazy: bool | None = None) -> list[BridgeSetting]:
     """Set the variables of `BRIDGE_SETTINGS` that are not set yet, or empty.
 
     Args:
-        is_lazy: the mode that the bridge reports; None: it was not asked yet, so what
-            PT_HPU_LAZY_MODE says, if it is set.
+        is_lazy: the mode that the bridge reports; None: not known yet, so PT_HPU_LAZY_MODE decides,
+            if it is set.
 
     Returns:
         The settings that were set now.
@@ -646,8 +647,9 @@ def export_bridge_settings(is_lazy: bool | None = None) -> list[BridgeSetting]:
 
 
 def described_bridge_settings(is_lazy: bool | None = None) -> dict[str, str]:
-    """Describe each variable of `BRIDGE_SETTINGS` that is set, or that an engine will set: its
-    value, and whose choice that is. For the log and reports.
+    """Describe each variable of `BRIDGE_SETTINGS` that is set, or that an engine will set.
+
+    Returns name -> its value and who has chosen it, for the log and reports.
 
     Args:
         is_lazy: see `export_bridge_settings`.
@@ -669,13 +671,12 @@ def described_bridge_settings(is_lazy: bool | None = None) -> dict[str, str]:
 
 
 def _said_mode() -> bool | None:
-    """Return whether PT_HPU_LAZY_MODE asks for lazy mode; None: it says nothing that is known."""
+    """Return whether PT_HPU_LAZY_MODE asks for lazy mode; None if it is not set or not valid."""
     return WORDS.get(os.environ.get("PT_HPU_LAZY_MODE", "").strip().lower())
 
 
 def of_launcher(name: str) -> str | None:
-    """Return a variable that a launcher such as torchrun or Ray sets for each process; None: it is
-    not set."""
+    """Return a variable that a launcher such as torchrun or Ray sets for each process, or None."""
     return os.environ.get(name)
 
 
@@ -683,17 +684,19 @@ _CHILD_MARK = "_VLLM_CHILD"
 
 
 def child_environment(defaults: Mapping[str, str], overrides: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a process of our own.
+    """Return the environment for a child process of this package.
 
     Args:
-        defaults: where this process's says nothing.
-        overrides: replace values of the environment.
+        defaults: values for variables that this process does not have.
+        overrides: replace values of this process.
     """
     return {**defaults, **os.environ, **overrides, _CHILD_MARK: "1"}
 
 
 def is_child() -> bool:
-    """Whether a process of our own has started this one, and has reported the variables."""
+    """Return whether this is a child process of this package, whose parent reported the
+    variables.
+    """
     return _CHILD_MARK in os.environ
 
 
@@ -709,9 +712,12 @@ _OF_ONE_MACHINE = (
 
 
 def passed_on() -> dict[str, str]:
-    """Return the variables that workers on other machines get from this process: all of this
-    package, of the libraries that exchange tensors, of cards, of threads and of the hub; not
-    variables of one machine, and no secrets: everyone who can see the cluster could read them."""
+    """Return the variables that workers on other machines get from this process.
+
+    These are the variables of this package, of communication libraries, of cards, of threads and of
+    the hub. Variables of a single machine and secrets are left out: everyone who can see the
+    cluster could read them.
+    """
     return {
         name: value
         for name, value in os.environ.items()
@@ -722,7 +728,7 @@ def passed_on() -> dict[str, str]:
 
 
 def aliases_of(name: str) -> tuple[str, ...]:
-    """Return the other names of a variable, which the plugin for Gaudi has given it since.
+    """Return the other names of a variable, from the Gaudi plugin.
 
     >>> aliases_of("VLLM_PROMPT_SEQ_BUCKET_MIN"), aliases_of("VLLM_SKIP_WARMUP")
     (('VLLM_PROMPT_QUERY_BUCKET_MIN',), ())
@@ -733,7 +739,9 @@ def aliases_of(name: str) -> tuple[str, ...]:
 
 
 def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
-    """Return the nearest declared name, or None, for each `VLLM_*` name that is set and unknown."""
+    """Return unknown `VLLM_*` variables that are set, each with the most similar known name or
+    None.
+    """
     environ = os.environ if environ is None else environ
     declared = _declared()
     known = declared | COMPAT_VARIABLES.keys()
@@ -751,12 +759,14 @@ def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
 
 
 def without_effect(environ: Mapping[str, str] | None = None) -> list[CompatVariable]:
-    """Return the variables of the fork that are set and ask for something that does not happen."""
+    """Return the variables of the Gaudi fork that are set but have no effect here."""
     return [variable for variable in _asked(environ) if variable.available]
 
 
 def refused(environ: Mapping[str, str] | None = None) -> list[CompatVariable]:
-    """Return the variables of the fork that are set and with which an engine must not start."""
+    """Return the variables of the Gaudi fork that are set and with which an engine must
+    not start.
+    """
     return [variable for variable in _asked(environ) if not variable.available]
 
 

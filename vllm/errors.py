@@ -25,7 +25,10 @@ class VllmError(Exception):
 
 
 class ConfigError(VllmError, ValueError):
-    """The engine cannot start with these settings. The message is one line and names the fix."""
+    """The engine cannot start with these settings.
+
+    The message is one line and says how to fix it.
+    """
 
 
 class WeightLoadError(ConfigError):
@@ -38,7 +41,7 @@ class RequestError(VllmError, ValueError):
     Attributes:
         status: HTTP status of the response.
         param: the request field at fault, or None.
-        code: a word of OpenAI's API for what is wrong, which programs compare, or None.
+        code: OpenAI's error code, which programs may check, or None.
     """
 
     status = 400
@@ -95,8 +98,8 @@ class CapacityError(VllmError, ValueError):
     """The engine does not have the capacity for a request.
 
     Attributes:
-        status: 400 when it can never fit, 503 when it cannot fit now, 409 for what cannot be done
-            while requests run.
+        status: 400 if it can never fit, 503 if it cannot fit now, 409 for calls that are not
+            possible while requests run.
     """
 
     def __init__(self, message: str, *, status: int = 400) -> None:
@@ -105,7 +108,7 @@ class CapacityError(VllmError, ValueError):
 
 
 class EngineAsleepError(CapacityError):
-    """A request arrived while the engine sleeps.
+    """A request arrived while the engine was asleep (sleep mode).
 
     Args:
         tags: the parts that sleep: weights, kv_cache or both.
@@ -120,18 +123,18 @@ class EngineAsleepError(CapacityError):
 
 
 class WorkerCallError(VllmError, RuntimeError):
-    """A method of the workers raised. The message has the type and the text of its exception."""
+    """A method of the workers raised an exception; the message has its type and text."""
 
     status = 500
 
 
 class CollectiveError(VllmError, RuntimeError):
-    """An exchange with the other ranks has failed. The state of the worker is unknown then.
+    """A communication with the other ranks has failed; the state of the worker is then unknown.
 
     Args:
         operation: that failed, such as all_reduce.
         rank: that reports it.
-        reason: what the library says, or which rank has not answered.
+        reason: message of the library, or which rank has not answered.
     """
 
     def __init__(self, operation: str, rank: int, reason: str) -> None:

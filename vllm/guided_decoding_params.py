@@ -30,19 +30,19 @@ INTERNAL_FIELDS = ("field", "start")
 class GrammarStart(msgspec.Struct, frozen=True, kw_only=True):
     """The point of an output at which its grammar begins; by default the beginning of the output.
 
-    A server makes it, because it knows how its model writes thoughts and tool calls.
+    A server sets it, because it knows how its model writes thoughts and tool calls.
 
     Args:
         is_thinking: the output begins inside of thoughts.
         thought_starts: if the output begins with one of these, thoughts follow.
         thought_ends: after the first of these, thoughts are over and the answer begins.
-        calls: an answer that begins with one of these is free text: calls of tools.
+        calls: an answer that begins with one of these is free text: tool calls.
         calls_in_thoughts: inside of thoughts, one of these ends them and begins such calls.
         special_tokens: id -> text, of the special tokens that are part of these texts.
-        grammar_starts: the answer is free text, and after each of these the grammar holds once,
+        grammar_starts: the answer is free text, and after each of these the grammar applies once,
             unless one of `calls` follows.
-        allows_space: white space may come before these texts and the answer. The reader of the
-            answer leaves it out.
+        allows_space: white space is allowed before these texts and the answer. The reader of the
+            answer removes it.
     """
 
     is_thinking: bool = False
@@ -56,18 +56,19 @@ class GrammarStart(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_late(self) -> bool:
-        """Return whether anything may come before the grammar, or instead."""
+        """Whether free text may come before the grammar, or instead of it."""
         return bool(self.is_thinking or self.thought_starts or self.calls or self.grammar_starts)
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Return the texts inside of free text after which the grammar begins."""
+        """The texts in free text after which the grammar begins."""
         return self.thought_ends + self.grammar_starts
 
 
 class GuidedDecodingParams(msgspec.Struct, kw_only=True):
-    """Structured output. At most one of json, regex, choice, grammar, json_object and
-    structural_tag may be set.
+    """Parameters of structured output.
+
+    At most one of json, regex, choice, grammar, json_object and structural_tag may be set.
 
     Args:
         json: a JSON schema, or its text.
@@ -76,13 +77,13 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
         grammar: EBNF with a rule `root`, or Lark with a rule `start`.
         json_object: any JSON object.
         structural_tag: free text with JSON between tags; JSON text.
-        backend: auto, xgrammar or llguidance; None is the engine's.
-        whitespace_pattern: between the tokens of JSON.
+        backend: auto, xgrammar or llguidance; None: the backend of the engine.
+        whitespace_pattern: allowed between the tokens of JSON.
         disable_any_whitespace: no whitespace that JSON does not need.
         disable_additional_properties: objects have only the properties that their schema names.
-        disable_fallback: refuse what the backend does not enforce.
-        field: where the user wrote this, for errors; None is here.
-        start: where the grammar begins; None is at the beginning of the output.
+        disable_fallback: raise an error for features that the backend does not enforce.
+        field: the user's field with this value, for errors; None: this class.
+        start: where the grammar begins; None: at the beginning of the output.
 
     Raises:
         RequestError: (a ValueError) more than one kind is set. The content is checked with the
@@ -113,7 +114,7 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
 
     @property
     def ignores_space(self) -> bool:
-        """Return whether white space before outputs of this kind is no part of them."""
+        """Whether white space before outputs of this kind is not part of them."""
         if self.choice is not None:
             return all(isinstance(text, str) and text[:1].strip() for text in self.choice)
         return self.json is not None or bool(self.json_object)
@@ -126,11 +127,12 @@ StructuredOutputsParams = GuidedDecodingParams
 def read_guided_decoding(
     guided_decoding: Any, structured_outputs: Any
 ) -> GuidedDecodingParams | None:
-    """Return the constraint, which was given under one of two names, as parameters or as a dict of
-    them.
+    """Return the constraint of a request, which may be given under one of two names.
+
+    Its value is parameters, or a dict of them.
 
     Raises:
-        RequestError: both names are used, the type is wrong, or a key of the dict is not known.
+        RequestError: both names are used, the type is wrong, or a key of the dict is unknown.
     """
     if guided_decoding is not None and structured_outputs is not None:
         raise RequestError(

@@ -14,12 +14,12 @@ MODALITIES = tuple(_NAMES)
 
 
 def plural(modality: str) -> str:
-    """Return how messages name the items of a modality, such as "images"."""
+    """Return the plural of a modality for messages, such as "images"."""
     return _NAMES[modality][1]
 
 
 def singular(modality: str) -> str:
-    """Return how messages name an item of a modality, such as "an image"."""
+    """Return the singular of a modality for messages, such as "an image"."""
     return _NAMES[modality][0]
 
 

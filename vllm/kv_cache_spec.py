@@ -1,14 +1,15 @@
-"""Describes the data of requests that the layers of a model keep, and its layout in memory. Imports
-no torch.
+"""Describes the data of requests that the layers of a model store, and its layout in memory.
 
-A layer says what it keeps as a `KVCacheSpec`. Layers that need the same blocks of a request form a
-`KVCacheGroup`, which has block tables of its own: layers with full attention need all blocks of a
-request, layers with a sliding window only the last ones. All groups take their blocks from one
-pool, so a block has the same number of bytes in every group: it holds `block_size` tokens of as
-many layers as a group has. Worker, scheduler and ledger read the same `KVCacheLayout`.
+No torch.
 
-A layer that keeps a state of each request, whose size does not grow with the tokens, has no blocks:
-its tensors have one entry per row of the batch, which belongs to the request in that row.
+A layer describes its data as a `KVCacheSpec`. Layers that need the same blocks of a request form a
+`KVCacheGroup` with its own block tables: layers with full attention need all blocks of a request,
+layers with a sliding window only the last ones. All groups take their blocks from one pool, so a
+block has the same number of bytes in every group: it holds `block_size` tokens of as many layers as
+a group has. Worker, scheduler and ledger read the same `KVCacheLayout`.
+
+A layer with recurrent state, whose size does not grow with the tokens, has no blocks: its tensors
+have one entry per batch index, which belongs to the request with this index.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from math import prod
 
 
 class CacheKind(Enum):
-    """Kinds of data that a layer keeps of the tokens of a request."""
+    """The kinds of data that a layer stores for a request."""
 
     FULL = "full attention"
     """Keys and values of all tokens."""
@@ -34,8 +35,11 @@ class CacheKind(Enum):
 
 @dataclass(frozen=True)
 class CacheTensor:
-    """One tensor of a layer: [num_blocks, block_size, *shape], or with the first two dimensions
-    as one on a platform whose cache is flat. Of a state: [rows, *shape]."""
+    """One tensor of a layer: [num_blocks, block_size, *shape]; of a recurrent state: [rows,
+    *shape].
+
+    The first two dimensions are one on a platform whose cache is flat.
+    """
 
     shape: tuple[int, ...]
     """Shape of the entry of one token; of a state, of one request."""
@@ -46,13 +50,13 @@ class CacheTensor:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of an entry."""
+        """Bytes of one entry, for one token or one request."""
         return prod(self.shape) * self.itemsize
 
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """The data that one layer keeps of each token, or of each request."""
+    """The data that one layer stores for each token, or for each request (recurrent state)."""
 
     kind: CacheKind
     tensors: tuple[CacheTensor, ...] = ()
@@ -74,7 +78,7 @@ class KVCacheSpec:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes in all tensors, of one token; of a state, of one request."""
+        """Bytes of one entry in all tensors: of one token, or of one request's recurrent state."""
         return sum(tensor.entry_bytes for tensor in self.tensors)
 
 
@@ -88,7 +92,7 @@ class KVCacheGroup:
     """Indices of the layers. Layers at the same position of several groups share their memory."""
 
     def first_block(self, position: int, block_size: int) -> int:
-        """Return the index of the first block that a query at `position`, or after it, sees.
+        """Return the index of the first block that queries from `position` on attend to.
 
         >>> [KVCacheGroup(window=5).first_block(position, 4) for position in (0, 7, 8, 11, 12)]
         [0, 0, 1, 1, 2]
@@ -104,7 +108,7 @@ FULL_GROUP = KVCacheGroup()
 
 @dataclass(frozen=True)
 class KVCacheLayout:
-    """Division of blocks among the layers, and further data of each request of the batch."""
+    """How blocks are divided among the layers, and the other data of each request in the batch."""
 
     block_size: int
     """Tokens per block."""
@@ -127,17 +131,18 @@ def plan_layout(
     *,
     keeps_all: bool = False,
 ) -> KVCacheLayout:
-    """Group the layers of a model.
+    """Plan the KV cache of a model: group its layers, and compute the bytes of a block.
 
-    Layers with different windows form groups with equal numbers of layers. If that is not
-    possible, because their tensors differ, all layers share one table and keep all tokens.
+    Layers with different windows form groups with equal numbers of layers. If that is not possible,
+    because their tensors differ, all layers share one block table and keep all tokens.
 
-    Layers with states are in no group. A model of nothing else has one group without layers.
+    Layers with recurrent state are in no group. If a model has only such layers, it has one group
+    without layers.
 
     Args:
         specs: one per layer, none of them of kind NONE.
         block_size: tokens per block.
-        max_model_len: a window of this length or more never passes a token.
+        max_model_len: a sliding window of at least this length is ignored.
         keeps_all: the device needs all blocks of a request.
     """
     states = tuple(i for i, spec in enumerate(specs) if spec.kind is CacheKind.STATE)
@@ -152,7 +157,9 @@ def plan_layout(
 def _plan_groups(
     specs: Mapping[int, KVCacheSpec], block_size: int, max_model_len: int, *, keeps_all: bool
 ) -> tuple[tuple[KVCacheGroup, ...], int]:
-    """Plan the groups of layers with blocks, by their indices, and the bytes of a block."""
+    """Group the layers that have blocks; return the groups, by layer index, and the bytes of a
+    block.
+    """
     if not specs:
         return (FULL_GROUP,), 0
     by_window: dict[int | None, list[int]] = {}
@@ -177,8 +184,7 @@ def _plan_groups(
 
 
 def _group_size(counts: Sequence[int]) -> int:
-    """Return the number of layers per group: with the fewest unused positions, then with the fewest
-    groups.
+    """Return the number of layers per group: the fewest unused positions, then the fewest groups.
 
     >>> [_group_size(counts) for counts in ([13, 13], [10, 52], [4, 22], [16, 17])]
     [13, 10, 4, 17]

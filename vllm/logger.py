@@ -30,10 +30,10 @@ _DATE_FORMAT = "%m-%d %H:%M:%S"
 
 
 class _CurrentStderr(logging.Handler):
-    """Writes to whatever `sys.stderr` is at the time, so that redirection works."""
+    """Writes log lines to the current `sys.stderr`, so that redirecting it works."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record; a broken stream is reported as logging does, never raised."""
+        """Write one record; errors of the stream are reported as `logging` does, never raised."""
         try:
             sys.stderr.write(self.format(record) + "\n")
             sys.stderr.flush()
@@ -42,18 +42,20 @@ class _CurrentStderr(logging.Handler):
 
 
 class _TextFormatter(logging.Formatter):
-    """Lines of at most `MAX_LINE` characters: a longer one is cut in the middle."""
+    """Formats lines of at most `MAX_LINE` characters; a longer one is cut in the middle."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(cut_line(line) for line in super().format(record).split("\n"))
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object per line; `extra={"fields": {...}}` of a call adds to it. A long message is
-    cut in the middle."""
+    """Formats a log line as a JSON object.
+
+    `extra={"fields": {...}}` of a log call adds fields. A long message is cut in the middle.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format the line, without its end."""
+        """Format the log line, without a line end."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
             "time": f"{seconds}.{int(record.msecs):03d}Z",
@@ -69,7 +71,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def use_format(log_format: str) -> None:
-    """Write lines as "text" or "json" from now on, where this module has set up the logger."""
+    """Write lines as "text" or "json" from now on, if this module has set up the logger."""
     for handler in logging.getLogger("vllm").handlers:
         if isinstance(handler, _CurrentStderr):
             handler.setFormatter(_formatter(log_format))
@@ -82,7 +84,7 @@ def current_format() -> str:
 
 
 def share_handlers(name: str) -> None:
-    """Let another package's logger write to where this one writes."""
+    """Let the logger of another package write to the same handlers."""
     _configure()
     root, other = logging.getLogger("vllm"), logging.getLogger(name)
     other.handlers, other.propagate = list(root.handlers), root.propagate
@@ -99,7 +101,7 @@ def init_logger(name: str) -> logging.Logger:
     """Return the logger of a module; `name` is its `__name__`.
 
     Raises:
-        ConfigError: an environment variable has a bad value, or the file it names cannot be used.
+        ConfigError: an environment variable has a bad value, or its file cannot be used.
     """
     _configure()
     return logging.getLogger(name)
@@ -107,8 +109,10 @@ def init_logger(name: str) -> logging.Logger:
 
 @cache
 def _configure() -> None:
-    """Set up the `vllm` logger and report variables without effect; once per process, and not in
-    child processes of our own."""
+    """Set up the `vllm` logger and report variables without effect, once per process.
+
+    Child processes of this package do not report variables.
+    """
     _set_handlers()
     if envs.is_child():
         return
@@ -121,8 +125,9 @@ def _configure() -> None:
 
 
 def configure_again(log_format: str) -> None:
-    """Set up the `vllm` logger in a copy of a process as a new process does: handlers of the
-    parent, and the files that they have open, must not be used by the copy.
+    """Set up the `vllm` logger again in a forked process.
+
+    It must not use the parent's handlers and the files that they have open.
 
     Args:
         log_format: see `use_format`.
@@ -168,7 +173,7 @@ def _configure_from_file(path: str, is_wanted: bool) -> None:
 
 
 def cut_list(values: Sequence[object], max_length: int = _MAX_LIST) -> str:
-    """Return the text of a list; of a long one the first and last values, and how many are missing.
+    """Return the text of a list; a long one is shortened to its first and last values.
 
     >>> cut_list([1, 2, 3])
     '[1, 2, 3]'
@@ -184,7 +189,7 @@ def cut_list(values: Sequence[object], max_length: int = _MAX_LIST) -> str:
 
 
 def cut_line(line: str, max_length: int = MAX_LINE) -> str:
-    """Return the line; of a long one its beginning and end, and how many characters are missing.
+    """Return the line; a long one is shortened to its beginning and end.
 
     >>> cut_line("a" * 50 + "b" * 50, max_length=60)
     'aaaaaaaaaaaaa[... 73 characters left out ...]bbbbbbbbbbbbbb'

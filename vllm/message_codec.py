@@ -1,8 +1,8 @@
 """Encodes messages with numpy arrays as msgpack, to send them to another process.
 
-An array travels as (dtype, shape, bytes). It arrives read-only. Arguments and results of calls by
-name are values of msgpack alone, as their types are not declared anywhere.
-Independent of the messages themselves.
+An array is sent as (dtype, shape, bytes), and received read-only. Arguments and results of calls by
+name can only be msgpack values, because their types are not declared. Independent of the messages
+themselves.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tr
 
 
 def encode_array(value: Any) -> Any:
-    """Encode an array for msgpack; the `enc_hook` of an encoder.
+    """Encode an array for msgpack; used as `enc_hook` of an encoder.
 
     Raises:
-        TypeError: the value is something else, which msgpack cannot hold either.
+        TypeError: the value is not an array.
     """
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
@@ -32,10 +32,10 @@ def encode_array(value: Any) -> Any:
 
 
 def decode_array(kind: Any, value: Any) -> Any:
-    """Return the array that `encode_array` was given; the `dec_hook` of a decoder.
+    """Decode an array that `encode_array` has encoded; used as `dec_hook` of a decoder.
 
     Args:
-        kind: what the message declares, an `npt.NDArray` of some dtype.
+        kind: type that the message declares, an `npt.NDArray` of some dtype.
         value: dtype, shape and bytes.
 
     Raises:
@@ -62,12 +62,12 @@ encode_into = _encoder.encode_into
 
 
 def decoder(kind: type[_Type]) -> msgspec.msgpack.Decoder[_Type]:
-    """Make a decoder of bytes to a message of one type; to be made once and kept."""
+    """Make a decoder for messages of one type. Make it once and keep it."""
     return msgspec.msgpack.Decoder(kind, dec_hook=decode_array)
 
 
 class CallError(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Reason why a call has failed; the engine continues."""
+    """The reason why a call has failed; the engine continues."""
 
     message: str
     kind: Literal["request", "capacity", "worker"]
@@ -77,7 +77,7 @@ class CallError(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @classmethod
     def of(cls, error: Exception) -> "CallError":
-        """Make one for an exception of the call."""
+        """Convert an exception of the call to a message."""
         if isinstance(error, RequestError):
             return cls(message=str(error), kind="request", status=error.status)
         if isinstance(error, CapacityError):
@@ -85,7 +85,7 @@ class CallError(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return cls(message=f"{type(error).__name__}: {error}", kind="worker")
 
     def exception(self) -> VllmError:
-        """Make the exception for the caller."""
+        """Convert the message back to an exception, for the caller."""
         if self.kind == "request":
             return RequestError(self.message)
         if self.kind == "capacity":
@@ -113,12 +113,12 @@ def encode_value(what: str, value: Any) -> bytes:
 
 
 def encode_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """Encode arguments of a call; raises as `encode_value`."""
+    """Encode the arguments of a call; raises like `encode_value`."""
     return encode_value("arguments", [list(args), dict(kwargs)])
 
 
 def decode_arguments(data: bytes) -> tuple[list[Any], dict[str, Any]]:
-    """Decode the result of `encode_arguments`; empty bytes are no arguments."""
+    """Decode the result of `encode_arguments`; empty bytes mean no arguments."""
     return msgspec.msgpack.decode(data, type=_Arguments) if data else ([], {})
 
 

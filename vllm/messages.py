@@ -1,15 +1,15 @@
 """The messages between layers and processes. Frozen data without torch; their methods only read.
 
     EngineRequest      InputProcessor -> EngineCore      one validated, tokenised request
-    SchedulerOutput    Scheduler -> ModelRunner          who runs, how many tokens, which blocks
-    ModelRunnerOutput  ModelRunner -> Scheduler          the sampled tokens
-    EngineOutput       EngineCore -> OutputProcessor     what is new for each request
-    SchedulerStats     EngineCore -> metrics             numbers of requests and counters
-    CacheEvent         KVCacheManager -> subscribers     a change of the prefix cache
+    SchedulerOutput    Scheduler -> ModelRunner          which requests run, how many tokens, which
+    blocks ModelRunnerOutput  ModelRunner -> Scheduler          the sampled tokens EngineOutput
+    EngineCore -> OutputProcessor     the new output of each request SchedulerStats     EngineCore
+    -> metrics             counts of requests, and counters CacheEvent         KVCacheManager ->
+    subscribers     a change of the prefix cache
 
 A running request has a `row`: its index in every per-request array of the scheduler and of the
-runner, from admission until it finishes or is preempted. Per-step data are arrays over rows, so
-that a steady decode step costs a few numpy calls and not a Python loop.
+runner, from admission until it finishes or is preempted. Per-step data are arrays by row, so a
+steady decode step takes a few numpy calls instead of a Python loop.
 """
 
 from collections.abc import Container, Mapping
@@ -46,7 +46,7 @@ SLEEP_TAGS = ("weights", "kv_cache")
 
 
 class FinishReason(IntEnum):
-    """Reason why a request ended; `str()` returns the word of the API."""
+    """The reason why a request ended; `str()` returns the word of the API."""
 
     STOP = 0
     LENGTH = 1
@@ -83,12 +83,12 @@ class TokenEmbeddings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def end(self) -> int:
-        """Position after the last one."""
+        """Position after the last replaced token."""
         return self.start + self.shape[0]
 
 
 class TokenPositions(msgspec.Struct, frozen=True, kw_only=True):
-    """Positions by which tokens of a request rotate, instead of their indices."""
+    """Positions for rotary embedding that a request gives, instead of the indices of its tokens."""
 
     data: bytes
     """[P, n] int32 of the n tokens of the prompt, row-major, little-endian. P is what the model
@@ -98,7 +98,7 @@ class TokenPositions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediaTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """An array that the encoder of images reads."""
+    """An array of an image or sound that the encoder reads."""
 
     name: str
     dtype: str
@@ -117,7 +117,8 @@ class MediaTensor(msgspec.Struct, frozen=True, kw_only=True):
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     """One image, sound or video of a request.
 
-    Either it gives the embeddings of some tokens, or cross-attention layers read its hidden states.
+    Either its embeddings replace the embeddings of some tokens, or cross-attention layers read its
+    hidden states.
     """
 
     modality: str
@@ -139,17 +140,17 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def end(self) -> int:
-        """Index after the last one."""
+        """Index after the last token that depends on it directly."""
         return self.seen_by[1] if self.num_states else sum(self.runs[-1])
 
     @property
     def num_embeddings(self) -> int:
-        """Embeddings, or hidden states, that the encoder makes of it."""
+        """Number of embeddings, or hidden states, that the encoder computes for it."""
         return self.num_states or sum(count for _, count in self.runs)
 
 
 class CacheKey(msgspec.Struct, frozen=True, array_like=True):
-    """A key, in addition to token ids, for the content of the KV cache."""
+    """A key that, in addition to token ids, identifies the content of KV blocks."""
 
     start: int
     """First position of the prompt whose keys and values depend on it; 0 for an adapter."""
@@ -175,9 +176,10 @@ def number_of(adapter: AdapterRef | None) -> int | None:
 
 
 class OutputRules(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of the tokens of an output that belong to the model, such as one that transcribes.
+    """Rules of a model for its output tokens, for example of a transcription model.
 
-    Logits of other tokens are -inf before any sampling parameter, and in log-probabilities.
+    Logits of forbidden tokens are -inf before any sampling parameter is applied, and in
+    log-probabilities.
     """
 
     written: tuple[int, ...] = ()
@@ -242,13 +244,14 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def known_prompt_token_ids(self) -> list[int] | None:
-        """The prompt as the user's tokens; None when it was given as embeddings."""
+        """The prompt tokens; None if the prompt was given as embeddings."""
         return None if self.embeddings else self.prompt_token_ids
 
     @property
     def may_have_drafts(self) -> bool:
-        """Whether its sampling can run ahead of its output: it samples, and no logits processor of
-        a user has to be called token by token."""
+        """Whether drafts are possible: it samples, and no logits processor must be called per
+        token.
+        """
         return self.pooling_params is None and not self.sampling_params.logits_processors
 
     @property
@@ -259,8 +262,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def allows_several_decodes(self) -> bool:
-        """Return whether a step may run several decodes of it. It may not if its log-probabilities
-        or sampling need the host after each token."""
+        """Whether a step may run several decodes of it.
+
+        Not if its log-probabilities or sampling need the host after each token.
+        """
         return (
             self.pooling_params is None
             and self.sampling_params.logprobs is None
@@ -270,8 +275,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def follows_output(self) -> bool:
-        """Whether sampling depends on which tokens were generated, and not only on their number:
-        penalties, a grammar, bad words of several tokens, logits processors, time stamps."""
+        """Whether sampling depends on which tokens were generated, not only on their number.
+
+        It does with penalties, a grammar, bad words of several tokens, logits processors, time
+        stamps.
+        """
         params, rules = self.sampling_params, self.output_rules
         return (
             (rules is not None and rules.first_time is not None)
@@ -284,7 +292,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request entering the batch: first admission, or return after preemption."""
+    """A request that enters the batch: first admission, or return after preemption."""
 
     row: int
     request: EngineRequest
@@ -305,20 +313,24 @@ class BlockMoves(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """One step. Applied in this order: move blocks, shorten block tables, free rows, place new
+    """The decisions of the scheduler for one step.
+
+    They are applied in this order: move blocks, shorten block tables, free batch indices, add new
     requests, add blocks, drop and encode media, run.
 
-    A runner that splits a step into launches runs decodes first and keeps prefills in the order
-    of `rows`: a later one may read blocks that an earlier one, or its own launch, writes. A step
-    without rows is neither executed nor updated. Arrays may be the scheduler's own: only read.
+    A runner that splits a step into forward passes runs decodes first and keeps prefills in the
+    order of `rows`: a later one may read blocks that an earlier one, or its own forward pass,
+    writes. A step without requests is neither executed nor updated. Arrays may belong to the
+    scheduler: they must only be read.
 
-    A row may have drafts: guesses of its next tokens, which run after its newest token. The runner
-    samples after each of them and returns the sampled tokens up to and including the first that
-    differs from its draft. Such a row is scheduled again when its result is known.
+    A request may have drafts: guesses of its next tokens, which run after its newest token. The
+    runner samples after each of them and returns the sampled tokens up to and including the first
+    that differs from its draft. Such a request is scheduled again when its result is known.
 
-    Or it has several decodes: all of its rows run their newest token, sample the next, run that,
-    and so on. The runner may run fewer than asked for, and where it knows the tokens it stops after
-    the first decode that ends a row. Such rows, too, are scheduled again when the result is known.
+    Or it has several decodes: all requests run their newest token, sample the next, run that, and
+    so on. The runner may run fewer decodes than requested; if it knows the tokens, it stops after
+    the first decode that finishes a request. Such requests are also scheduled again when the result
+    is known.
     """
 
     step_id: int
@@ -372,15 +384,15 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole step, at most."""
+        """Largest number of tokens of the whole step."""
         return int(self.num_scheduled_tokens.sum()) * self.num_decodes
 
 
 class LogprobRows(msgspec.Struct, frozen=True, kw_only=True):
     """Log-probabilities of consecutive positions of one request.
 
-    Column 0 is the sampled (or, for prompts, the actual) token; the rest are the likeliest
-    tokens, most likely first.
+    Column 0 is the sampled (or, for prompts, the actual) token; the others are the most likely
+    tokens, in order.
     """
 
     token_ids: IntArray
@@ -402,7 +414,7 @@ class LogprobRows(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of one step."""
+    """The result of one step."""
 
     step_id: int
     rows: IntArray
@@ -426,15 +438,16 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
     [tokens, numbers] with one result per token. Such rows have no token id."""
 
     def with_errors(self, errors: Mapping[int, str]) -> "ModelRunnerOutput":
-        """Return this result with the errors of the first stage of a pipeline, where images are
-        encoded."""
+        """Return this result with errors of the first pipeline stage added, where images are
+        encoded.
+        """
         if not errors:
             return self
         return msgspec.structs.replace(self, errors={**self.errors, **errors})
 
 
 class StepTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a `ModelRunnerOutput` that stages need which have not sampled it."""
+    """The part of a `ModelRunnerOutput` that pipeline stages need which do not sample."""
 
     step_id: int
     token_ids: IntArray
@@ -454,7 +467,7 @@ NO_ALLOWED_TOKEN = "the grammar allows none of allowed_token_ids at this point o
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """End of a request."""
+    """The end of a request: its id, and the reason."""
 
     reason: FinishReason
     stop_reason: int | str | None = None
@@ -528,7 +541,7 @@ class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WarmUpStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The warm-up of an engine on a card that serves meanwhile."""
+    """State of a warm-up that continues while the engine serves."""
 
     is_warming: bool = False
     num_warm: int = 0
@@ -589,7 +602,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     """Results of a pooling model, [numbers] or [tokens, numbers], of requests in `finished`."""
 
     def split(self, ids: Container[str]) -> "tuple[EngineOutput, EngineOutput]":
-        """Split into the output of the requests with these ids, and the output of all others."""
+        """Split into the outputs of the requests with these ids, and the outputs of all others."""
         parts: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         for name in self.__struct_fields__:
             value = getattr(self, name)
@@ -610,7 +623,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _CacheEvent(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """Base class of the events. The name of the class is the first entry of the array."""
+    """Base class of cache events; a message starts with the name of its class."""
 
 
 class BlockStored(_CacheEvent, frozen=True, kw_only=True):

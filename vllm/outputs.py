@@ -33,8 +33,8 @@ class CompletionOutput:
         logprobs: per position, token id -> Logprob, the sampled token first.
         finish_reason: "stop", "length", "abort", "error", or None while running.
         stop_reason: the stop string or stop token id that ended it, or the message of an error;
-            None for the tokenizer's end token. Further end tokens of the model, those of
-            generation_config.json, are given like stop token ids.
+            None for the tokenizer's end token. End tokens from generation_config.json are reported
+            like stop token ids.
         is_refused: the error is a mistake in the request, such as an adapter that does not fit the
             model.
     """
@@ -50,13 +50,13 @@ class CompletionOutput:
     is_refused: bool = field(default=False, repr=False)
 
     def finished(self) -> bool:
-        """Return True when there is a finish reason."""
+        """Return whether it has a finish reason."""
         return self.finish_reason is not None
 
 
 @dataclass
 class RequestMetrics:
-    """Times of one request, in seconds of `time.time()`; None is not yet."""
+    """Times of one request, in seconds of `time.time()`; None: not reached yet."""
 
     arrival_time: float
     first_token_time: float | None = None
@@ -123,13 +123,13 @@ class RequestOutput:
 
 @dataclass
 class BeamSearchSequence:
-    """One beam.
+    """One beam of a beam search.
 
     Attributes:
         tokens: prompt and output.
         logprobs: of the output, per position.
         cum_logprob: sum over the output tokens, the end token included.
-        text: of prompt and output, special tokens too; None without a tokenizer.
+        text: of prompt and output, special tokens included; None without a tokenizer.
         finish_reason: "stop" or "length".
         stop_reason: the end token.
     """
@@ -154,14 +154,14 @@ class PoolingOutput:
     """The result of a pooling model for one prompt.
 
     Attributes:
-        data: [numbers] float32, or [tokens, numbers] with one result per token. A numpy array
+        data: [size] float32, or [tokens, size] with one result per token. A numpy array
             from an engine, a torch tensor from `LLM.encode`.
     """
 
     data: Any
 
     def __eq__(self, other: object) -> bool:
-        """Whether shape and values are equal."""
+        """Return whether shape and values are equal."""
         if not isinstance(other, PoolingOutput):
             return NotImplemented
         return np.array_equal(self.data, other.data)
@@ -169,33 +169,33 @@ class PoolingOutput:
 
 @dataclass
 class EmbeddingOutput:
-    """One vector.
+    """The embedding of a prompt.
 
     Attributes:
-        embedding: its numbers.
+        embedding: its values.
     """
 
     embedding: list[float]
 
     @property
     def hidden_size(self) -> int:
-        """Number of entries."""
+        """Size of the embedding."""
         return len(self.embedding)
 
 
 @dataclass
 class ClassificationOutput:
-    """Probabilities.
+    """The probabilities of the classes.
 
     Attributes:
-        probs: one per label.
+        probs: one per class.
     """
 
     probs: list[float]
 
     @property
     def num_classes(self) -> int:
-        """Number of entries."""
+        """Number of classes."""
         return len(self.probs)
 
 
@@ -204,7 +204,7 @@ class ScoringOutput:
     """The score of a pair of texts.
 
     Attributes:
-        score: the cosine of two embeddings, or what a cross-encoder says, 0 to 1.
+        score: cosine of two embeddings, or output of a cross-encoder, 0 to 1.
     """
 
     score: float
@@ -235,15 +235,15 @@ class PoolingRequestOutput(Generic[_Pooled]):
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
-    """An embedding."""
+    """The embedding of a prompt, with its request."""
 
 
 class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
-    """A classification."""
+    """The classification of a prompt, with its request."""
 
 
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
-    """A score."""
+    """The score of a pair of texts, with its request."""
 
 
 AnyRequestOutput = RequestOutput | PoolingRequestOutput[PoolingOutput]

@@ -12,7 +12,7 @@ MAX_DIMENSIONS = 2**20
 
 
 class PoolingParams(msgspec.Struct, omit_defaults=True):
-    """Parameters of one embedding, classification, score or reward.
+    """Parameters of one request to a pooling model.
 
     Raises:
         RequestError: (a ValueError) a value is out of range.

@@ -25,21 +25,21 @@ class Request:
         block_ids: its block table while running, for the first group of layers.
         more_block_ids: its block tables for the other groups, equally long.
         block_hashes: content hash of each full block of known tokens, as far as computed.
-        num_cached_blocks: leading blocks that the prefix cache knows.
+        num_cached_blocks: leading blocks that are in the prefix cache.
         num_cached_tokens: prompt tokens found cached at first admission; -1 before it.
         num_prompt_logprobs: prompt positions whose log-probabilities were sent.
         num_preemptions: how often it was preempted.
-        takes_drafts: it may have drafts.
+        takes_drafts: whether it may have drafts.
         draft_evidence: how many tokens before the latest drafts agree with the text from which the
             drafts were copied; 0: they were not copied.
-        num_undrafted: decodes in a row that had no drafts although drafts were looked for, or were
-            not looked for after many such.
-        draft_accuracy: fraction of its drafts that were accepted, 0 to 1, the last ones with more
-            weight, by evidence.
-        sort_key: requests with smaller keys go first.
-        state_ends: the lengths of its beginnings whose recurrent states are still to be kept.
-        num_kept_tokens: how many of its first tokens the recurrent state summarises that it owns in
-            the prefix cache.
+        num_undrafted: consecutive decodes without drafts although drafts were searched, or after
+            which searching was stopped.
+        draft_accuracy: by evidence, the fraction of its drafts that were accepted, 0 to 1; recent
+            ones have more weight.
+        sort_key: requests with smaller keys are scheduled first.
+        state_ends: lengths of prefixes whose recurrent states are still to be kept.
+        num_kept_tokens: number of leading tokens covered by the recurrent state that it owns in the
+            prefix cache.
     """
 
     __slots__ = (
@@ -89,7 +89,7 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether every token of the prompt has to be computed, even if it is cached."""
+        """Whether every prompt token must be computed, even if it is cached."""
         return self.spec.sampling_params.prompt_logprobs is not None
 
     @property

@@ -35,7 +35,7 @@ user's."""
 
 
 class RequestOutputKind(IntEnum):
-    """Content of each intermediate output of a request."""
+    """The content of each intermediate output of a request."""
 
     CUMULATIVE = 0
     """Everything so far."""
@@ -46,7 +46,7 @@ class RequestOutputKind(IntEnum):
 
 
 class Door(Flag):
-    """Doors through which users set a number of `SamplingParams`."""
+    """The interfaces through which users set numeric `SamplingParams`."""
 
     NONE = 0
     API = auto()
@@ -63,7 +63,7 @@ _OF_REQUESTS = Door.API | Door.PAGE
 
 @dataclass(frozen=True)
 class NumberRange:
-    """The range of a sampling parameter and where users set it, as annotation of its field.
+    """The range of a sampling parameter, and the interfaces that set it; annotation of its field.
 
     `NUMBERS` has them by name, with the last three attributes, which follow from the field.
     """
@@ -78,9 +78,9 @@ class NumberRange:
     default: float | None = None
 
     def read(self, name: str, value: Any) -> float | None:
-        """Return a value that the user gave as a number of Python.
+        """Check a value of the user, and return it as a Python number.
 
-        Numbers of numpy pass the checks, but only Python's own can be sent to another process.
+        Numpy numbers pass the checks, but only Python numbers can be sent to another process.
 
         Raises:
             RequestError: it is out of range or of the wrong type.
@@ -99,7 +99,7 @@ class NumberRange:
 
 
 class SamplingType(IntEnum):
-    """Method of choosing the next token."""
+    """The method of choosing the next token."""
 
     GREEDY = 0
     RANDOM = 1
@@ -111,7 +111,7 @@ class LogitsProcessorConstructor(msgspec.Struct, kw_only=True, forbid_unknown_fi
 
     Args:
         qualname: "module.name" of a function or class.
-        args, kwargs: JSON values to call it with; what it returns is the processor.
+        args, kwargs: JSON values to call it with; the result is the processor.
 
     Raises:
         RequestError: (a ValueError) one of them has the wrong type.
@@ -245,10 +245,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
 
     @classmethod
     def from_optional(cls, **values: Any) -> "SamplingParams":
-        """Build from fields of which any may be None, which means the default.
+        """Create parameters from fields, any of which may be None for its default.
 
-        `logit_bias` may have its token ids as strings, as JSON has them; values are clamped to
-        [-100, 100].
+        `logit_bias` may have token ids as strings, as in JSON; values are clamped to [-100, 100].
         """
         if (bias := values.get("logit_bias")) is not None:
             values["logit_bias"] = _read_logit_bias(bias)
@@ -262,11 +261,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
 
     @property
     def is_ranked(self) -> bool:
-        """Whether more outputs are sampled than returned."""
+        """Whether more outputs are sampled than returned (`best_of`)."""
         return self.num_sampled > self.n
 
     def check_ranking(self) -> None:
-        """Refuse an output kind that cannot be ranked; an engine calls it again.
+        """Check that the output kind is possible with `best_of`; an engine calls it again.
 
         Raises:
             RequestError: (a ValueError) deltas are requested of outputs that may not be returned.
@@ -280,14 +279,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
 
     @property
     def sampling_type(self) -> SamplingType:
-        """Greedy, random, or random with a seed of its own."""
+        """The method of choosing tokens: greedy, random, or random with a seed."""
         if self.temperature < _SAMPLING_EPS:
             return SamplingType.GREEDY
         return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
 
     @property
     def restricting_fields(self) -> list[str]:
-        """Names of the fields that forbid tokens, as the user wrote them."""
+        """Names of the set fields that forbid tokens, as the user wrote them."""
         found = [
             name
             for name in ("allowed_token_ids", "bad_words", "logit_bias", "logits_processors")
@@ -301,8 +300,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
 
     @property
     def all_stop_token_ids(self) -> set[int]:
-        """Return the token ids that end the output: the user's, and the model's, which
-        `update_from_generation_config` has set."""
+        """Token ids that end the output: the user's, and the model's.
+
+        The model's are set by `update_from_generation_config`.
+        """
         of_model = () if self.ignore_eos else self.__dict__.get(_END_TOKENS, ())
         return {*(self.stop_token_ids or ()), *of_model}
 
@@ -316,9 +317,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         does not need this for its own model.
 
         Args:
-            generation_config: content of generation_config.json. Of it, `eos_token_id` is read:
+            generation_config: content of generation_config.json, of which `eos_token_id` is read:
                 one id, several, or None.
-            model_eos_token_id: the end token of the tokenizer; None when it has none.
+            model_eos_token_id: the end token of the tokenizer; None: it has none.
 
         Raises:
             RequestError: (a ValueError) one of them is not a token id.
@@ -330,7 +331,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         self.__dict__[_END_TOKENS] = frozenset(map(int, ids))
 
     def clone(self) -> "SamplingParams":
-        """Return a copy whose lists can be changed; logits processors are shared, not copied."""
+        """Return an independent copy; logits processors are shared, not copied."""
         memo = {id(p): p for p in self.logits_processors or ()}
         own = copy.deepcopy(self, memo)
         own.__dict__.update(self.__dict__)
@@ -411,7 +412,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
 
 
 def _declared_numbers() -> dict[str, NumberRange]:
-    """Return the numbers among the fields of `SamplingParams`, in their order."""
+    """Return the numeric fields of `SamplingParams` with their ranges, in their order."""
     numbers = {}
     for field in msgspec.structs.fields(SamplingParams):
         if get_origin(field.type) is Annotated:
@@ -428,7 +429,7 @@ NUMBERS = _declared_numbers()
 
 
 def numbers_at(door: Door) -> dict[str, NumberRange]:
-    """Return the sampling parameters that are set there, by name."""
+    """Return the sampling parameters that one interface sets, by name."""
     return {name: number for name, number in NUMBERS.items() if door in number.doors}
 
 
@@ -449,7 +450,7 @@ _BOOLS = tuple(field.name for field in msgspec.structs.fields(SamplingParams) if
 
 
 class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of a search for the most likely continuations of a prompt."""
+    """Parameters of a beam search."""
 
     beam_width: int
     max_tokens: int
@@ -473,7 +474,7 @@ def _check_range(
     at_least: float | None = None,
     at_most: float | None = None,
 ) -> None:
-    """Refuse what is not a number in the range; NaN is in no range."""
+    """Check that a value is a number in the range; NaN is in no range."""
     if (
         type(value) in (float, int)
         and (above is None or value > above)
@@ -512,7 +513,7 @@ def _check_integer(
 
 
 def _as_bool(name: str, value: Any) -> bool:
-    """Return a Python bool; numpy's, 0 and 1 are also accepted."""
+    """Convert to a Python bool; numpy bools, 0 and 1 are accepted as well."""
     try:
         if not isinstance(value, (str, bytes)) and value in (0, 1):
             return bool(value)
@@ -522,7 +523,7 @@ def _as_bool(name: str, value: Any) -> bool:
 
 
 def _as_list(name: str, values: Any) -> list[Any] | None:
-    """Return a new list; None stays None."""
+    """Return a new list of the values; None stays None."""
     if values is None:
         return None
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
@@ -531,7 +532,7 @@ def _as_list(name: str, values: Any) -> list[Any] | None:
 
 
 def _read_processor(value: Any) -> Any:
-    """Return a callable, a qualified name, or a `LogitsProcessorConstructor`."""
+    """Return a logits processor from a user's value: a callable, qualified name, or constructor."""
     if isinstance(value, str):
         _check_qualname(value)
         return value

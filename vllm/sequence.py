@@ -1,4 +1,4 @@
-"""Facts about the tokens of a sequence, under the names of the V0 engine."""
+"""The class `Logprob` and related names, under the module name of the V0 engine."""
 
 from vllm.outputs import Logprob, RequestMetrics
 

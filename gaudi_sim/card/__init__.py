@@ -1,1 +1,1 @@
-"""The device itself: its tensors, memory, clock and recipes."""
+"""The simulated device itself: its tensors, memory, clock and recipes."""

@@ -1,6 +1,6 @@
-"""The arguments of an operator: leaves in lists, tuples and dicts.
+"""The arguments of an operator as leaves in lists, tuples and dicts.
 
-`torch.utils._pytree` does this for any container, but takes longer than a small operator does.
+`torch.utils._pytree` does this for any container, but takes longer than a small operator.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """The same structure with `function` of each leaf."""
+    """Return the same structure with `function` applied to each leaf."""
     if isinstance(value, tuple):
         return tuple([map_leaves(function, x) for x in value])
     if isinstance(value, list):
@@ -19,7 +19,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def leaves_of(*values: Any) -> list[Any]:
-    """Every leaf, in order."""
+    """Return every leaf, in order."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, tuple | list):

@@ -1,8 +1,7 @@
-"""A simulated card: what it compiles, launches, copies and waits for, as it would be counted.
+"""A simulated card: counts what it would compile, launch, copy and wait for.
 
-Knows operators only by name, signature and cost; the tensors are `sim_device`'s. Which result
-feeds which operator is not part of a recipe's key, so two graphs that differ in nothing else
-count as one.
+It knows operators only by name, signature and cost; the tensors are in `device`. Data flow between
+operators is not part of a recipe's key, so two graphs that differ only in it count as one.
 """
 
 from collections import Counter
@@ -21,13 +20,13 @@ from vllm.platforms.habana.bridge import DeviceCounters
 
 
 class SimulationError(RuntimeError):
-    """The engine did what a card does not allow, or what a warmed step must not do."""
+    """The engine did something that a card does not allow, or that a warmed step must not do."""
 
 
 class Signature:
-    """An operator with the shapes, types and numbers it is called with: a node of a recipe.
+    """An operator with the shapes, dtypes and numbers it is called with: a node of a recipe.
 
-    A card has one object for each, so recipes are told apart by identity.
+    A card has one object for each signature, so recipes are compared by identity.
     """
 
     __slots__ = ("compute_s", "host_need", "is_launched", "text", "work")
@@ -41,10 +40,13 @@ class Signature:
         is_launched: bool,
         work: Work | None = None,
     ) -> None:
-        """
+        """Create a signature.
+
         Args:
-            host_need: what `operators.needs_host` says of it.
-            is_launched: False of an allocation and of what has no tensor for a result.
+            text: the signature as text.
+            compute_s: seconds that the operator computes.
+            host_need: the result of `operators.needs_host`.
+            is_launched: False for an allocation and for operators without a tensor as result.
             work: FLOPs and bytes of HBM; None: it has neither.
         """
         self.text = text
@@ -58,7 +60,7 @@ Recipe = tuple[Signature, ...]
 
 
 class Capture:
-    """What a graph capture has seen so far."""
+    """The state of a graph capture so far."""
 
     def __init__(self) -> None:
         self.num_ops = 0
@@ -82,12 +84,17 @@ class SimulatedCard:
         records_graphs: bool = True,
         recipe_cache: RecipeCache | None = None,
     ) -> None:
-        """
+        """Create a card.
+
         Args:
-            has_lazy_collectives: in lazy mode, they are recorded like any operator.
-            keeps_graph_tensors: a graph holds what its capture made, and not its outputs alone.
+            spec: of the card.
+            is_lazy: operators are recorded until a mark.
+            is_strict: everything that stalls a card raises in a warmed section.
+            has_lazy_collectives: in lazy mode, collectives are recorded like any operator.
+            keeps_graph_tensors: a graph keeps all tensors of its capture, not only its outputs.
             records_graphs: graphs can be replayed with values. Recording the operators takes longer
                 than running them in a dry run.
+            recipe_cache: where recipes are kept; None: nowhere.
         """
         self.spec = spec
         self.has_lazy_collectives = is_lazy and has_lazy_collectives
@@ -150,16 +157,16 @@ class SimulatedCard:
 
     @property
     def computes(self) -> bool:
-        """Whether operators are computed."""
+        """Whether operators compute values."""
         return not (self.is_compile_only or self.is_dry_run)
 
     @property
     def is_recording(self) -> bool:
-        """Whether operators become part of one recipe, instead of running one by one."""
+        """Whether operators are recorded into one recipe, instead of running one by one."""
         return self.is_lazy or self._regions > 0
 
     def run(self, signature: Signature) -> None:
-        """One operator: recorded, or in eager mode launched at once."""
+        """Run one operator: record it, or in eager mode launch it at once."""
         if self.is_lazy or self._regions:
             self.clock.host_s += constants.RECORD_OP_S
             self._step.append(signature)
@@ -171,7 +178,7 @@ class SimulatedCard:
         self._launch(constants.LAUNCH_EAGER_OP_S, signature.compute_s)
 
     def flush(self) -> None:
-        """Compile what is recorded if it is new, and launch it."""
+        """Compile the recorded operators if they are a new recipe, and launch the recipe."""
         step, self._step = self._step, []
         compute_s = sum([signature.compute_s for signature in step])
         self.memory.end_recipe(is_launched=compute_s > 0 and not self.is_compile_only)
@@ -188,7 +195,7 @@ class SimulatedCard:
 
     @contextmanager
     def recipes_launched(self) -> Iterator[list[Recipe]]:
-        """Yield a list to which each recipe that is launched inside is added."""
+        """Yield a list to which each recipe that is launched in this context is appended."""
         self.flush()
         seen: list[Recipe] = []
         self._recipes_seen = seen
@@ -199,18 +206,18 @@ class SimulatedCard:
             self._recipes_seen = None
 
     def mark_step(self) -> None:
-        """Flush in lazy mode; in eager mode there is nothing to end."""
+        """Flush in lazy mode; do nothing in eager mode."""
         if self.is_lazy:
             self.flush()
 
     def synchronize(self) -> None:
-        """`torch.hpu.synchronize`: asked for, so not counted as a host sync."""
+        """Wait like `torch.hpu.synchronize`; explicit waits are not counted as host syncs."""
         self._refuse_in_capture("synchronize")
         self.flush()
         self.clock.sync()
 
     def host_sync(self, cause: str) -> None:
-        """The host reads something back and waits for all that was launched."""
+        """Count a host sync: the host reads a value and waits for everything that was launched."""
         self._refuse_in_capture(cause)
         self._refuse_when_warmed(f"host sync by {cause}")
         self._num_host_syncs += 1
@@ -218,12 +225,12 @@ class SimulatedCard:
         self.clock.sync()
 
     def dynamic_shape(self, cause: str) -> None:
-        """The shape of a result depends on data: the host has to look at it."""
+        """Count a dynamic shape: the host must read data to know the shape of a result."""
         self._refuse_when_warmed(f"dynamic shape of {cause}")
         self.host_sync(cause)
 
     def cpu_fallback(self, op_name: str, num_bytes: int) -> None:
-        """The device has no such kernel: flush, copy out, compute on the host, copy back."""
+        """Charge an operator without a kernel: flush, copy out, compute on the host, copy back."""
         if self.capture is not None:
             raise SimulationError(
                 f"cpu fallback is not supported during hpu graph capturing: {op_name}"
@@ -235,7 +242,7 @@ class SimulatedCard:
         self.clock.sync()
 
     def copy_whole(self, lease: Allocation, num_bytes: int) -> None:
-        """A tensor is copied, because it was written through a view of it.
+        """Charge the copy of a whole tensor that was written through a view.
 
         Args:
             lease: of its memory.
@@ -257,7 +264,10 @@ class SimulatedCard:
         self.clock.copy(num_bytes)
 
     def copy_to_host(self, num_bytes: int, cause: str, *, waits: bool) -> None:
-        """A copy out. One that does not wait is no sync, but it ends the recorded graph."""
+        """Charge a copy to the host.
+
+        If it does not wait it is not a sync, but ends the recorded graph.
+        """
         if waits:
             self.host_sync(cause)
         else:
@@ -269,7 +279,9 @@ class SimulatedCard:
             self.clock.sync()
 
     def collective(self, num_bytes: int) -> None:
-        """An exchange with other cards that is no part of a recipe: it ends the recorded graph."""
+        """Charge an exchange with other cards that is not part of a recipe; it ends the recorded
+        graph.
+        """
         if self.capture is not None:
             raise SimulationError(
                 "collective nonSFG is not supported during hpu graph capturing: "
@@ -279,11 +291,11 @@ class SimulatedCard:
         self._launch(constants.LAUNCH_EAGER_OP_S, num_bytes / self.spec.link_bytes_per_s)
 
     def check_recorded_collective(self, name: str) -> None:
-        """Look at what is recorded before a collective that becomes part of a recipe.
+        """Check that nothing is recorded before a collective that becomes part of a recipe.
 
         Raises:
-            SimulationError: in strict mode, operators have been recorded since the last step. Some
-                builds of the bridge compute wrongly then.
+            SimulationError: in strict mode, if operators have been recorded since the last step.
+                Some builds of the bridge compute wrong results then.
         """
         if self.is_strict and self._step:
             raise SimulationError(
@@ -292,7 +304,7 @@ class SimulatedCard:
 
     @contextmanager
     def compiled_region(self) -> Iterator[None]:
-        """Operators inside are one recipe: a callable of `torch.compile`."""
+        """Make the operators in this context one recipe, like a callable of `torch.compile`."""
         self._regions += 1
         self.memory.is_recording = True
         try:
@@ -309,7 +321,7 @@ class SimulatedCard:
 
     @contextmanager
     def capturing(self) -> Iterator[Capture]:
-        """Record a graph from here to the end of the block."""
+        """Capture a graph of the operators in this context."""
         if self.capture is not None:
             raise SimulationError("a capture cannot begin inside another one")
         self._refuse_when_warmed("graph capture")
@@ -335,7 +347,10 @@ class SimulatedCard:
 
     @contextmanager
     def warmed_section(self) -> Iterator[None]:
-        """In strict mode, whatever stalls a card raises inside; what is recorded ends here."""
+        """Raise in strict mode on everything that stalls a card in this context.
+
+        The recorded graph ends first.
+        """
         self.flush()  # earlier operations do not belong to the section
         self._warmed += 1
         try:
@@ -350,7 +365,7 @@ class SimulatedCard:
             self.clock.launch(host_s, compute_s)
 
     def _compile(self, step: tuple[Signature, ...]) -> None:
-        """One recipe, unless it is known or the cache on disk has it."""
+        """Compile one recipe, unless it is known or in the cache on disk."""
         if step in self._recipes:
             return
         text = "\n".join([self.spec.name, *[signature.text for signature in step]])
@@ -366,7 +381,7 @@ class SimulatedCard:
         self._recipes.add(step)
 
     def _compile_operator(self, signature: Signature) -> None:
-        """The recipe of one operator, which eager mode does not count."""
+        """Compile the recipe of one operator, which is not counted in eager mode."""
         self._refuse_when_warmed(f"compilation of operator {signature.text}")
         self.clock.compile(1)
         self._recipes.add(signature)

@@ -1,7 +1,7 @@
-"""Predicted time of a simulated card: host and device run side by side and meet at a sync.
+"""Predicted time of a simulated card: host and device run in parallel and meet at a sync.
 
-Deterministic, from `vllm.cost_model`; real time plays no part. Element-wise operators are charged
-as if nothing were fused, so step times are on the high side.
+Deterministic, from `vllm.cost_model`; real time has no effect. Element-wise operators are charged
+as if nothing were fused, so step times are rather too high.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from vllm.cost_model.start import capture_seconds, compile_seconds
 
 @dataclass
 class Clock:
-    """Seconds since the simulated process began."""
+    """The simulated seconds since the process began, of host and device."""
 
     spec: CardSpec
     host_s: float = 0
@@ -24,31 +24,31 @@ class Clock:
     copy_s: float = 0
 
     def compile(self, num_ops: int) -> float:
-        """Charge one recipe; the host waits for it."""
+        """Charge the compilation of one recipe, for which the host waits; return the seconds."""
         seconds = compile_seconds(num_ops)
         self.host_s += seconds
         self.compile_s += seconds
         return seconds
 
     def capture(self, num_recipes: int) -> None:
-        """Charge recording a graph, which every process does anew."""
+        """Charge the capture of a graph, which every process repeats."""
         seconds = capture_seconds(num_recipes)
         self.host_s += seconds
         self.compile_s += seconds
 
     def launch(self, host_s: float, compute_s: float) -> None:
-        """Charge a submission to the host and its work to the device."""
+        """Charge a launch to the host and its computation to the device."""
         self.host_s += host_s
         self.launch_s += host_s
         self.device_s = max(self.device_s, self.host_s) + compute_s
         self.compute_s += compute_s
 
     def copy(self, num_bytes: int) -> None:
-        """Charge a transfer over PCIe to the device's queue."""
+        """Charge a transfer over PCIe to the queue of the device."""
         seconds = num_bytes / self.spec.pcie_bytes_per_s
         self.device_s = max(self.device_s, self.host_s) + seconds
         self.copy_s += seconds
 
     def sync(self) -> None:
-        """The host waits for the device."""
+        """Let the host wait for the device."""
         self.host_s = max(self.host_s, self.device_s)

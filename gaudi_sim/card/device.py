@@ -1,7 +1,7 @@
-"""The torch device `hpu` of the simulation: tensors of it are CPU tensors under another name.
+"""The torch device `hpu` of the simulation: its tensors are CPU tensors under another name.
 
-`install` registers the device in this process, once; without it nothing of torch is touched.
-What an operator on such tensors does is `sim_execute`'s. Random numbers are the CPU generator's.
+`install` registers the device in this process, once; otherwise torch is not changed. `execute` runs
+the operators on such tensors. Random values come from the CPU generator.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ DEVICE = "hpu"
 
 
 class _Installed:
-    """What is registered in this process, and the card that serves it now."""
+    """What is registered in this process, and the card that is active now."""
 
     library: torch.library.Library | None = None
     # Until the device is registered, torch uses the name `hpu` for something else.
@@ -32,14 +32,16 @@ class _Installed:
 
 
 def active_card() -> SimulatedCard:
-    """The card that the device `hpu` stands for."""
+    """Return the card that is the device `hpu` now."""
     assert _Installed.card is not None, "no simulated card is installed"
     return _Installed.card
 
 
 @contextmanager
 def activated(card: SimulatedCard | None) -> Iterator[None]:
-    """Let the device `hpu` be this card, and afterwards the one before."""
+    """Let the device `hpu` be this card in this context, and restore the previous one
+    afterwards.
+    """
     before, _Installed.card = _Installed.card, card
     try:
         yield
@@ -48,17 +50,17 @@ def activated(card: SimulatedCard | None) -> Iterator[None]:
 
 
 def active_tape() -> GraphRecorder | None:
-    """Where operators are recorded now."""
+    """Return the recorder to which operators are recorded now; None: none."""
     return _Installed.tape
 
 
 def set_tape(tape: GraphRecorder | None) -> None:
-    """From here on, operators are recorded on `tape` too."""
+    """Record operators to `tape` as well from now on; None: stop."""
     _Installed.tape = tape
 
 
 class HpuTensor(torch.Tensor):
-    """A tensor on `hpu:0` whose bytes are those of the CPU tensor `raw`."""
+    """A tensor on `hpu:0` whose data are in the CPU tensor `raw`."""
 
     raw: torch.Tensor
     lease: Allocation
@@ -126,12 +128,12 @@ def install(
     compile_for_card: Callable[..., Any],
     device_module: object,
 ) -> None:
-    """Let the device `hpu` stand for `card`; the first call registers the device.
+    """Let the device `hpu` be `card`; the first call registers the device.
 
     Args:
         execute: runs an operator, its positional arguments and its keyword arguments.
-        compile_for_card: the backend of `torch.compile`; that of the first call stays.
-        device_module: what `torch.hpu` is; the one of the first call stays.
+        compile_for_card: the backend of `torch.compile`; only the first call sets it.
+        device_module: becomes `torch.hpu`; only the first call sets it.
 
     Raises:
         ConfigError: this torch cannot register a device from Python.

@@ -1,7 +1,7 @@
-"""The operators of a captured graph, to be run again on other data.
+"""The operators of a captured graph, to run again on other data.
 
-Replaying runs the operators, not the Python code that called them: like a captured graph, it does
-not notice a changed attribute, but it sees weights that were changed in place.
+Replaying runs the operators, not the Python code that called them. Like a real captured graph, it
+does not see changed attributes, but it sees weights that were changed in place.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ from gaudi_sim.card.args import leaves_of, map_leaves
 
 @dataclass(frozen=True)
 class _Slot:
-    """Stands for a value that is another one at each replay."""
+    """A placeholder for a value that differs at each replay."""
 
     number: int
 
 
 class _Entry:
-    """One operator: its operands, with slots among them, and the slots that its result fills."""
+    """One recorded operator: its operands, which may be slots, and the slots of its results."""
 
     __slots__ = ("_args", "_direct", "_kwargs", "_nested", "_op", "_results")
 
@@ -32,10 +32,11 @@ class _Entry:
         kwargs: dict[str, Any],
         results: list[int | None],
     ) -> None:
-        """
+        """Create an entry.
+
         Args:
-            results: the slot of each leaf of the result; None where it is an operand, written in
-                place.
+            results: the slot of each leaf of the result; None if the leaf is an operand that is
+                written in place.
         """
         self._op = op
         self._args = args
@@ -45,7 +46,7 @@ class _Entry:
         self._kwargs = (kwargs, _has_slot(kwargs))
 
     def run(self, values: list[Any]) -> None:
-        """Compute on `values` and put the result there."""
+        """Run the operator on `values`, and store its result there."""
 
         def from_slot(x: Any) -> Any:
             return values[x.number] if isinstance(x, _Slot) else x
@@ -64,7 +65,7 @@ class _Entry:
 
 
 class GraphRecorder:
-    """Records operators between `begin` and `end`; `replay` runs them."""
+    """Records operators until `end`; `replay` runs them again."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         self._entries: list[_Entry] = []
@@ -87,7 +88,7 @@ class GraphRecorder:
         *,
         is_view: bool = False,
     ) -> None:
-        """Add one operator with its operands and what it returned."""
+        """Add one operator with its operands and its result."""
         operands = leaves_of(args, kwargs)
         self._keep.append((operands, result))
         slotted_args, slotted_kwargs = map_leaves(self._to_slot, (list(args), kwargs))
@@ -103,26 +104,27 @@ class GraphRecorder:
 
     @property
     def made(self) -> list[torch.Tensor]:
-        """What was made so far, except views; empty after `end`."""
+        """The tensors that were made so far, except views; empty after `end`."""
         return list(self._made)
 
     def end(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Stop recording; `outputs` are what a replay returns, in this order."""
+        """Stop recording; a replay returns `outputs` in this order."""
         self._outputs = [self._slots.get(id(x)) for x in outputs]
         self._slots.clear()
         self._keep.clear()
         self._made.clear()
 
     def end_with_all(self) -> list[torch.Tensor]:
-        """Stop recording; a replay returns everything that was made, except views."""
+        """Stop recording; a replay returns all tensors that were made, except views."""
         made = list(self._made)
         self.end(made)
         return made
 
     def check(self, inputs: Sequence[torch.Tensor]) -> None:
-        """
+        """Check that inputs have the shapes and dtypes of the capture.
+
         Raises:
-            RuntimeError: an input has another shape or type than at capture.
+            RuntimeError: an input has another shape or dtype than at capture.
         """
         kinds = [(x.shape, x.dtype) for x in inputs]
         if kinds != self._input_kinds:
@@ -131,10 +133,10 @@ class GraphRecorder:
             )
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Run the operators on `inputs`; None stands for an output that nothing in it makes.
+        """Run the operators on `inputs`; an output that no operator makes is None.
 
         Raises:
-            RuntimeError: an input has another shape or type than at capture.
+            RuntimeError: an input has another shape or dtype than at capture.
         """
         self.check(inputs)
         values: list[Any] = [*inputs, *[None] * (self._num_slots - len(inputs))]
@@ -147,7 +149,7 @@ class GraphRecorder:
         return x if number is None else _Slot(number)
 
     def _slot(self, tensor: torch.Tensor) -> int:
-        """A new slot for `tensor`."""
+        """Return a new slot for `tensor`."""
         self._slots[id(tensor)] = self._num_slots
         self._num_slots += 1
         return self._num_slots - 1

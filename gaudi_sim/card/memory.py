@@ -1,8 +1,8 @@
-"""The memory pool of a simulated card: which tensors hold how many bytes, and what is free.
+"""The memory pool of a simulated card: the bytes of its tensors, and what is free.
 
-Bytes are counted when a tensor is made, also in lazy mode, where a card allocates at launch. What a
-recipe makes and drops again is in the workspace, which is as large as the recipe with the most of
-it needs, and is never given back. There is no fragmentation.
+Bytes are counted when a tensor is made, also in lazy mode, where a card allocates at launch.
+Tensors that a recipe makes and drops are in the workspace. It is as large as the largest recipe
+needs, and is never freed. There is no fragmentation.
 """
 
 from weakref import ref
@@ -14,15 +14,18 @@ from vllm.platforms.habana.bridge import OUT_OF_MEMORY_TEXT
 
 
 class Allocation:
-    """Bytes of the pool, given back when nothing refers to this object any more."""
+    """Bytes of the pool, freed when nothing refers to this object any more."""
 
     __slots__ = ("__weakref__", "_pool", "_recipe", "_storage", "num_bytes")
 
     def __init__(self, pool: "MemoryPool", num_bytes: int, storage: int | None = None) -> None:
-        """
+        """Allocate bytes of the pool.
+
         Args:
-            storage: the address that the pool knows the storage of a tensor by; None: it is no
-                tensor, and in no workspace.
+            pool: the pool.
+            num_bytes: to allocate.
+            storage: address of a tensor's storage, by which the pool knows it; None: it is not a
+                tensor, and never in the workspace.
         """
         self.num_bytes = 0  # 0 until allocated: nothing must be freed if the pool refuses
         self._pool = pool
@@ -40,12 +43,14 @@ class Allocation:
 
 
 class MemoryPool:
-    """Accounts for every live tensor of the device once per storage."""
+    """Counts the bytes of every live tensor of the device, once per storage."""
 
     def __init__(self, limit_bytes: int, *, narrow_int64: bool) -> None:
-        """
+        """Create an empty pool.
+
         Args:
-            narrow_int64: int64 is kept as int32, as a card in lazy mode does.
+            limit_bytes: memory of the card.
+            narrow_int64: int64 is stored as int32, as a card in lazy mode does.
         """
         self.limit_bytes = limit_bytes
         self.max_in_use_bytes = 0
@@ -64,7 +69,7 @@ class MemoryPool:
         self._leases: dict[int, ref[Allocation]] = {}
 
     def lease_of(self, raw: torch.Tensor) -> Allocation:
-        """The lease of the storage under `raw`: views share one."""
+        """Return the allocation of the storage of `raw`; views share one."""
         if type(raw) is FakeTensor:  # Dynamo only asks for the shape
             return Allocation(self, 0)
         storage = raw.untyped_storage()
@@ -77,25 +82,26 @@ class MemoryPool:
         return lease
 
     def remove(self, address: int) -> None:
-        """Drop the entry of a freed lease, unless another storage has the same address now."""
+        """Remove a freed allocation, unless another storage has the same address now."""
         known = self._leases.get(address)
         if known is not None and known() is None:
             del self._leases[address]
 
     def device_bytes(self, num_bytes: int, dtype: torch.dtype) -> int:
-        """What a tensor of `num_bytes` on the host takes on the card."""
+        """Return the bytes on the card of a tensor with `num_bytes` on the host."""
         return num_bytes // 2 if dtype == torch.int64 and self._narrow_int64 else num_bytes
 
     @property
     def in_use_bytes(self) -> int:
-        """Tensors, graphs and the workspace."""
+        """Bytes of tensors, graphs and the workspace."""
         return self._resident_bytes + max(self.workspace_bytes, self._recorded_bytes)
 
     def check(self, num_bytes: int, *, is_kept: bool = False) -> None:
-        """Raise what the bridge raises when a tensor of `num_bytes` does not fit.
+        """Raise the bridge's error if a tensor of `num_bytes` does not fit.
 
         Args:
-            is_kept: it outlives its recipe, so that it is not in the workspace.
+            num_bytes: of the tensor.
+            is_kept: it is kept after its recipe, so it is not in the workspace.
         """
         wanted = self.in_use_bytes + num_bytes
         if self.is_recording and not is_kept:
@@ -104,7 +110,7 @@ class MemoryPool:
         self._check(wanted, num_bytes)
 
     def reserve(self, num_bytes: int, *, is_tensor: bool) -> int | None:
-        """Take memory; the recipe that it is part of, or None."""
+        """Allocate memory; return the recipe that it is a part of, or None."""
         is_recorded = self.is_recording and is_tensor
         if is_recorded:
             self.check(num_bytes)
@@ -119,7 +125,7 @@ class MemoryPool:
         return self._recipe if is_recorded else None
 
     def give_back(self, num_bytes: int, recipe: int | None) -> None:
-        """Free what `reserve` has taken for this recipe."""
+        """Free memory that `reserve` has allocated for this recipe."""
         if recipe == self._recipe:
             self._recorded_bytes -= num_bytes
         else:
@@ -127,10 +133,10 @@ class MemoryPool:
         self._num_frees += 1
 
     def end_recipe(self, *, is_launched: bool) -> None:
-        """The tensors of the recipe that live on are its results; the others were in the workspace.
+        """Move the recipe's live tensors to the results; the others were in the workspace.
 
         Raises:
-            RuntimeError: the workspace does not fit beside the results.
+            RuntimeError: the workspace does not fit in addition to the results.
         """
         needed = self._max_recorded_bytes - self._recorded_bytes
         self._resident_bytes += self._recorded_bytes
@@ -152,7 +158,7 @@ class MemoryPool:
         self.max_in_use_bytes = self.in_use_bytes
 
     def stats(self) -> dict[str, int]:
-        """The ten keys of `torch.hpu.memory_stats`; nothing is taken from the system."""
+        """Return the ten keys of `torch.hpu.memory_stats`."""
         return {
             "Limit": self.limit_bytes,
             "InUse": self.in_use_bytes,

@@ -1,7 +1,8 @@
-"""Compiled recipes that outlive the process, as the bridge keeps them on disk.
+"""Compiled recipes on disk that are kept after the process ends, as the bridge does.
 
-A simulated recipe is the text of its operators. One file each, named after its digest; two cards,
-or two modes, have different ones. Captured graphs are not kept: every process captures anew.
+A simulated recipe is the text of its operators. Each is one file, named after its digest; two
+cards, or two modes, have different recipes. Captured graphs are not kept: every process captures
+again.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ _SUFFIX = ".recipe"
 
 
 class RecipeCache:
-    """A folder of recipes; when it is full, the oldest are deleted.
+    """A folder of recipes; if it is full, the oldest are deleted.
 
     Any number of processes may use a folder at the same time.
     """
@@ -27,12 +28,12 @@ class RecipeCache:
 
     @classmethod
     def from_config(cls, config: str) -> "RecipeCache | None":
-        """Read `path,delete at start,size in MB[,on NFS]`; None when it has no path.
+        """Parse `path,delete at start,size in MB[,on NFS]`; None if it has no path.
 
-        Everything after the path may be left out; on NFS or not is the same here.
+        Everything after the path may be left out; the NFS setting has no effect.
 
         Raises:
-            ConfigError: the text is not written like that, or the folder cannot be made.
+            ConfigError: the text has another format, or the folder cannot be created.
         """
         path, *options = [part.strip() for part in config.split(",")]
         delete, size, nfs, *rest = [*options, "", "", ""]
@@ -58,7 +59,7 @@ class RecipeCache:
         return self._path(text).is_file()
 
     def add(self, text: str) -> None:
-        """Keep a recipe that was just compiled."""
+        """Save a recipe that was just compiled."""
         path = self._path(text)
         # Write to another name first, so that no other process reads a partial recipe.
         unfinished = path.with_suffix(f".{os.getpid()}")
@@ -67,7 +68,7 @@ class RecipeCache:
         self._make_room()
 
     def clear(self) -> None:
-        """Delete every recipe, and no other file."""
+        """Delete every recipe, but no other file."""
         for path in self._folder.glob(f"*{_SUFFIX}"):
             path.unlink(missing_ok=True)
 
@@ -90,7 +91,7 @@ class RecipeCache:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """None of a file that another process has deleted."""
+    """Return the status of a file; None if another process has deleted it."""
     try:
         return path.stat()
     except FileNotFoundError:

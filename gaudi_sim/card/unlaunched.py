@@ -1,7 +1,7 @@
-"""What operators return in compile-only mode, where a card launches nothing: tensors of zeros.
+"""Results of operators in compile-only mode, where a card launches nothing: tensors of zeros.
 
-A card leaves garbage there. Zeros are the garbage that does least harm, being allowed as indices,
-counts and tokens, and large ones take no memory of the host. Knows no card and no recipe.
+A real card leaves garbage there. Zeros are the safest garbage, since they are valid indices, counts
+and tokens, and large ones need no host memory. Knows no card and no recipe.
 """
 
 import mmap
@@ -20,9 +20,9 @@ _META = torch.device("meta")
 
 
 def mapped_zeros(num_bytes: int) -> Tensor:
-    """Zeros, uint8 [num_bytes], whose pages appear as they are written.
+    """Return zeros, uint8 [num_bytes], whose memory pages are allocated when they are written.
 
-    The host need not have as much memory as a card.
+    So the host need not have as much memory as a card.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     pages = mmap.mmap(-1, max(1, num_bytes), flags=flags)
@@ -30,7 +30,7 @@ def mapped_zeros(num_bytes: int) -> Tensor:
 
 
 class Layout:
-    """A new tensor without its values."""
+    """Shape, strides and dtype of a new tensor, without its values."""
 
     __slots__ = ("_dtype", "_num_bytes", "_offset", "_shape", "_strides")
 
@@ -42,7 +42,7 @@ class Layout:
         self._num_bytes = x.untyped_storage().nbytes()
 
     def zeros(self) -> Tensor:
-        """A tensor over a storage of its own, as large as the operator's."""
+        """Return a tensor of zeros with its own storage, as large as the operator's."""
         if self._num_bytes < _MAPPED_BYTES:
             flat = torch.zeros(self._num_bytes, dtype=torch.uint8)
         else:
@@ -51,20 +51,21 @@ class Layout:
 
 
 class Results:
-    """What one operator returns for operands of certain shapes, strides, types and numbers."""
+    """The results of an operator for operands of certain shapes, strides, dtypes and numbers."""
 
     __slots__ = ("_structure",)
 
     def __init__(self, structure: Any) -> None:
-        """
+        """Store the structure of the results.
+
         Args:
-            structure: as the operator returns it: a `Layout` for a new tensor; for an operand that
-                was written to, its number in the order of `leaves_of`.
+            structure: the result of the operator, with a `Layout` for a new tensor; and for an
+                operand that was written to, its index in the order of `leaves_of`.
         """
         self._structure = structure
 
     def make(self, *args: Any, **kwargs: Any) -> Any:
-        """Zeros for what would be computed; an operand that would be written to as it is."""
+        """Return zeros instead of computed results; written operands are returned unchanged."""
         structure = self._structure
         if type(structure) is Layout:
             return structure.zeros()
@@ -78,7 +79,7 @@ class Results:
 
 
 def results_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Results | None:
-    """What an operator returns, found out on operands without values.
+    """Find out what an operator returns, by running it on operands without values.
 
     Returns:
         None: it has no kernel for these, it returns numbers or a part of an operand, or it changes

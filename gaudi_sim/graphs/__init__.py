@@ -1,1 +1,1 @@
-"""Captured graphs: their rules, their recording and their replay."""
+"""Captured graphs of the simulated card: rules, recording and replay."""

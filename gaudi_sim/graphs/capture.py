@@ -1,7 +1,7 @@
-"""From a program to the functionalised graph that the bridge's compiler gets.
+"""Converts a program to the functionalised graph that the bridge's compiler gets.
 
-`capture` does it with the code that the bridge uses, AOT autograd, on tensors of the host and with
-every torch we know. `functionalise` does it to a graph that Dynamo has made for the simulated card.
+`capture` does it with the code that the bridge uses, AOT autograd, on host tensors and with every
+torch we know. `functionalise` does it to a Dynamo graph for the simulated card.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ _HOST = torch.device("cpu")
 
 
 def capture(function: Callable[..., Any], *args: Any) -> fx.Graph:
-    """The graph of a call, compiled with static shapes and in one piece. Runs it once.
+    """Return the graph of a call, compiled with static shapes and in one piece. Runs the call once.
 
     Args:
         function: a module or a function.
@@ -46,12 +46,12 @@ def capture(function: Callable[..., Any], *args: Any) -> fx.Graph:
 def functionalise(
     module: fx.GraphModule, inputs: Sequence[Any], device: torch.device
 ) -> fx.GraphModule:
-    """What a graph of Dynamo computes, without operators in place but the copies back of inputs.
+    """Return a Dynamo graph without mutating operators, except for copying new values to inputs.
 
     Args:
         module: for tensors of `device`.
-        inputs: of one call; only the shapes, strides and types of tensors are used.
-        device: that torch has no kernels for; the graph is made with tensors of the host.
+        inputs: of one call; only the shapes, strides and dtypes of tensors are used.
+        device: for which torch has no kernels; the graph is made with host tensors.
     """
     on_host = _moved(module, device, _HOST)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -72,7 +72,7 @@ def functionalise(
 
 
 def _moved(module: fx.GraphModule, source: torch.device, target: torch.device) -> fx.GraphModule:
-    """The same graph, with its tensors made on `target` instead of `source`."""
+    """Return the same graph, with its tensors created on `target` instead of `source`."""
 
     def move(x: Any) -> Any:
         if isinstance(x, torch.device) and x.type == source.type:

@@ -1,7 +1,7 @@
 """HPU graphs of the simulated card: one capture per input signature, then replays.
 
-Follows newer bridges, which tell graphs apart by type as well as by shape. Inputs are bound anew
-at each replay (`disable_tensor_cache=True`); outputs are static buffers.
+It behaves like newer bridges, which distinguish graphs by dtype as well as by shape. Inputs are
+bound again at each replay (`disable_tensor_cache=True`); outputs are static buffers.
 """
 
 import functools
@@ -21,7 +21,7 @@ from vllm.cost_model.start import graph_bytes
 
 
 class CapturedGraph:
-    """One graph: what was captured, its static outputs, and the memory it holds."""
+    """One captured graph, its static outputs, and the memory it holds."""
 
     def __init__(
         self,
@@ -58,14 +58,15 @@ class CapturedGraph:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that stays taken: the graph itself and its outputs."""
+        """Memory that stays allocated: the graph itself and its outputs."""
         return self._lease.num_bytes + _storage_bytes([x.raw for x in self._static])
 
     def replay(self, *args: Any, **kwargs: Any) -> Any:
-        """Run on new inputs of the same shapes; the outputs are those of the capture, overwritten.
+        """Run the graph on new inputs of the same shapes, and return the static outputs,
+        overwritten.
 
         Raises:
-            RuntimeError: a shape or a type differs from the capture's.
+            RuntimeError: a shape or a dtype differs from the capture.
         """
         inputs = [x.raw for x in _device_tensors((args, kwargs))]
         self._tape.check(inputs)
@@ -85,10 +86,10 @@ class CapturedGraph:
 
 
 class HPUGraph:
-    """A graph that its user captures and replays by hand.
+    """A graph that its user captures and replays explicitly.
 
-    Everything the capture makes stays where it is, and a replay overwrites it. Tensors from
-    before the capture are the static inputs: write new data into them.
+    Everything that the capture creates is kept, and a replay overwrites it. Tensors from before the
+    capture are the static inputs: write new data into them.
     """
 
     def __init__(self) -> None:
@@ -101,7 +102,7 @@ class HPUGraph:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Capture what the block does; a block that fails leaves nothing behind."""
+        """Capture the operators in this context; if it raises, nothing is kept."""
         self.reset()
         tape = GraphRecorder(())
         with self._card.capturing() as capture:
@@ -121,7 +122,8 @@ class HPUGraph:
         self._block.__enter__()
 
     def capture_end(self) -> None:
-        """
+        """End the capture.
+
         Raises:
             RuntimeError: no capture has begun.
         """
@@ -131,7 +133,8 @@ class HPUGraph:
         block.__exit__(None, None, None)
 
     def replay(self, asynchronous: bool = False) -> None:
-        """
+        """Run the captured operators again.
+
         Raises:
             RuntimeError: nothing was captured.
         """
@@ -154,7 +157,7 @@ class HPUGraph:
 
 
 def _storage_bytes(tensors: list[torch.Tensor]) -> int:
-    """Of all storages under these tensors, each counted once."""
+    """Return the bytes of all storages of these tensors, each counted once."""
     return sum({s._cdata: s.nbytes() for s in (x.untyped_storage() for x in tensors)}.values())
 
 
@@ -164,7 +167,9 @@ def wrap_in_hpu_graph(
     """Give `module` a forward that captures and replays, and a `clear_cache`.
 
     Args:
-        max_graphs: further signatures run without a graph; none is evicted.
+        module: to wrap.
+        card: that captures.
+        max_graphs: limit of captured signatures; others run without a graph, none is evicted.
     """
     graphs: dict[int, CapturedGraph] = {}
     inputs = _KnownInputs()
@@ -197,17 +202,18 @@ def wrap_in_hpu_graph(
 
 
 class _KnownInputs:
-    """What a module was called with, to find the graphs that a card would confuse."""
+    """Remembers the inputs of a module, to find graphs that a card would confuse."""
 
     def __init__(self) -> None:
         self._forms: dict[int, Any] = {}
         self._keys: dict[int, int] = {}
 
     def check(self, key: int, value: Any) -> None:
-        """
+        """Check that a card would not replay the graph of other inputs for this value.
+
         Raises:
-            SimulationError: the card would replay the graph of other inputs: their hashes are
-                equal, in this build or in an older one, which does not look at types.
+            SimulationError: it would, since the hashes of the inputs are equal, in this build or in
+                an older one, which ignores dtypes.
         """
         form = _form_of(value)
         known = self._forms.setdefault(key, form)
@@ -218,7 +224,7 @@ class _KnownInputs:
 
 
 def _form_of(value: Any) -> Any:
-    """All that a graph may depend on; two are equal if one graph serves both."""
+    """Return all properties of a value that a graph may depend on, as a comparable value."""
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.stride(), value.storage_offset(), value.dtype)
     if isinstance(value, dict):
@@ -231,9 +237,9 @@ def _form_of(value: Any) -> Any:
 
 
 def input_hash(value: Any) -> int:
-    """What a graph is found by: tensors by shape, type and layout, all else by its own hash.
+    """Return the hash by which a graph is found: shape, dtype and layout of tensors, else `hash`.
 
-    As in the bridge, equal hashes are taken for equal inputs: True, 1 and 1.0 are one graph.
+    As in the bridge, equal hashes count as equal inputs: True, 1 and 1.0 are one graph.
     """
     return _hash(value, with_types=True)
 

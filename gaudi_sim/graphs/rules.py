@@ -1,12 +1,12 @@
-"""What the bridge's compiler makes of a graph: which operators it has, which writes stay in place.
+"""What the bridge's compiler does with a graph: its operators, and which writes stay in place.
 
-The compiler gets a graph after functionalisation: an operator in place has become a copy, and the
-new value of an input is copied back at the end. A pass puts back in place what it recognises: an
-`index_copy` or `index_put` on an input itself. It leaves views of inputs out, so a write through a
+The compiler gets a graph after functionalisation: a mutating operator has become a copy, and the
+new value of an input is copied back at the end. A pass restores writes in place that it recognises:
+an `index_copy` or `index_put` on an input itself. It ignores views of inputs, so a write through a
 view copies the whole tensor in every run.
 
-The operators and types are those of the vendor's list; the rules are of the published sources of
-builds 1.19 and later. Knows graphs of torch alone, of any device, and runs on every torch we know.
+The operators and dtypes are from the vendor's list; the rules from the published sources of builds
+1.19 and later. It uses only torch graphs, of any device, and works with every torch we know.
 """
 
 from collections.abc import Iterator
@@ -85,19 +85,19 @@ _COPY_BACK = torch.ops.aten.copy_.default
 
 
 def value_of(x: Any) -> Any:
-    """The tensor without values that a node stands for; all else as it is."""
+    """Return the fake tensor of a node; other values are returned unchanged."""
     return x.meta.get("val") if isinstance(x, fx.Node) else x
 
 
 def operators_of(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The operators of a graph in order, views included."""
+    """Yield the operators of a graph in order, views included."""
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             yield node
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node moves nothing: a view, or a part of several results."""
+    """Return whether a node moves no data: a view, or one of several results."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return True
     return node.target.is_view or base_name(node.target) == "unsafe_view"
@@ -108,7 +108,7 @@ def is_view(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class CopiedWrite:
-    """An input that is copied whole because of a write to it."""
+    """An input that is copied as a whole because of a write to it."""
 
     node: fx.Node
     """The copy back."""
@@ -121,13 +121,13 @@ class CopiedWrite:
 
 
 def reinplace(graph: fx.Graph) -> list[CopiedWrite]:
-    """Put writes to inputs back in place where the bridge does.
+    """Restore writes to inputs in place, as far as the bridge does.
 
     Args:
         graph: after functionalisation, with the values of its inputs copied back. Is changed.
 
     Returns:
-        The writes that stay copies.
+        The writes that remain copies.
     """
     order = {node: number for number, node in enumerate(graph.nodes)}
     copied = []
@@ -148,7 +148,7 @@ def reinplace(graph: fx.Graph) -> list[CopiedWrite]:
 def _why_copied(
     target: fx.Node, source: Any, back: fx.Node, order: dict[fx.Node, int]
 ) -> str | None:
-    """Why the write that `back` ends is not put back in place; None if it is."""
+    """Return why the write that `back` ends is not restored in place; None if it is."""
     if target.op != "placeholder":
         return f"{target} is no input of the graph"
     if not isinstance(source, fx.Node) or source.target not in _INDEXED_WRITES:
@@ -160,7 +160,7 @@ def _why_copied(
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """What uses a node, or a view of it."""
+    """Yield the nodes that use a node, or a view of it."""
     for user in node.users:
         yield user
         if user.op == "call_function" and is_view(user):
@@ -171,7 +171,10 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def operator_violations(graph: fx.Graph) -> list[str]:
-    """Which operators of a functionalised graph the bridge does not run on the device, and why."""
+    """Return the operators of a functionalised graph that the bridge does not run on the device.
+
+    Each with the reason.
+    """
     found = []
     for node in operators_of(graph):
         if node.target is not _COPY_BACK:

@@ -1,4 +1,4 @@
-"""The softmax of blocks of a paged decode on the simulated card: operators of `torch.ops.hpu`."""
+"""The block softmax of paged decodes on the simulated card: operators of `torch.ops.hpu`."""
 
 from collections.abc import Callable, Sequence
 

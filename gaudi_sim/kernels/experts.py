@@ -1,4 +1,4 @@
-"""What experts compute on the simulated card, in fp32."""
+"""The computation of experts on the simulated card, in fp32."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,14 @@ from torch import Tensor
 def weights_of_experts(
     table: Tensor, router_weights: Tensor, first: int, last: int, *counts: int
 ) -> list[Tensor]:
-    """Return the weight [tokens, 1] of each of the experts that were given.
+    """Return the weight [tokens, 1] of each of the given experts.
 
     Args:
-        counts: how many tensors there are of each list; as many as experts.
+        table: expert ids of each token.
+        router_weights: weights of these experts.
+        first: id of the first expert given.
+        last: id of the last expert given.
+        counts: lengths of the lists of tensors; each must be the number of experts.
     """
     if set(counts) != {last - first + 1}:
         raise RuntimeError(f"{counts} weights and scales of experts {first} to {last}")
@@ -32,10 +36,14 @@ def silu_experts(
     *,
     is_permuted: bool,
 ) -> Tensor:
-    """Sum what experts give for x, in its type; gate then up.
+    """Compute the weighted sum of silu experts for x, in its dtype; gates before ups.
 
     Args:
-        is_permuted: weights are as nn.Linear has them.
+        x: inputs.
+        weights: of the tokens, for each expert.
+        gate_up: of each expert.
+        down: of each expert.
+        is_permuted: weights have the layout of nn.Linear.
     """
     out = torch.zeros_like(x, dtype=torch.float32)
     for weight, both, last in zip(weights, gate_up, down, strict=True):
@@ -57,8 +65,11 @@ def biased_experts(
     *,
     is_permuted: bool,
 ) -> Tensor:
-    """Sum what experts with biases and a clamped activation give for x, in its type; gate and up of
-    each feature in turn."""
+    """Compute the weighted sum of experts with biases and clamped activation; gates and ups
+    alternate.
+
+    The result has the dtype of x.
+    """
     out = torch.zeros_like(x, dtype=torch.float32)
     experts = zip(weights, gate_up, down, gate_up_bias, down_bias, strict=True)
     for weight, both, last, first_bias, second_bias in experts:

@@ -1,7 +1,7 @@
-"""FP8 on the simulated card: casts and matrix products as operators of `torch.ops.hpu`.
+"""FP8 on the simulated card: casts and matmuls as operators of `torch.ops.hpu`.
 
-A number of Gaudi 2 in e4m3 is at most 240: the bit patterns of larger ones, as files from
-elsewhere have them, mean infinity or nothing. Scales multiply; products are summed in fp32.
+On Gaudi 2, e4m3 values are at most 240: the bit patterns of larger ones, in files from other
+devices, mean infinity or NaN. Scales multiply; matmuls are summed in fp32.
 """
 
 from collections.abc import Callable
@@ -42,24 +42,24 @@ _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def is_fp8(dtype: torch.dtype) -> bool:
-    """Whether it is one of the two that the card has."""
+    """Return whether the dtype is one of the two FP8 dtypes of the card."""
     return dtype in (_E4M3, _E5M2)
 
 
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x within the numbers that the card has in `dtype`, still in its own type."""
+    """Clamp x to the range of `dtype` on the card, without converting it."""
     largest = active_card().spec.e4m3_max if dtype == _E4M3 else torch.finfo(_E5M2).max
     return x.clamp(-largest, largest)
 
 
 def round_rows(x: Tensor) -> Tensor:
-    """x as it is after each row was rounded to e4m3 with a scale of its own."""
+    """Round each row of x to e4m3 with its own scale, and return the rounded values."""
     scale = (x.abs().amax(-1, keepdim=True) + 1e-8) / active_card().spec.e4m3_max
     return decode(saturate(x / scale, _E4M3).to(_E4M3)) * scale
 
 
 def decode(x: Tensor) -> Tensor:
-    """In fp32, as the card reads the bits."""
+    """Convert to fp32, reading the bits as the card does."""
     numbers = x.float()
     largest = active_card().spec.e4m3_max
     if x.dtype != _E4M3 or largest == torch.finfo(_E4M3).max:

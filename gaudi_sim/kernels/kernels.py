@@ -1,7 +1,7 @@
 """The fused kernels of the simulated card: operators of `torch.ops.hpu`, computed in fp32.
 
-The schemas are the bridge's. A card rounds in other places and has an approximate exponent, so
-results agree with these to a tolerance, never bit for bit.
+The schemas are the bridge's. A card rounds at other points and has an approximate exponential, so
+results agree within a tolerance, never bit for bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +61,7 @@ PAIRWISE = 1
 
 @cache
 def register() -> torch.library.Library:
-    """Define the operators, once per process. The result keeps them alive."""
+    """Define the operators, once per process. Keep the result: it keeps them defined."""
     library = torch.library.Library("hpu", "DEF")  # type: ignore[no-untyped-call]
     kernels: dict[str, Callable[..., object]] = {
         "rms_norm": _rms_norm,
@@ -118,7 +118,9 @@ def _rotary_pos_embedding(
 
 
 def _rows_at(table: Tensor, position_ids: Tensor, x: Tensor) -> Tensor:
-    """Rows of `table` [..., rows, D] for x [tokens, heads, D] or [batch, heads, tokens, D]."""
+    """Select rows of `table` [..., rows, D] for x [tokens, heads, D] or [batch, heads,
+    tokens, D].
+    """
     rows = table.reshape(-1, table.shape[-1]).index_select(0, position_ids.reshape(-1))
     return rows.unsqueeze(1) if x.dim() == 3 else rows.view(-1, 1, x.shape[-2], rows.shape[-1])
 
@@ -159,8 +161,10 @@ def _bias_mixture_of_experts(
     alpha: float = 1.702,
     limit: float = 7.0,
 ) -> Tensor:
-    """With biases, and what is between the products limited; gate and up in turn. Chunks are of no
-    effect here."""
+    """Compute experts with biases and a clamped activation; gates and ups alternate.
+
+    Chunks have no effect here.
+    """
     counts = (len(w12), len(w3), len(w12_bias), len(w3_bias))
     weights = weights_of_experts(
         expert_routing_table, router_weights, experts_min, experts_max, *counts
@@ -185,7 +189,9 @@ def _fp8_mixture_of_experts(
     experts_min: int,
     experts_max: int,
 ) -> Tensor:
-    """As the one above; what goes into the second product is rounded to fp8 row by row."""
+    """Compute FP8 experts; inputs of the second matmul are rounded to FP8 with one scale
+    per row.
+    """
     if activation != "silu" or not permuted_weights:
         raise NotImplementedError("the simulated kernel has silu and the layout of nn.Linear only")
     x = sim_fp8.decode(hidden_states) * d_scale_hidden_states
@@ -222,8 +228,11 @@ def _sdpa_recomp_fwd(
     sink: Tensor | None = None,
     round_weights: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What is documented, and a window as (how many keys before a query, how many after it) that
-    the query sees besides the one at its own position; -1 is all of them."""
+    """Compute attention as documented, and with sliding windows.
+
+    A window is (keys before the query, keys after it) that the query attends to, in addition to its
+    own position; -1 means all.
+    """
     if p:
         raise NotImplementedError("the simulated kernel has no dropout")
     group = q.shape[-3] // k.shape[-3]
@@ -293,7 +302,10 @@ def _fp8_sdpa_recomp_fwd(
     valid_seq_len: Tensor | None,
     seq_padding_type: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Attend in FP8. Scales multiply: d_* rounded values, q_* values before they are rounded."""
+    """Compute attention in FP8.
+
+    Scales multiply: d_* the rounded values, q_* the values before they are rounded.
+    """
     if q_scale_o is not None or is_amax_s or is_amax_o:
         raise NotImplementedError("the simulated kernel gives bfloat16, and no largest values")
 

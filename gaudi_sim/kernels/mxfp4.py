@@ -1,6 +1,6 @@
 """Experts in MXFP4 on the simulated card: operators of `torch.ops.hpu`, with the vendor's schemas.
 
-Two elements of E2M1 are in a byte, the first in the lower four bits; each 32 of a row share a power
+A byte contains two E2M1 elements, the first in the lower four bits; each 32 of a row share a power
 of two.
 """
 
@@ -39,7 +39,7 @@ def _check(x: Tensor, *, block_size: int, permuted_weights: bool, is_fp4: bool) 
 
 
 def _dense(packed: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor]:
-    """Return the weights [rows, columns] in fp32."""
+    """Dequantize the weights to fp32, [rows, columns]."""
     dense = []
     for codes, exponents in zip(packed, scales, strict=True):
         table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], device=codes.device)

@@ -1,6 +1,7 @@
-"""Operators that a card computes otherwise than the CPU does, by name.
+"""Operators that a card computes differently from the CPU, by name.
 
-Not in the table: a CPU kernel that does the same. All of them work on the CPU tensors underneath.
+Operators with the same result on the CPU are not in the table. All work on the underlying CPU
+tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from gaudi_sim.kernels.fp8 import is_fp8, saturate
 
 
 def _index_select(self: Tensor, dim: int, index: Tensor) -> Tensor:
-    """A card does not check indices: it skips those outside, here with zeros for their rows."""
+    """Select rows like a card, which does not check indices: rows outside become zeros here."""
     try:
         return self.index_select(dim, index)
     except (IndexError, RuntimeError):  # the type of the error depends on the dimension
@@ -28,7 +29,10 @@ def _index_select(self: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 def _index_copy_(self: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    """As of `index_select`; and fp8, which the CPU has no kernel for, moves as bytes."""
+    """Copy rows like a card: indices outside are skipped, and FP8 is copied as bytes.
+
+    The CPU has no kernel for FP8.
+    """
     target, rows = (x.view(torch.uint8) if is_fp8(x.dtype) else x for x in (self, source))
     try:
         target.index_copy_(dim, index, rows)
@@ -42,7 +46,9 @@ def _index_copy_(self: Tensor, dim: int, index: Tensor, source: Tensor) -> Tenso
 
 
 def _refuse_negative(indices: Sequence[Tensor | None]) -> None:
-    """A card does not count them from the end. What it does is not documented.
+    """Check for negative indices, which a card does not count from the end.
+
+    What it does with them is not documented.
 
     Raises:
         IndexError: there are some, and the card is strict.
@@ -71,10 +77,10 @@ def _index_put_(
 
 
 def _is_inside(index: Tensor, size: int) -> Tensor:
-    """bool, in the shape of `index`.
+    """Return which indices are inside of a dimension, bool.
 
     Raises:
-        IndexError: some are not, and the card is strict: that they are skipped is known from
+        IndexError: some are outside, and the card is strict. That a card skips them is known from
             software that relies on it, not from the vendor's documentation.
     """
     is_inside = (index >= 0) & (index < size)
@@ -85,7 +91,7 @@ def _is_inside(index: Tensor, size: int) -> Tensor:
 
 
 def _to_copy(self: Tensor, **kwargs: Any) -> Tensor:
-    """Casts to fp8 saturate at the largest number of the card."""
+    """Copy with a cast; casts to FP8 saturate at the card's largest value."""
     dtype = kwargs.get("dtype")
     if dtype is not None and is_fp8(dtype) and not is_fp8(self.dtype):
         self = saturate(self, dtype)
@@ -100,7 +106,7 @@ def _copy_(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def _masked_fill_(self: Tensor, mask: Tensor, value: float) -> Tensor:
-    """fp8, which the CPU has no kernel for, moves as bytes."""
+    """Fill masked elements. FP8, for which the CPU has no kernel, is filled as bytes."""
     if not is_fp8(self.dtype):
         return self.masked_fill_(mask, value)
     number = saturate(torch.tensor(float(value)), self.dtype).to(self.dtype)
@@ -130,10 +136,10 @@ _EXCHANGES = ("c10d::send", "c10d::recv_")
 
 
 def collective(op: Any) -> Callable[..., Any]:
-    """A collective that has ended when it returns, so that a replay needs nobody to wait.
+    """Return a collective that has finished when it returns, so that a replay need not wait.
 
-    Not so an exchange of two cards: the caller waits for it, and gloo takes a second wait for one
-    more message.
+    An exchange between two cards is different: the caller waits for it, and gloo interprets a
+    second wait as one for another message.
     """
     is_exchange = op._schema.name in _EXCHANGES
 

@@ -1,4 +1,4 @@
-"""Numbers of four bits on the simulated card: `torch.ops.hpu.convert_from_uint4`."""
+"""4-bit values on the simulated card: `torch.ops.hpu.convert_from_uint4`."""
 
 from collections.abc import Callable
 
@@ -15,8 +15,11 @@ SCHEMAS = {
 def _convert_from_uint4(
     input: Tensor, scale: Tensor, zero_point: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """[R, W] int32, eight numbers in a word from the lowest bits on -> [R, 8 * W]; a number less
-    the zero point, times the scale of its group of rows [G, 8 * W]."""
+    """Dequantize 4-bit values: [R, W] int32, eight in a word from the lowest bits -> [R, 8 * W].
+
+    The zero point is subtracted, and the result multiplied by the scale of its group of rows [G, 8
+    * W].
+    """
     if input.dtype != torch.int32:
         raise RuntimeError(f"convert_from_uint4: input is {input.dtype}, not torch.int32")
     numbers = _nibbles(input)

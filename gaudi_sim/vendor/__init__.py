@@ -1,9 +1,9 @@
-"""The simulated card under the name of the vendor's package, for libraries that import that.
+"""The simulated card under the name of the vendor's package, for libraries that import the package.
 
 `install_vendor` makes `habana_frameworks` importable in this process; until then, and after
-`uninstall_vendor`, it is not. A name that the vendor does not document is not there. This is
-asked for and not the rule, because libraries that find the package change torch for it:
-transformers, for one, replaces `torch.gather` and the default backend of `torch.compile`.
+`uninstall_vendor`, it is not. Names that the vendor does not document are missing. It is not
+installed by default, because libraries that find the package change torch for it: transformers, for
+one, replaces `torch.gather` and the default backend of `torch.compile`.
 """
 
 import importlib
@@ -42,7 +42,7 @@ _MODULES: dict[str, tuple[str | None, tuple[str, ...]]] = {
 
 
 class _Loader(Loader):
-    """Makes one module out of the public names of one of this package."""
+    """Creates a module from the public names of a module of this package."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return device_module() if spec.name == f"{_TORCH}.hpu" else None
@@ -60,7 +60,7 @@ class _Loader(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of the table; the last of all finders, so an installed package wins."""
+    """Finds the modules of the table; it comes last, so an installed package takes precedence."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -75,13 +75,15 @@ _FINDER = _Finder()
 
 
 def _is_ours(name: str) -> bool:
-    """False of what is missing below a package that is really installed."""
+    """Return whether a module belongs to the simulation; False below a really installed package."""
     root = sys.modules.get(_ROOT)
     return name == _ROOT or isinstance(getattr(root, "__loader__", None), _Loader)
 
 
 def install_vendor() -> None:
-    """Let `import habana_frameworks` find the simulated card, unless a real package is there."""
+    """Let `import habana_frameworks` find the simulated card, unless a real package is
+    installed.
+    """
     if _FINDER not in sys.meta_path:
         sys.meta_path.append(_FINDER)
 

@@ -1,4 +1,4 @@
-"""`habana_frameworks.torch.internal.bridge_config`: the one flag that the simulation follows."""
+"""Simulates `habana_frameworks.torch.internal.bridge_config`: the one flag that has an effect."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ _COMPILE_ONLY = "PT_COMPILE_ONLY_MODE"
 
 
 def get_pt_compile_only_mode() -> bool:
-    """Whether recipes are compiled but not launched."""
+    """Return whether recipes are compiled but not launched."""
     return active_card().is_compile_only
 
 
@@ -21,10 +21,10 @@ def set_pt_compile_only_mode(value: bool) -> None:
 
 @contextmanager
 def env_setting(name: str, value: bool) -> Iterator[None]:
-    """Set a flag inside the block.
+    """Set a flag in this context.
 
     Raises:
-        ValueError: the simulation does not follow this flag.
+        ValueError: the flag has no effect in the simulation.
     """
     if name != _COMPILE_ONLY:
         raise ValueError(f"the simulated card knows {_COMPILE_ONLY} only, not {name}")

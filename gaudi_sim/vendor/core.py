@@ -1,4 +1,4 @@
-"""`habana_frameworks.torch.core`: steps, and what prepares a model for inference."""
+"""Simulates `habana_frameworks.torch.core`: steps, and preparing a model for inference."""
 
 from torch import nn
 
@@ -19,17 +19,17 @@ __all__ = [
 
 
 def mark_step(device_str: str = "", sync: bool = False) -> None:
-    """End the recorded graph and launch it; nothing in eager mode."""
+    """End the recorded graph and launch it; do nothing in eager mode."""
     active_card().mark_step()
 
 
 def iter_mark_step(device_str: str = "") -> None:
-    """The same, at the end of an iteration."""
+    """End the recorded graph at the end of an iteration; same as `mark_step`."""
     active_card().mark_step()
 
 
 def hpu_inference_set_env(model: nn.Module | None = None) -> nn.Module | None:
-    """Before a model goes to the card. Returns the model, in which nothing is fused here."""
+    """Prepare a model before it is moved to the card. It is returned unchanged here."""
     active_card()
     return model
 
@@ -42,15 +42,15 @@ def hpu_inference_initialize(
     optimizer: object = None,
     args: object = None,
 ) -> None:
-    """After the model went to the card: its parameters become constants of the recipes.
+    """Prepare a model after it was moved to the card: its parameters become constants of recipes.
 
-    On a card that is a permission to permute them; results are the same with or without.
+    A card may then permute them; results are the same with and without, so this does nothing.
     """
     active_card()
 
 
 def hpu_inference_reset_env() -> None:
-    """Undo both."""
+    """Undo `hpu_inference_set_env` and `hpu_inference_initialize`."""
     active_card()
 
 

@@ -1,4 +1,4 @@
-"""`habana_frameworks.torch.utils.experimental`: what quantization libraries ask of the card."""
+"""Simulates `habana_frameworks.torch.utils.experimental`, which quantization libraries use."""
 
 from enum import Enum
 
@@ -17,7 +17,7 @@ __all__ = [
 
 
 class synDeviceType(Enum):  # the spelling of the vendor
-    """Kinds of cards. The numbers are not those of the driver."""
+    """Kinds of cards. The values differ from the driver's."""
 
     synDeviceGaudi = 0
     synDeviceGaudi2 = 1
@@ -32,20 +32,20 @@ def _get_device_type() -> synDeviceType:
 
 
 def _is_fp16_supported() -> bool:
-    """True of Gaudi 2 and 3, which are all that is simulated."""
+    """Return True: Gaudi 2 and 3, which can be simulated, support fp16."""
     return _get_device_type() in _TYPES.values()
 
 
 def _data_ptr(t: Tensor) -> int:
-    """An address that tells tensors of the card apart; 0 of a tensor elsewhere."""
+    """Return a distinct address for each tensor of the card; 0 for other tensors."""
     return t.raw.data_ptr() if isinstance(t, HpuTensor) else 0
 
 
 def _set_is_dynamic_quantization(is_dynamic: bool) -> None:
-    """A hint to the graph compiler, which the simulation has no use for."""
+    """Ignore a hint to the graph compiler."""
     active_card()
 
 
 def _set_scale_attributes(hw_scale: bool, method_index: int) -> None:
-    """A hint to the graph compiler, which the simulation has no use for."""
+    """Ignore a hint to the graph compiler."""
     active_card()

@@ -1,4 +1,4 @@
-"""`habana_frameworks.torch.hpu.graphs`: capture and replay, in lazy mode."""
+"""Simulates `habana_frameworks.torch.hpu.graphs`: capture and replay, in lazy mode."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,10 +22,10 @@ def wrap_in_hpu_graph(
     verbose: bool = False,
     log_frequency: int = 100,
 ) -> nn.Module:
-    """Let `module` capture one graph per input signature. Inputs are bound anew at each replay.
+    """Let `module` capture one graph per input signature; inputs are bound again at each replay.
 
     Args:
-        max_graphs: further signatures run without a graph.
+        max_graphs: limit of captured signatures; others run without a graph.
 
     Raises:
         RuntimeError: in eager mode.
@@ -38,7 +38,7 @@ def wrap_in_hpu_graph(
 
 @contextmanager
 def graph(hpu_graph: HPUGraph, stream: object = None, dry_run: bool = False) -> Iterator[None]:
-    """Capture what the block does into `hpu_graph`."""
+    """Capture the operators in this context into `hpu_graph`."""
     with hpu_graph.capturing():
         yield
 

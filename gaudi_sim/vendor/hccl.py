@@ -1,6 +1,6 @@
-"""`habana_frameworks.torch.distributed.hccl`: importing it registers the backend `hccl`.
+"""Simulates `habana_frameworks.torch.distributed.hccl`: importing it registers the backend `hccl`.
 
-Which is gloo, between the processes of simulated cards.
+The backend is gloo, between the processes of simulated cards.
 """
 
 from datetime import timedelta

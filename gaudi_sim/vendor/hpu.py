@@ -1,7 +1,7 @@
-"""`habana_frameworks.torch.hpu`, which is `torch.hpu`: the device, its memory and its streams.
+"""Simulates `habana_frameworks.torch.hpu`, which is `torch.hpu`: device, memory and streams.
 
-The one queue of the simulated card runs in order, so streams are all the same and waiting for
-one another is nothing. Only device 0 exists, as in every process of a real card.
+The one queue of the simulated card runs in order, so all streams are the same, and waiting for one
+does nothing. Only device 0 exists, as in every process of a real card.
 """
 
 from collections.abc import Iterator
@@ -78,7 +78,7 @@ def set_device(device: Device) -> None:
 
 
 def get_device_name(device: Device = None) -> str:
-    """GAUDI2 or GAUDI3."""
+    """Return the name of the card: GAUDI2 or GAUDI3."""
     _check(device)
     return active_card().spec.name
 
@@ -88,12 +88,12 @@ def is_bf16_supported() -> bool:
 
 
 def synchronize() -> None:
-    """Launch what is recorded and wait for the device."""
+    """Launch the recorded operators, and wait for the device."""
     active_card().synchronize()
 
 
 def mem_get_info(device: Device = None) -> tuple[int, int]:
-    """Free and total bytes of the pool of this process."""
+    """Return the free and total bytes of the memory pool of this process."""
     _check(device)
     pool = active_card().memory
     return pool.limit_bytes - pool.in_use_bytes, pool.limit_bytes
@@ -109,12 +109,12 @@ def memory_allocated(device: Device = None) -> int:
 
 
 def max_memory_allocated(device: Device = None) -> int:
-    """Since the last `reset_peak_memory_stats`."""
+    """Return the peak of memory in use since the last `reset_peak_memory_stats`."""
     return memory_stats(device)["MaxInUse"]
 
 
 def memory_reserved(device: Device = None) -> int:
-    """The whole pool, which is taken when the card is opened."""
+    """Return the bytes of the whole pool, which is reserved when the card is opened."""
     return memory_stats(device)["Limit"]
 
 
@@ -127,16 +127,16 @@ def reset_peak_memory_stats(device: Device = None) -> None:
 
 
 class Stream:
-    """The queue of the card."""
+    """The only queue of the card."""
 
     def __init__(self, device: Device = None, priority: int = 0, **kwargs: object) -> None:
         _check(device)
 
     def wait_stream(self, stream: "Stream") -> None:
-        """Nothing: what was queued before runs before."""
+        """Do nothing: the queue runs in order."""
 
     def wait_event(self, event: "Event") -> None:
-        """Nothing: what was queued before runs before."""
+        """Do nothing: the queue runs in order."""
 
     def record_event(self, event: "Event | None" = None) -> "Event":
         event = Event() if event is None else event
@@ -144,7 +144,7 @@ class Stream:
         return event
 
     def query(self) -> bool:
-        """Whether the queue is empty."""
+        """Return whether the queue is empty."""
         clock = active_card().clock
         return clock.host_s >= clock.device_s
 
@@ -153,7 +153,7 @@ class Stream:
 
 
 class Event:
-    """A mark in the queue, with the predicted time at which the card gets there."""
+    """A mark in the queue, with the predicted time at which the card reaches it."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self._device_s = 0.0
@@ -164,13 +164,13 @@ class Event:
         self._device_s = max(card.clock.device_s, card.clock.host_s)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Nothing: what was queued before runs before."""
+        """Do nothing: the queue runs in order."""
 
     def query(self) -> bool:
         return active_card().clock.host_s >= self._device_s
 
     def elapsed_time(self, end: "Event") -> float:
-        """Milliseconds to a later event."""
+        """Return the milliseconds from this event to a later one."""
         return (end._device_s - self._device_s) * 1e3
 
     def synchronize(self) -> None:
@@ -189,13 +189,13 @@ default_stream = current_stream
 
 
 def set_stream(stream: Stream) -> None:
-    """Ends the recorded graph, which belongs to the stream before."""
+    """End the recorded graph, which belongs to the previous stream."""
     active_card().mark_step()
 
 
 @contextmanager
 def stream(stream: Stream | None) -> Iterator[None]:
-    """Queue what the block does on `stream`."""
+    """Queue the operators in this context on `stream`."""
     active_card().mark_step()
     yield
     active_card().mark_step()
@@ -205,7 +205,7 @@ _MODULE = ModuleType("habana_frameworks.torch.hpu", __doc__)
 
 
 def device_module() -> ModuleType:
-    """What `torch.hpu` is to be: the names above, and those that torch itself asks for."""
+    """Return the module for `torch.hpu`: the names above, and the names that torch itself uses."""
     for name in __all__:
         setattr(_MODULE, name, globals()[name])
     vars(_MODULE).update(

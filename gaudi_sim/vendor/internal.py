@@ -1,4 +1,4 @@
-"""`habana_frameworks.torch.utils.internal`."""
+"""Simulates `habana_frameworks.torch.utils.internal`."""
 
 from gaudi_sim.card.device import active_card
 
@@ -6,5 +6,5 @@ __all__ = ["is_lazy"]
 
 
 def is_lazy() -> bool:
-    """Whether operators are recorded up to `mark_step`."""
+    """Return whether operators are recorded up to `mark_step`."""
     return active_card().is_lazy

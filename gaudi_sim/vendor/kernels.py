@@ -1,7 +1,7 @@
-"""`habana_frameworks.torch.hpex.kernels`: fused attention and rotary embedding.
+"""Simulates `habana_frameworks.torch.hpex.kernels`: fused attention and rotary embedding.
 
-Arguments go by position, as the documentation has them. What the simulation cannot compute it
-refuses.
+Arguments are positional, as documented. Arguments that the simulation does not support raise an
+error.
 """
 
 from enum import IntEnum
@@ -19,7 +19,7 @@ __all__ = [
 
 
 class RotaryPosEmbeddingMode(IntEnum):
-    """Which elements are a pair: those of the two halves, or neighbours."""
+    """Which elements form a pair: those of the two halves, or neighbours."""
 
     BLOCKWISE = 0
     PAIRWISE = 1
@@ -28,7 +28,8 @@ class RotaryPosEmbeddingMode(IntEnum):
 class FusedSDPA:
     """Attention over [B, H, S, D].
 
-    The real one is an autograd function: `forward` has the parameters. Here it is `apply` itself.
+    The real class is an autograd function, whose `forward` has the parameters. Here it is `apply`
+    itself.
     """
 
     @staticmethod
@@ -50,11 +51,11 @@ class FusedSDPA:
         sink: Tensor | None = None,
         /,
     ) -> Tensor:
-        """Key and value may have fewer heads, which are shared.
+        """Compute attention; key and value may have fewer heads, which are shared.
 
         Raises:
-            RuntimeError: the kernel does not take these arguments together, or the simulation
-                has no such result.
+            RuntimeError: the kernel does not support this combination of arguments, or the
+                simulation does not.
         """
         if is_causal and attn_mask is not None:
             raise RuntimeError("FusedSDPA: is_causal together with attn_mask is not supported")
@@ -93,10 +94,10 @@ def fp8_fused_sdpa(
     seq_padding_type: str = "left",
     recompute: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend over [B, H, S, D] of fp8, with the softmax in fp8.
+    """Compute attention over [B, H, S, D] in FP8, with the softmax in FP8.
 
     Raises:
-        RuntimeError: the kernel does not take these arguments together.
+        RuntimeError: the kernel does not support this combination of arguments.
     """
     if is_causal and attn_mask is not None:
         raise RuntimeError("fp8_fused_sdpa: is_causal together with attn_mask is not supported")
@@ -120,13 +121,13 @@ def apply_rotary_pos_emb(
     mode: RotaryPosEmbeddingMode = RotaryPosEmbeddingMode.BLOCKWISE,
     /,
 ) -> Tensor:
-    """p * cos + rotate(p) * sin; `position_ids` select rows of cos and sin."""
+    """Compute p * cos + rotate(p) * sin; `position_ids` select rows of cos and sin."""
     out: Tensor = torch.ops.hpu.rotary_pos_embedding(p, sin, cos, position_ids, offset, int(mode))
     return out
 
 
 class RotaryPosEmbeddingHelperV2:
-    """The same with rows of a table."""
+    """Rotary embedding with rows of a table."""
 
     @staticmethod
     def apply(p: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, /) -> Tensor:

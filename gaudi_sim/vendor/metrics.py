@@ -1,4 +1,4 @@
-"""`habana_frameworks.torch.hpu.metrics`: what the card counted, as lists of (tag, value)."""
+"""Simulates `habana_frameworks.torch.hpu.metrics`: counters of the card, as (tag, value) lists."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class MetricNotFound(Exception):
 
 
 class Metric:
-    """Counts from `start` to `stop`, which may follow each other more than once."""
+    """Counts from `start` to `stop`; there may be several such spans."""
 
     def __init__(self, metric_name: str, started: DeviceCounters | None = None) -> None:
         self._name = metric_name
@@ -37,18 +37,18 @@ class Metric:
             self._started = active_card().counters()
 
     def stop(self) -> None:
-        """What follows does not count; what was counted stays readable."""
+        """Stop counting; the counts remain readable."""
         self._spans = self._counted()
         self._started = None
 
     def reset(self) -> None:
-        """Begin at zero again."""
+        """Reset the counts to zero."""
         self._spans.clear()
         if self._started is not None:
             self._started = active_card().counters()
 
     def stats(self) -> list[tuple[str, Any]]:
-        """Tags and values in fixed order; times are in microseconds."""
+        """Return tags and values in fixed order; times are in microseconds."""
         stats: list[tuple[str, Any]]
         spans = self._counted()
         if self._name == "graph_compilation":
@@ -78,7 +78,7 @@ _GLOBAL: WeakKeyDictionary[SimulatedCard, dict[str, Metric]] = WeakKeyDictionary
 
 
 def metric_global(name: str) -> Metric | None:
-    """Since the card was opened; None of a name that is not known."""
+    """Return a metric that counts since the card was opened; None for an unknown name."""
     if name not in _NAMES:
         return None
     metrics = _GLOBAL.setdefault(active_card(), {})
@@ -87,10 +87,10 @@ def metric_global(name: str) -> Metric | None:
 
 @contextmanager
 def metric_localcontext(name: str) -> Iterator[Metric]:
-    """A metric that counts inside the block and can be read after it.
+    """Yield a metric that counts in this context and can be read afterwards.
 
     Raises:
-        MetricNotFound: there is none of this name.
+        MetricNotFound: there is no metric of this name.
     """
     if name not in _NAMES:
         raise MetricNotFound(name)

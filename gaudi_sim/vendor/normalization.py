@@ -1,4 +1,4 @@
-"""`habana_frameworks.torch.hpex.normalization`."""
+"""Simulates `habana_frameworks.torch.hpex.normalization`."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ __all__ = ["FusedRMSNorm"]
 
 
 class FusedRMSNorm:
-    """x * rsqrt(mean(x^2) + eps) * gamma over the last dimension."""
+    """RMS norm: x * rsqrt(mean(x^2) + eps) * gamma over the last dimension."""
 
     @staticmethod
     def apply(
@@ -19,6 +19,6 @@ class FusedRMSNorm:
         fast_math: bool = False,
         /,
     ) -> Tensor:
-        """Reduced in fp32; the result has the wider type of the two tensors."""
+        """Compute the RMS norm in fp32; the result has the wider dtype of the two tensors."""
         out: Tensor = torch.ops.hpu.rms_norm(data_in, gamma, eps)[0]
         return out

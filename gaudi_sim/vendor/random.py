@@ -1,4 +1,4 @@
-"""`habana_frameworks.torch.hpu.random`: the CPU generator, which serves the simulated card."""
+"""Simulates `habana_frameworks.torch.hpu.random` with the CPU generator."""
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def manual_seed_all(seed: int) -> None:
 
 
 def seed() -> int:
-    """A new seed, not a repeatable one."""
+    """Set and return a new, random seed."""
     return torch.default_generator.seed()
 
 
@@ -52,9 +52,10 @@ def get_rng_state_all() -> list[Tensor]:
 
 
 def set_rng_state_all(states: list[Tensor]) -> None:
-    """
+    """Set the state of the generator.
+
     Raises:
-        ValueError: there is not one state, as there is one card.
+        ValueError: there is more or less than one state; there is one card.
     """
     (state,) = states
     set_rng_state(state)

@@ -1,4 +1,4 @@
-"""Files that are part of the package."""
+"""Files for examples that are part of the package."""
 
 from pathlib import Path
 

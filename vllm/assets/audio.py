@@ -19,7 +19,7 @@ class AudioAsset:
 
     @property
     def path(self) -> Path:
-        """The file.
+        """Path of the file.
 
         Raises:
             RequestError: there is none of this name.
@@ -28,9 +28,9 @@ class AudioAsset:
 
     @property
     def audio_and_sample_rate(self) -> tuple[Samples, int]:
-        """Its samples, several channels mixed to one, and how many are in a second.
+        """Its samples (several channels mixed to one), and the samples per second.
 
         Raises:
-            RequestError: there is no such file, or it is no WAV file.
+            RequestError: there is no such file, or it is not a WAV file.
         """
         return read_wav(read_file(self.path))

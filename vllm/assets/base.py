@@ -1,4 +1,4 @@
-"""Finds the files of examples: in the folder of the user, or in the package."""
+"""Finds the files of examples, in the user's folder or in the package."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,16 +8,16 @@ from vllm.errors import RequestError
 
 
 def find_asset(name: str, suffixes: Sequence[str], packaged: Path | None = None) -> Path:
-    """Return the file of an asset.
+    """Return the path of an asset.
 
     Args:
         name: of the file, without its suffix.
-        suffixes: that it may have, such as ".png"; the first one found is taken.
-        packaged: the folder of the package that has such files. The folder that
-            `VLLM_ASSETS_CACHE` names comes first.
+        suffixes: that it may have, such as ".png"; the first existing file is used.
+        packaged: the folder of the package with such files. The folder in `VLLM_ASSETS_CACHE` is
+            searched first.
 
     Raises:
-        RequestError: neither has it; says where to put one. Nothing is downloaded.
+        RequestError: neither has it; the error says where to put the file. Nothing is downloaded.
     """
     own = envs.get().VLLM_ASSETS_CACHE
     folders = [Path(own).expanduser()] if own else []

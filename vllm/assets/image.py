@@ -1,4 +1,4 @@
-"""Pictures for examples."""
+"""Images for examples."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,8 @@ _PACKAGED = Path(__file__).parent / "images"
 class ImageAsset:
     """An image: "stop_sign" or "cherry_blossom" of the package, or one of your own.
 
-    Those of the package are drawings of 256 x 256 pixels. Photographs of your own, in the folder
-    that `VLLM_ASSETS_CACHE` names, come first.
+    The images of the package are drawings of 256 x 256 pixels. Photographs of your own, in the
+    folder `VLLM_ASSETS_CACHE`, take precedence.
 
     Attributes:
         name: of the file, without its suffix.
@@ -30,7 +30,7 @@ class ImageAsset:
 
     @property
     def path(self) -> Path:
-        """The file.
+        """Path of the file.
 
         Raises:
             RequestError: there is none of this name.
@@ -39,7 +39,7 @@ class ImageAsset:
 
     @property
     def pil_image(self) -> "Image":
-        """The picture as Pillow has it, in mode RGB.
+        """The image as a Pillow image in mode RGB.
 
         Raises:
             RequestError: there is none of this name, or Pillow is not installed.

@@ -12,8 +12,8 @@ class VideoAsset:
     """A video: a file in the folder that `VLLM_ASSETS_CACHE` names. The package has none.
 
     Attributes:
-        name: of the file; without a suffix, it is .mp4.
-        num_frames: at most, spread evenly over the length; -1 is all.
+        name: of the file; the suffix .mp4 may be left out.
+        num_frames: largest number of frames, spread evenly over the length; -1: all.
     """
 
     name: str
@@ -21,7 +21,7 @@ class VideoAsset:
 
     @property
     def path(self) -> Path:
-        """The file.
+        """Path of the file.
 
         Raises:
             RequestError: there is none of this name.
@@ -33,6 +33,6 @@ class VideoAsset:
         """Its frames, [frames, height, width, 3] in RGB.
 
         Raises:
-            RequestError: there is no such file, it is no video, or OpenCV is not installed.
+            RequestError: there is no such file, it is not a video, or OpenCV is not installed.
         """
         return read_video(self.path, self.num_frames)

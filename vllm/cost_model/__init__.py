@@ -1,1 +1,1 @@
-"""Predicted time on a card: published figures and the constants made from them. No torch."""
+"""Predicts times on a card, from published values and constants fitted to them. Without torch."""

@@ -1,4 +1,4 @@
-"""The published figures of the cards, in the units of their data sheets.
+"""Published data of the cards, in the units of their data sheets.
 
 Nothing here was measured on a card by this project.
 """

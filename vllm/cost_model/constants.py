@@ -17,7 +17,7 @@ class Constant(float):
     source: str
 
     def __new__(cls, value: float, low: float, high: float, source: str) -> "Constant":
-        """Return the constant.
+        """Create a constant after checking its range.
 
         Raises:
             ValueError: the value is outside of its range.

@@ -1,6 +1,6 @@
-"""The constants that were fitted to published runs, of each kind of card.
+"""The constants that were fitted to published runs, for each kind of card.
 
-`benchmarks/fit_cost_model.py --write` makes the file `fitted.json` that is read here.
+They are read from the file `fitted.json`, which `benchmarks/fit_cost_model.py --write` creates.
 """
 
 import json
@@ -30,7 +30,9 @@ CONSTANTS = {
 
 @dataclass(frozen=True)
 class Residuals:
-    """Distances of published runs from the prediction, each from a fit without its case."""
+    """Errors of the prediction for published runs; each was left out of the fit for its
+    own error.
+    """
 
     ratios: Floats
     """Published seconds divided by predicted seconds. [rows]"""
@@ -40,7 +42,7 @@ class Residuals:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The constants of one kind of card, and the runs that they come from."""
+    """The fitted constants of one kind of card, and the runs that they were fitted to."""
 
     values: Floats
     """In the order of `CONSTANTS`."""
@@ -51,7 +53,7 @@ class Fitted:
 
 @cache
 def fitted_constants(card: str) -> Fitted:
-    """Return the constants of a kind of card, a key of `cards.CARDS`."""
+    """Return the fitted constants of a kind of card, a key of `cards.CARDS`."""
     data: dict[str, Any] = json.loads(FILE.read_text("utf-8"))["cards"][card]
     rows = np.array(data["residuals"], np.float64)
     return Fitted(

@@ -1,10 +1,10 @@
-"""Rates that one card was measured to have, and constants that follow from them.
+"""Measured rates of one card, and constants that are adapted to them.
 
 A running engine measures no rates, but seconds of forward passes (`run_times`). Both come from a
 file that `vllm plan --measured` reads.
 
-A model does not reach the rate of a single operator. So a rate scales what was fitted to published
-runs: by how much it differs from the rate that published benchmarks of this kind of card have.
+A model does not reach the rate of a single operator. So a measured rate only scales the fitted
+constants, by its ratio to the rate that published benchmarks of this kind of card have.
 """
 
 import json
@@ -28,7 +28,7 @@ COMPILED_OPERATORS = 64
 
 @dataclass(frozen=True)
 class _Rate:
-    """One rate."""
+    """One kind of rate that can be measured, and its published value."""
 
     published: Callable[[CardSpec], float]
     """Returns the published value for a card of this kind."""
@@ -53,13 +53,13 @@ RATES = {
 
 @dataclass(frozen=True)
 class Measured:
-    """The rates of one card.
+    """The measured rates of one card.
 
     Attributes:
         card: a key of `cards.CARDS`.
         is_simulated: nothing ran on hardware.
         rates: by name.
-        run: what a running engine has measured instead of rates; None: nothing.
+        run: measurements of a running engine instead of rates; None: nothing.
     """
 
     card: str
@@ -68,7 +68,9 @@ class Measured:
     run: RunTimes | None = None
 
     def slowness(self, name: str) -> float:
-        """Return how much longer this card takes than published ones; 1 without the rate."""
+        """Return how much longer this card takes than published ones; 1 if the rate was not
+        measured.
+        """
         if name not in self.rates:
             return 1.0
         rate = RATES[name]
@@ -77,7 +79,7 @@ class Measured:
 
     @property
     def fitted(self) -> Fitted:
-        """Return the constants of published runs, scaled."""
+        """The constants fitted to published runs, scaled by the measurements."""
         if self.run is not None:
             return self.run.fitted
         fitted = fitted_constants(self.card)
@@ -88,7 +90,7 @@ class Measured:
         return replace(fitted, values=values)
 
     def describe(self) -> str:
-        """Return which constants are measured, in one line."""
+        """Return one line of text about which constants are measured."""
         if self.run is not None:
             return self.run.describe()
         where = "a simulated card: nothing ran on hardware" if self.is_simulated else "this card"
@@ -96,7 +98,7 @@ class Measured:
         return f"Measured on {where}; time relative to published cards: {', '.join(ratios)}"
 
     def write(self, path: Path) -> None:
-        """Write the file, whole or not at all.
+        """Write the file atomically.
 
         Raises:
             ConfigError: it cannot be written.
@@ -112,14 +114,14 @@ class Measured:
 
 
 def read_measured(path: Path, card: str) -> Measured:
-    """Read the rates of a card.
+    """Read the measured rates of a card from a file.
 
     Args:
         path: of the file, which `vllm hpu-check --save` or `--record-traffic` has written.
-        card: a key of `cards.CARDS` that they are to be of.
+        card: the expected kind of card, a key of `cards.CARDS`.
 
     Raises:
-        ConfigError: the file cannot be read, or is of another kind of card.
+        ConfigError: the file cannot be read, or is for another kind of card.
     """
     try:
         data: Any = json.loads(path.read_text("utf-8"))

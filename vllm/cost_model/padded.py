@@ -1,7 +1,7 @@
-"""Costs of padded batches, to compare buckets with each other.
+"""Relative costs of padded batches, for comparing buckets with each other.
 
-For 8 billion weights, 32 layers and a hidden size of 4096: 16 billion FLOPs a token, 524 thousand
-for a key that it attends to, 30,500 to 1.
+For 8 billion weights, 32 layers and a hidden size of 4096: 16 billion FLOPs a token, and 524
+thousand for each key that it attends to: a ratio of 30,500 to 1.
 """
 
 from typing import Any, TypeVar
@@ -14,9 +14,9 @@ _TOKEN = 65536
 
 
 def prefill_cost(num_tokens: int, query_len: int, num_blocks: int) -> int:
-    """Return the cost of a prefill: tokens, times the work of one of them.
+    """Return the relative cost of a prefill: its tokens, times the work per token.
 
-    Half of the prompt is attended to on average, and 128 keys in a block of context.
+    A token attends to half of the prompt on average, and to 128 keys in each block of context.
 
     Args:
         num_tokens: tokens of the batch, padding included.
@@ -27,7 +27,7 @@ def prefill_cost(num_tokens: int, query_len: int, num_blocks: int) -> int:
 
 
 def decode_cost(num_tokens: int, num_blocks: int) -> int:
-    """Return the cost of a decode: one for each token, one for each block that is read.
+    """Return the relative cost of a decode: 1 for each token, and 1 for each block that is read.
 
     Args:
         num_tokens: tokens of the batch, padding included.
@@ -55,14 +55,14 @@ _BLOCK_TOKENS = 128
 def forward_seconds(
     phase: NumberT, batch: NumberT, query_len: NumberT, blocks: NumberT, block_size: int = 128
 ) -> NumberT:
-    """Return the seconds of a padded forward pass: of a model with 8 billion parameters in bfloat16
-    on a Gaudi 2.
+    """Predict the seconds of a padded forward pass, of an 8B model in bfloat16 on a Gaudi 2.
 
-    For shares of padding and comparisons of buckets, where a factor that is common to all changes
-    nothing. Sums of terms, fitted to published runs: launch and weights, tokens, keys, KV blocks.
+    It is used for fractions of padding and for comparing buckets, where a common factor has no
+    effect. It is a sum of terms that were fitted to published runs: launch and weights, tokens,
+    keys, KV blocks.
 
     Args:
-        phase: 0 for a prefill, 1 for a decode; numbers or arrays, as all sizes are.
+        phase: 0 for a prefill, 1 for a decode; all sizes may be scalars or arrays.
         batch: requests.
         query_len: tokens of each request.
         blocks: KV blocks, of each request in a prefill, of all together in a decode.

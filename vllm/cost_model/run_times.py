@@ -1,7 +1,7 @@
-"""Seconds of forward passes that a running engine has measured, and constants that follow.
+"""Measured seconds of forward passes of a running engine, and constants adapted to them.
 
-The constants that were fitted to published runs are scaled, so that they predict these seconds.
-A constant of which the measured buckets say nothing stays as it is.
+The constants that were fitted to published runs are scaled, so that they predict these seconds. A
+constant about which the measured buckets give no information is not changed.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ _PHASES = ("prefill", "decode")
 
 
 def add_times(*every: BucketTimes) -> BucketTimes:
-    """Return the sum of times."""
+    """Add up the times of several records."""
     total: BucketTimes = {}
     for times in every:
         for bucket, (count, seconds) in times.items():
@@ -42,14 +42,14 @@ def add_times(*every: BucketTimes) -> BucketTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEngine:
-    """An engine that measures.
+    """The engine that measures times.
 
     Attributes:
         card: a key of `cards.CARDS`.
         is_simulated: nothing ran on hardware.
-        num_cards: how many share each layer.
+        num_cards: number of cards that share each layer.
         block_size: tokens of a KV block.
-        figures: of its model.
+        figures: sizes of its model.
     """
 
     card: str
@@ -61,18 +61,18 @@ class RunEngine:
 
 @dataclass(frozen=True)
 class RunTimes:
-    """Times that an engine has measured, and the settings of the engine."""
+    """Times that an engine has measured, and the settings of this engine."""
 
     engine: RunEngine
     times: BucketTimes
 
     @property
     def num_passes(self) -> float:
-        """Return how many forward passes were measured."""
+        """Number of forward passes that were measured."""
         return sum(count for count, _ in self.times.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of the field `FIELD`."""
+        """Return the content of the field `FIELD` in a traffic file."""
         content: dict[str, Any] = msgspec.to_builtins(self.engine)
         content["buckets"] = [
             [_PHASES[phase], *sizes, count, round(seconds, 6)]
@@ -82,7 +82,7 @@ class RunTimes:
 
     @cached_property
     def factors(self) -> Floats:
-        """Return by how much each constant is longer than the published one. [7]"""
+        """Ratio of each measured constant to the published one. [7]"""
         engine = self.engine
         published = fitted_constants(engine.card)
         cost = ServingCost(
@@ -107,12 +107,12 @@ class RunTimes:
 
     @property
     def fitted(self) -> Fitted:
-        """Return the constants of published runs, scaled."""
+        """The constants fitted to published runs, scaled by the measurements."""
         fitted = fitted_constants(self.engine.card)
         return replace(fitted, values=fitted.values * self.factors)
 
     def describe(self) -> str:
-        """Return which constants are measured, in one line."""
+        """Return one line of text about which constants are measured."""
         where = "a simulated card: nothing ran on hardware" if self.engine.is_simulated else "cards"
         changed = [
             f"{name} x {factor:.3g}"
@@ -127,7 +127,7 @@ class RunTimes:
 
 
 def parse_run_times(data: Mapping[str, Any], source: str) -> RunTimes | None:
-    """Read the times of a file of recorded traffic; None: it has none.
+    """Parse the times in a file of recorded traffic; None if it has none.
 
     Args:
         data: content of the file.
@@ -155,7 +155,7 @@ def parse_run_times(data: Mapping[str, Any], source: str) -> RunTimes | None:
 
 
 def read_run_times(data: Mapping[str, Any], source: str) -> RunTimes:
-    """Read times from which constants can follow.
+    """Parse the times in a file of recorded traffic, and check that they are enough for constants.
 
     Args:
         data: content of a file of recorded traffic.

@@ -1,10 +1,10 @@
-"""Seconds and bytes of what a start makes for each shape: recipes, and HPU graphs of them."""
+"""Predicts seconds and bytes of the recipes and HPU graphs that a start makes for each shape."""
 
 from vllm.cost_model import constants
 
 
 def compile_seconds(num_ops: int) -> float:
-    """Return the seconds that compiling one recipe takes.
+    """Predict the seconds of compiling one recipe.
 
     Args:
         num_ops: operators of the recipe, views included.
@@ -13,16 +13,16 @@ def compile_seconds(num_ops: int) -> float:
 
 
 def capture_seconds(num_recipes: int) -> float:
-    """Return the seconds that capturing one HPU graph takes, when its recipes are compiled.
+    """Predict the seconds of capturing one HPU graph whose recipes are compiled.
 
     Args:
-        num_recipes: that the graph launches, each layer's counted.
+        num_recipes: number of recipes that the graph launches, counted for each layer.
     """
     return num_recipes * constants.CAPTURE_RECIPE_S
 
 
 def graph_bytes(num_ops: int) -> int:
-    """Return the memory that an HPU graph keeps in addition to its outputs.
+    """Predict the memory that an HPU graph keeps in addition to its outputs.
 
     Args:
         num_ops: operators of all its recipes.

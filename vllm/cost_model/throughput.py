@@ -1,7 +1,8 @@
-"""Predicted seconds of a forward pass of a model on one or more cards, with a band. No torch.
+"""Predicts the seconds of a forward pass of a model on one or more cards, with a range. No torch.
 
-Times add up: in the published runs matmuls, memory and links overlap little. Batches and lengths
-are numbers or arrays of numpy that broadcast with each other; "tokens" and "blocks" are padded.
+Times add up: in the published runs matmuls, memory and links overlap little. Batch sizes and
+lengths are scalars or numpy arrays that broadcast with each other; "tokens" and "blocks" include
+padding.
 """
 
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ _PART_OF = {
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFigures:
-    """Attention layers that are alike."""
+    """Sizes of attention layers that are equal."""
 
     num_layers: int
     query_width: int
@@ -55,13 +56,13 @@ class AttentionFigures:
     """Most recent tokens that a query sees; None: all."""
 
     def seen(self, num_tokens: Floats) -> Floats:
-        """Return how many tokens a query sees, of so many."""
+        """Return how many of `num_tokens` tokens a query attends to (sliding window)."""
         return num_tokens if self.window is None else np.minimum(num_tokens, self.window)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFigures:
-    """Sizes of a model that its speed depends on, all cards together."""
+    """Sizes of a model that decide its speed, of all cards together."""
 
     dense_params: float
     """Parameters of linear layers that every token uses, without the head."""
@@ -82,16 +83,19 @@ class ModelFigures:
 
     @property
     def token_params(self) -> float:
-        """Parameters of linear layers that one token uses, without the head."""
+        """Parameters of linear layers that one token uses, without the output head."""
         return self.dense_params + self.experts_per_token * self.expert_params
 
     @property
     def head_params(self) -> int:
-        """Parameters of the layer that makes logits."""
+        """Parameters of the output head."""
         return self.hidden_size * self.vocab_size
 
     def params_read(self, num_tokens: Floats) -> Floats:
-        """Return how many parameters a step of so many tokens reads, for evenly used experts."""
+        """Return how many parameters a step with this number of tokens reads.
+
+        Experts are assumed to be used evenly.
+        """
         used = np.zeros_like(num_tokens)
         if self.num_experts:
             unused = (1 - self.experts_per_token / self.num_experts) ** num_tokens
@@ -128,7 +132,7 @@ class ModelFigures:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Predicted seconds of steps; each array has the shape of the batches and lengths."""
+    """Predicted seconds of steps; arrays have the shape of the batch sizes and lengths."""
 
     parts: Floats
     """In the order of `PARTS`. [..., 5]"""
@@ -148,18 +152,18 @@ class StepTime:
 
     @property
     def bound_by(self) -> NDArray[np.str_]:
-        """The part that takes most of the time."""
+        """Name of the part that takes most of the time."""
         longest: NDArray[np.str_] = np.array(PARTS)[self.parts.argmax(-1)]
         return longest
 
 
 class ServingCost:
-    """Predicts the steps of a model on cards of one box.
+    """Predicts the times of steps of a model on cards of one machine.
 
     Attributes:
         card: a key of `cards.CARDS`.
-        num_cards: how many share each layer (tensor parallel).
-        figures: the model.
+        num_cards: number of cards that share each layer (tensor parallel).
+        figures: sizes of the model.
         fitted: constants of the card.
     """
 
@@ -183,12 +187,12 @@ class ServingCost:
     def prefill_seconds(
         self, batch: ArrayLike, query_len: ArrayLike, context_blocks: ArrayLike = 0
     ) -> StepTime:
-        """Return the time of prefills.
+        """Predict the time of prefills.
 
         Args:
             batch: requests.
             query_len: new tokens of each request.
-            context_blocks: blocks of each request whose keys and values are there already.
+            context_blocks: blocks of each request whose keys and values are in the cache already.
         """
         batch, query_len, context_blocks = _floats(batch, query_len, context_blocks)
         attention, terms = self.prefill_terms(batch, query_len, context_blocks)
@@ -199,7 +203,7 @@ class ServingCost:
     def decode_seconds(
         self, batch: ArrayLike, context_tokens: ArrayLike, query_len: ArrayLike = 1
     ) -> StepTime:
-        """Return the time of decodes.
+        """Predict the time of decodes.
 
         Args:
             batch: requests.
@@ -212,7 +216,7 @@ class ServingCost:
         return self._step_time(terms, at, query_len > 1)
 
     def outside_of_data(self, prompt_len: int = 0) -> tuple[str, ...]:
-        """Return why the published runs say nothing of these steps; empty if they do.
+        """Return why published runs do not cover these steps; empty if they do.
 
         Args:
             prompt_len: of the longest prompt.
@@ -231,7 +235,7 @@ class ServingCost:
     def prefill_terms(
         self, batch: Floats, query_len: Floats, context_blocks: Floats
     ) -> tuple[Floats, Floats]:
-        """Return the seconds of attention, and the terms that constants multiply. [..., 7]"""
+        """Return the seconds of attention, and the terms [..., 7] that the constants multiply."""
         figures, num_tokens = self.figures, batch * query_len
         context = self._block_size * context_blocks
         attention = figures.attention_flops(num_tokens, context + query_len / 2) / self.num_cards
@@ -241,7 +245,7 @@ class ServingCost:
         return attention / (constants.SDPA_SHARE * self._spec.bf16_flops), terms
 
     def decode_terms(self, batch: Floats, context_tokens: Floats, query_len: Floats) -> Floats:
-        """Return the terms that constants multiply. [..., 7]"""
+        """Return the terms [..., 7] that the constants multiply."""
         num_tokens = batch * query_len
         terms = self._terms(num_tokens, batch, context_tokens / batch)
         flops = 2 * (self.figures.token_params + self.figures.head_params) * num_tokens
@@ -249,7 +253,7 @@ class ServingCost:
         return terms
 
     def _terms(self, num_tokens: Floats, batch: Floats, context: Floats) -> Floats:
-        """Return the terms of both phases: all but matmuls."""
+        """Return the terms of both phases, without matmuls."""
         figures, spec, num_cards = self.figures, self._spec, self.num_cards
         num_tokens, batch, context = np.broadcast_arrays(num_tokens, batch, context)
         terms = np.zeros((*num_tokens.shape, len(CONSTANTS)))
@@ -301,10 +305,10 @@ def _floats(*values: ArrayLike) -> tuple[Floats, ...]:
 def coordinates(
     prompt_share: ArrayLike, batch: ArrayLike, length: ArrayLike, params: ArrayLike
 ) -> Floats:
-    """Return coordinates of steps or runs, in which equal distances are about equally unlike.
+    """Return coordinates of steps or runs; the distance tells how different two of them are.
 
     Args:
-        prompt_share: of the time; 1 for a prefill, 0 for a decode.
+        prompt_share: prompt fraction of the time; 1 for a prefill, 0 for a decode.
         batch: requests.
         length: tokens of one request that are computed or read.
         params: of linear layers, that one token uses on one card.
@@ -315,10 +319,13 @@ def coordinates(
 
 
 def band(fitted: Fitted, at: Floats) -> tuple[Floats, Floats]:
-    """Return the factors between which nearby published runs lie, 1 included.
+    """Return the factors (low, high) between which the errors of nearby published runs are.
+
+    The range includes 1.
 
     Args:
-        at: as `coordinates` returns them. [..., 4]
+        fitted: constants with the errors of published runs.
+        at: [..., 4] from `coordinates`.
     """
     residuals = fitted.residuals
     distance = ((at[..., None, :] - residuals.coordinates) ** 2).sum(-1)

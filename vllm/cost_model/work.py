@@ -1,6 +1,6 @@
 """FLOPs and bytes of an operator on a card, by its name and its operands.
 
-Operands are tensors of torch, or anything with the same shapes and sizes.
+Operands are torch tensors, or anything with the same shapes and sizes.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs and bytes of one operator."""
+    """The FLOPs and bytes of one operator."""
 
     flops: float = 0
     num_bytes: int = 0
@@ -23,20 +23,22 @@ class Work:
     is_fp8: bool = False
 
     def seconds(self, spec: CardSpec) -> float:
-        """Return the longer of the times for computing and for moving the bytes."""
+        """Return the time for computing or for moving the bytes, whichever is longer."""
         peak = spec.fp8_flops if self.is_fp8 else spec.bf16_flops
         moving = self.num_bytes / (constants.HBM_SHARE * spec.hbm_bytes_per_s)
         return max(self.flops / (self.flops_share * peak), moving)
 
 
 def base_name(op: Any) -> str:
-    """Return `index_put` for `aten::index_put_`; overloads count as one."""
+    """Return the name without namespace, overload and underscores: `index_put` for
+    `aten::index_put_`.
+    """
     name: str = op.name().partition("::")[2].partition(".")[0]
     return name.strip("_")
 
 
 def work_of(op: Any, operands: Sequence[Any], results: Sequence[Any]) -> Work:
-    """Return the cost of an operator of torch, none for a view.
+    """Return the work of a torch operator; no work for a view.
 
     Args:
         op: the overload of the operator (`torch._ops.OpOverload`).

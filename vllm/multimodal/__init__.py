@@ -1,1 +1,1 @@
-"""Images and sounds of requests: fetching, decoding, and processes that can be killed for it."""
+"""Images and sounds of requests: fetching, decoding, and killable processes for it."""

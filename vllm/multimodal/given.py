@@ -1,4 +1,4 @@
-"""Images, sounds and videos that a program gives as objects, for `MediaSource`."""
+"""Converts images, sounds and videos that programs pass as objects to `MediaSource`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ _MAX_CHANNELS = 32
 
 @dataclass(frozen=True, slots=True)
 class NamedItem:
-    """An item that a program gives as an object in a conversation."""
+    """An item that a program passes as an object in a conversation."""
 
     where: str
     """Its name in error messages."""
@@ -41,10 +41,10 @@ class NamedItem:
 
 
 def as_list(modality: str, given: Any) -> list[Any]:
-    """Return the items of one modality: of a list its elements, and of anything else itself.
+    """Return the items of one modality: the elements of a list, or anything else as one item.
 
-    Samples in a list are one sound, a pair of samples and their rate as well, and images in a list
-    of videos are the frames of one.
+    A list of samples, or a pair of samples and their rate, is one sound. In a list of videos, a
+    list of images is the frames of one video.
     """
     if not isinstance(given, (list, tuple)):
         return [given]
@@ -65,18 +65,18 @@ def as_source(
     overrides: Mapping[str, Any],
     sampling_rate: int,
 ) -> MediaSource:
-    """Return an item that a program gives as an object, or as the content of a file.
+    """Convert an object, or the content of a file, that a program passes to a `MediaSource`.
 
     Args:
         modality: "image", "audio" or "video".
-        item: in any of the usual forms; embeddings as `GivenEmbeddings.divide` returns them.
+        item: in any of the usual types; embeddings in the form of `GivenEmbeddings.divide`.
         where: its name in error messages.
-        uuid: its name.
+        uuid: id of the item from the client.
         overrides: settings of the processor for the request.
         sampling_rate: of samples whose rate is not given.
 
     Raises:
-        RequestError: it has another type or shape, or values out of range.
+        RequestError: it has an unsupported type or shape, or values out of range.
     """
     if isinstance(item, NamedItem):
         item, where = item.item, item.where
@@ -103,7 +103,7 @@ def as_source(
 
 
 def _description_of(item: Any) -> str:
-    """Return how the message names an object that is not accepted."""
+    """Return a description, for messages, of an object that is not supported."""
     if isinstance(item, tuple) and len(item) == 2:
         return f"({_description_of(item[0])}, {item[1]!r:.40})"
     found = _as_array(item)
@@ -112,7 +112,7 @@ def _description_of(item: Any) -> str:
 
 
 def kind_of(item: Any) -> str:
-    """Return how messages name the type of an object."""
+    """Return a description, for messages, of the type of an object."""
     shape, dtype = getattr(item, "shape", None), getattr(item, "dtype", None)
     if shape is None or dtype is None:
         return type(item).__name__
@@ -120,7 +120,7 @@ def kind_of(item: Any) -> str:
 
 
 def _as_pixels(image: Any, where: str) -> NDArray[np.uint8] | None:
-    """Return the pixels [H, W, 3] of an image; None: it has another shape or type."""
+    """Return the pixels [H, W, 3] of an image; None if its shape or type is not supported."""
     if _is_pillow(image):
         return np.asarray(to_rgb(image, where=where), np.uint8)
     found = _as_array(image)
@@ -128,7 +128,7 @@ def _as_pixels(image: Any, where: str) -> NDArray[np.uint8] | None:
 
 
 def _as_samples(sound: Any, sampling_rate: int) -> dict[str, Any] | None:
-    """Return samples [n] of one channel and their rate; None: they have another shape or type."""
+    """Return samples [n] of one channel and their rate; None if shape or type is not supported."""
     if _is_pair(sound, (int, float)):
         sound, sampling_rate = sound
         if sampling_rate != int(sampling_rate) or sampling_rate < 1:
@@ -150,7 +150,7 @@ def _as_samples(sound: Any, sampling_rate: int) -> dict[str, Any] | None:
 
 
 def _as_frames(video: Any) -> VideoFrames | None:
-    """Return frames and when they are shown; None: they have another shape or type."""
+    """Return frames with their times; None if shape or type is not supported."""
     fps: Any = DEFAULT_FPS
     if _is_pair(video, Mapping):
         video, about = video
@@ -184,7 +184,7 @@ def _is_pillow(image: Any) -> bool:
 
 
 def _is_pair(item: Any, type_: Any) -> bool:
-    """Return whether it is an object and a value about it."""
+    """Return whether an item is a pair of an object and extra data of this type."""
     return (
         isinstance(item, tuple)
         and len(item) == 2
@@ -194,7 +194,7 @@ def _is_pair(item: Any, type_: Any) -> bool:
 
 
 def _as_array(item: Any) -> NDArray[Any] | None:
-    """Return an array, a tensor or a list of numbers as an array; None: it is something else."""
+    """Convert an array, a tensor or a list of numbers to an array; None for other types."""
     if isinstance(item, Sequence) and not isinstance(item, (str, bytes)):
         is_flat = all(isinstance(each, (int, float)) for each in item)
         return np.array(item, np.float32) if is_flat else None
@@ -209,7 +209,7 @@ def _as_array(item: Any) -> NDArray[Any] | None:
 
 
 def _as_bytes(image: NDArray[Any]) -> NDArray[np.uint8] | None:
-    """Return pixels [..., H, W, 3]; None: they have another shape or type."""
+    """Convert pixels to uint8 [..., H, W, 3]; None if shape or type is not supported."""
     if image.shape[-1] != 3:
         if image.shape[-3] != 3:
             return None

@@ -1,4 +1,4 @@
-"""Embeddings of images that a request brings instead of images."""
+"""Embeddings of images that a request contains instead of images."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
@@ -24,11 +24,11 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class GivenEmbeddings:
-    """Reads the embeddings of images of one model.
+    """Reads given embeddings of images for one model.
 
     Args:
         family: of the model.
-        size: of an embedding of a token.
+        size: of the embedding of a token.
         dtype: of the model.
         is_enabled: the engine accepts them (`enable_mm_embeds`).
     """
@@ -38,16 +38,16 @@ class GivenEmbeddings:
         self._is_enabled = is_enabled
 
     def divide(self, given: Sequence[Any]) -> list[Any]:
-        """Return the images of a prompt, of which some are given as embeddings.
+        """Convert the embeddings among the images of a prompt to `EncoderInput`, one per image.
 
-        Each of these is an `EncoderInput` in the result. Anything else is left as it is.
+        Other items are returned unchanged.
 
         Args:
             given: images; dictionaries with `image_embeds`, which may be of several images; and
-                tensors [n, width] or [images, n, width], if embeddings are accepted.
+                tensors [n, width] or [images, n, width], if embeddings are enabled.
 
         Raises:
-            RequestError: embeddings are not accepted, or these cannot be of the model.
+            RequestError: embeddings are not enabled, or these do not fit the model.
         """
         found: list[Any] = []
         for index, item in enumerate(given):
@@ -70,7 +70,7 @@ class GivenEmbeddings:
         return self._size * (1 + self._family.num_added)
 
     def _is_tensor(self, item: Any) -> bool:
-        """Return whether an object is embeddings and no pixels."""
+        """Return whether an object is embeddings, and not pixels."""
         shape: tuple[int, ...] = tuple(getattr(item, "shape", ()))
         if not self._is_enabled or isinstance(item, MediaSource) or len(shape) not in (2, 3):
             return False
@@ -105,7 +105,7 @@ class GivenEmbeddings:
             yield EncoderInput({EMBEDDINGS: embeddings}, grid)
 
     def _read_tensor(self, value: Any) -> list[FloatArray]:
-        """Return the embeddings [n, width] of each image of a tensor."""
+        """Return the embeddings [n, width] of each image in a tensor."""
         try:
             tensor = dense_tensor(value)
             check_finite(tensor, self._dtype)
@@ -122,13 +122,13 @@ class GivenEmbeddings:
 
 
 def _read_grids(given: Any) -> list[tuple[int, ...]] | None:
-    """Return the grid of each image; None: the request has none.
+    """Return the grid of each image; None if the request has none.
 
     Args:
         given: a tensor [3] or [images, 3], three integers, or a list of these.
 
     Raises:
-        RequestError: they are no integers.
+        RequestError: they are not integers.
     """
     if given is None:
         return None
@@ -167,10 +167,10 @@ def _is_grid(value: Any) -> TypeGuard[Sequence[int]]:
 
 
 def _cut(embeddings: FloatArray, counts: Sequence[int]) -> list[FloatArray]:
-    """Return the embeddings of each image, where they follow each other.
+    """Split concatenated embeddings by image.
 
     Raises:
-        RequestError: there are more or fewer than all images have.
+        RequestError: their number differs from the sum over all images.
     """
     if min(counts) < 1 or sum(counts) != len(embeddings):
         raise RequestError(

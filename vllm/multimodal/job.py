@@ -1,4 +1,4 @@
-"""The work of a process that reads media: decode, cut and resize images, and so on."""
+"""The work of a process that reads media: decoding, cropping, resizing."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -30,13 +30,13 @@ Job = Callable[[MediaSource], EncoderInput]
 
 
 def family_class(name: str) -> type[MediaFamily]:
-    """Return the class of a family by its module in `vllm.multimodal.families`."""
+    """Return the class of a family, given its module name in `vllm.multimodal.families`."""
     found: type[MediaFamily] = import_module(f"vllm.multimodal.families.{name}").Family
     return found
 
 
 def job_arguments(config: VllmConfig) -> dict[str, Any]:
-    """Return the arguments of `make_job` for the media of the model of an engine that reads some.
+    """Return the arguments of `make_job` for the model of an engine that reads media.
 
     Raises:
         ConfigError: the settings of the image processor are missing, or cannot be used.
@@ -63,7 +63,7 @@ def job_arguments(config: VllmConfig) -> dict[str, Any]:
 
 
 def family_of_model(config: VllmConfig) -> MediaFamily | None:
-    """Return the rules of the media of a model; None: it reads text only."""
+    """Return the media rules of the model; None if it reads only text."""
     if config.model.resolved_arch.media_config is None:
         return None
     given = job_arguments(config)
@@ -90,8 +90,8 @@ def make_job(
         background: colour of transparent pixels.
         max_seconds: limit of a sound.
         video: fields of a `FrameChoice`.
-        expected: width and height of the largest image that is expected; None: any. Images
-            that become more embeddings are refused.
+        expected: width and height of the largest image that is expected; None: any. Images with
+            more embeddings are errors.
 
     Raises:
         ConfigError: the family does not accept the config or the settings.
@@ -149,7 +149,7 @@ def make_job(
 
 
 def _import_processors(rules: MediaFamily) -> None:
-    """Process a small item of each modality, which imports what that needs."""
+    """Process a small item of each modality, to import everything that is needed."""
     black = np.zeros((_SIDE, _SIDE, 3), np.uint8)
     for modality in rules.modalities:
         if modality == "image":
@@ -164,7 +164,7 @@ def _import_processors(rules: MediaFamily) -> None:
 
 
 def largest_image(rules: MediaFamily, expected: tuple[int, int] | None) -> EncoderInput:
-    """Return a black image that costs the encoder as much as any image that is accepted.
+    """Return a black image that costs the encoder as much as any accepted image.
 
     Args:
         rules: of the model.
@@ -177,7 +177,7 @@ def largest_image(rules: MediaFamily, expected: tuple[int, int] | None) -> Encod
 
 
 def num_embeddings(rules: MediaFamily, given: EncoderInput) -> int:
-    """Return how many embeddings or hidden states the encoder makes of an item.
+    """Return how many embeddings or hidden states the encoder computes for an item.
 
     Args:
         rules: of the model.
@@ -189,7 +189,7 @@ def num_embeddings(rules: MediaFamily, given: EncoderInput) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ImageLimit:
-    """The largest image that is expected: `limit_mm_per_prompt` with width and height."""
+    """The largest image that is expected: width and height of `limit_mm_per_prompt`."""
 
     width: int
     height: int
@@ -197,15 +197,15 @@ class ImageLimit:
 
     @classmethod
     def of(cls, rules: MediaFamily, width: int, height: int) -> "ImageLimit":
-        """Return the limit for images of a model."""
+        """Compute the limit for images of a model."""
         image = largest_image(rules, (width, height))
         return cls(width, height, num_embeddings(rules, image))
 
     def check(self, count: int) -> None:
-        """Refuse an image that becomes more embeddings.
+        """Check that an image does not have more embeddings than the limit.
 
         Raises:
-            RequestError: names both numbers.
+            RequestError: it has; the message contains both counts.
         """
         if count > self.num_embeddings:
             raise RequestError(
@@ -216,14 +216,14 @@ class ImageLimit:
 
 
 def _cost(rules: MediaFamily, modality: str, choice: FrameChoice) -> tuple[int, int]:
-    """Return the most embeddings that an item can have, and the most bytes of its tensors."""
+    """Return the largest number of embeddings of an item, and of bytes of its tensors."""
     largest = rules.largest_of(modality, choice.num_frames)
     num_bytes = sum(tensor.nbytes for tensor in largest.tensors.values())
     return num_embeddings(rules, largest), num_bytes
 
 
 class _AnyTokens:
-    """A vocabulary in which each text is a token."""
+    """A vocabulary in which every text is one token."""
 
     def __init__(self) -> None:
         self._ids: dict[str, int] = {}
@@ -236,11 +236,10 @@ class _AnyTokens:
 
 
 def _check_cost(modality: str, cost: tuple[int, int], most: tuple[int, int]) -> None:
-    """Refuse settings of a request with which an item can be larger than the engine has memory
-    for.
+    """Check that settings of a request do not allow items larger than the engine has memory for.
 
     Raises:
-        RequestError: names both numbers.
+        RequestError: they do; the message contains both sizes.
     """
     for what, size, limit in zip(("embeddings", "bytes"), cost, most, strict=True):
         if size > limit:

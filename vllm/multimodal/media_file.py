@@ -1,4 +1,4 @@
-"""Files in memory by which the engine's other processes read the tensors of an item of media."""
+"""Memory files through which other processes of the engine read the tensors of media items."""
 
 import math
 import os
@@ -22,17 +22,16 @@ _ALIGNMENT = 64
 
 
 class MediaFile:
-    """The tensors of an item, readable by all processes of this user and machine.
+    """A memory file with the tensors of an item, readable by all processes of this user.
 
-    The file has no name in any folder. Its descriptor is closed when the last `with` that uses it
-    has ended, or when nobody refers to this object; the system closes the files of a killed
-    process.
+    The file has no name in any folder. It is closed when the last `with` block that uses it has
+    ended, or when nothing refers to this object; the system closes the files of a killed process.
 
     Args:
         tensors: by name.
 
     Attributes:
-        tensors: what a request has instead of them.
+        tensors: descriptions of the tensors, which a request contains instead of their data.
 
     Raises:
         OSError: the process has too many open files, or there is no memory.
@@ -64,7 +63,7 @@ class MediaFile:
 def _write(
     file: int, path: str, file_name: str, tensors: Mapping[str, npt.NDArray[Any]]
 ) -> Iterator[MediaTensor]:
-    """Write each tensor to a file, and yield where it is."""
+    """Write each tensor to a file, and yield its description."""
     end = 0
     for name, array in tensors.items():
         offset = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -83,8 +82,7 @@ def _write(
 
 
 def inline_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> tuple[MediaTensor, ...]:
-    """Return the tensors of an item with their data, as a request to a process of another machine
-    has them."""
+    """Describe tensors together with their data, for processes on other machines."""
     return tuple(
         MediaTensor(
             name=name,
@@ -97,7 +95,9 @@ def inline_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> tuple[MediaTensor
 
 
 class OpenFile:
-    """A file of another process, opened for reading. It closes with the last reference to it.
+    """A memory file of another process, opened for reading.
+
+    It is closed with the last reference to it.
 
     Args:
         path: of `MediaTensor`.
@@ -105,7 +105,7 @@ class OpenFile:
 
     Raises:
         OSError: the other process has closed it or has ended.
-        ValueError: another file is there.
+        ValueError: the path belongs to another file now.
     """
 
     def __init__(self, path: str, file_name: str) -> None:
@@ -117,11 +117,11 @@ class OpenFile:
 
 
 def open_files(arrays: Iterable[MediaTensor]) -> dict[str, OpenFile]:
-    """Return the open files of tensors of a request, by path.
+    """Open the memory files of the tensors of a request, by path.
 
     Raises:
-        OSError: the process that has a file open has closed it or has ended.
-        ValueError: another file is there.
+        OSError: the process that has the file open has closed it or has ended.
+        ValueError: the path belongs to another file now.
     """
     found: dict[str, OpenFile] = {}
     for array in arrays:
@@ -131,11 +131,11 @@ def open_files(arrays: Iterable[MediaTensor]) -> dict[str, OpenFile]:
 
 
 def read_tensor(array: MediaTensor, files: Mapping[str, OpenFile]) -> npt.NDArray[Any]:
-    """Return a tensor of a request, in memory of its own.
+    """Read a tensor of a request into new memory.
 
     Args:
         array: of the request.
-        files: that `open_files` has opened.
+        files: from `open_files`.
 
     Raises:
         ValueError: its file is not open, or has another size.

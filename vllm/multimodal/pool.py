@@ -1,14 +1,14 @@
-"""Processes that decode media of clients and prepare them for the model, and that can be killed.
+"""Killable processes that decode media of clients and prepare them for the model.
 
-A decoder of a damaged file may run for ever, take all memory or crash. Here that costs the request
-its item, and nothing else: the process is killed and the next one is forked.
+The decoder of a damaged file may run for ever, take all memory or crash. Then only the request with
+this file fails: the process is killed and a new one is forked.
 
     parent                                                child
     MediaSource -> file in memory            ->           job(source)
     EncoderInput <- file in memory           <-           tensors, one after the other
 
 Both files belong to the parent and have no name, so nothing is left when a process is killed. Only
-their description goes through the connection.
+their description is sent through the connection.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class _Tensor(msgspec.Struct):
 
 
 class _Source(msgspec.Struct):
-    """A `MediaSource` without its content."""
+    """A `MediaSource` without its content, as sent to a process."""
 
     modality: str
     where: str
@@ -80,7 +80,9 @@ class _Source(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """An `EncoderInput` without the content of its tensors, or the reason why there is none."""
+    """An `EncoderInput` without tensor content, or the reason why there is none; sent by a
+    process.
+    """
 
     refusal: str | None = None
     tensors: list[_Tensor] = []
@@ -88,16 +90,16 @@ class _Answer(msgspec.Struct):
 
 
 class MediaWorkers:
-    """Several processes, each of which works on one item at a time.
+    """Several processes that each process one media item at a time.
 
     Thread-safe. `run` and `run_sync` may be called from any event loop and any thread.
 
     Args:
-        job: "module:function". It is imported in the processes only, and called once with the
-            settings; what it returns is called for each item. It raises RequestError or ValueError
-            for an item that it does not accept.
-        settings: keyword arguments of this function: numbers, texts, lists and dictionaries.
-        num_workers: processes.
+        job: "module:function". It is imported only in the processes, and called once with the
+            settings; its result is called for each item. It raises RequestError or ValueError
+            for an item that is not accepted.
+        settings: keyword arguments of this function: numbers, strings, lists and dictionaries.
+        num_workers: number of processes.
         memory_limit_bytes: by how much items may enlarge the address space of a process.
         timeout_s: seconds for one item, without the wait for a free process.
     """
@@ -126,10 +128,12 @@ class MediaWorkers:
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="media")
 
     def start(self) -> None:
-        """Import the job, so that the first item does not wait for it. Blocks; `close` ends it.
+        """Import the job, so that the first item need not wait for it.
+
+        Blocks; `close` interrupts it.
 
         Raises:
-            ConfigError: the job cannot be imported, or refuses its settings.
+            ConfigError: the job cannot be imported, or does not accept its settings.
         """
         try:
             self._server.start()
@@ -139,7 +143,9 @@ class MediaWorkers:
             raise ConfigError(f"the processes that decode media cannot start: {error}") from error
 
     async def run(self, source: MediaSource) -> EncoderInput:
-        """Return the result of the job for an item. Cancelling it takes effect while it waits.
+        """Run the job for an item and return its result.
+
+        Cancelling has an effect only while the item waits for a process.
 
         Raises:
             RequestError: the item is not accepted, or needs too much time or memory.
@@ -148,11 +154,11 @@ class MediaWorkers:
         return await loop.run_in_executor(self._threads, self._run, source)
 
     def run_sync(self, source: MediaSource) -> EncoderInput:
-        """Return the same; blocks."""
+        """Run the job for an item and return its result; blocks."""
         return self._threads.submit(self._run, source).result()
 
     def close(self) -> None:
-        """Kill all processes. Items that they work on, or that wait for them, are refused."""
+        """Kill all processes; items that are processed or waiting fail."""
         self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         idle: list[DeadlineWorker] = []
@@ -206,7 +212,7 @@ class MediaWorkers:
 
 
 def _write_source(source: MediaSource, file: int) -> bytes:
-    """Write the content of a source to a file; returns its description."""
+    """Write the content of a source to a file, and return its description."""
     described = _Source(
         source.modality,
         source.where,
@@ -233,7 +239,7 @@ def _read_source(described: _Source, file: int) -> MediaSource:
 
 
 def _write_tensors(tensors: Mapping[str, NDArray[Any]], file: int) -> list[_Tensor]:
-    """Write tensors to a file; returns their description."""
+    """Write tensors to a file, and return their description."""
     described = []
     end = 0
     for name, tensor in tensors.items():
@@ -252,12 +258,12 @@ def _decode_answer(data: bytes) -> _Answer:
 
 
 def _read_result(answer: _Answer, file: int, max_bytes: int) -> EncoderInput:
-    """Return the tensors in memory of this process.
+    """Copy the tensors of a result to memory of this process.
 
     Args:
-        answer: description by the process, which may have been taken over.
+        answer: description from the process, which is not trusted: it may be compromised.
         file: with the content.
-        max_bytes: limit of all tensors together. A process has no memory for more.
+        max_bytes: limit of all tensors together, the most a process has memory for.
 
     Raises:
         WorkerDied: the description does not fit the file or the limit.
@@ -280,7 +286,7 @@ def _read_result(answer: _Answer, file: int, max_bytes: int) -> EncoderInput:
 
 
 def _read_tensor(described: _Tensor, file: int) -> NDArray[Any]:
-    """Return a tensor that the file has."""
+    """Read one tensor from the file."""
     dtype = np.dtype(described.dtype)
     size = math.prod(described.shape) * dtype.itemsize
     return _read(file, size, described.offset).view(dtype).reshape(described.shape)
@@ -291,14 +297,14 @@ def _bytes_of(tensor: NDArray[Any]) -> memoryview:
 
 
 def _write(file: int, left: memoryview, offset: int) -> None:
-    """Write all; one call of the system writes at most 2 GiB."""
+    """Write all bytes; one system call writes at most 2 GiB."""
     while left:
         written = os.pwrite(file, left, offset)
         left, offset = left[written:], offset + written
 
 
 def _read(file: int, num_bytes: int, offset: int) -> NDArray[np.uint8]:
-    """Read so many bytes, which the file has."""
+    """Read `num_bytes` bytes, which the file must have."""
     content = np.empty(num_bytes, np.uint8)
     left = content.data
     while left:
@@ -313,7 +319,7 @@ def _read(file: int, num_bytes: int, offset: int) -> NDArray[np.uint8]:
 
 
 def _make_handler(setup: bytes) -> Callable[[bytes, Sequence[int]], bytes]:
-    """Make the handler of the worker: input and output are descriptions, with two files."""
+    """Make the handler of the worker; input and output are descriptions, with two files."""
     load_decoders()  # imported before the fork, so that children need not import it
     start = msgspec.msgpack.decode(setup, type=_Setup)
     module, _, name = start.job.partition(":")

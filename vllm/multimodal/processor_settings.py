@@ -1,4 +1,4 @@
-"""The settings of the processor of a model: of its images, or of its sounds where it has none."""
+"""The settings of a model's processor: of images, or of sounds if it reads no images."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from vllm.multimodal.video.settings import read_video_settings
 
 
 def read_settings(family: type[MediaFamily], folder: Path | str) -> dict[str, Any]:
-    """Return the settings in the folder of a model of a family.
+    """Read the settings from the folder of a model.
 
     Raises:
         ConfigError: there are none, or they cannot be used.
@@ -25,7 +25,7 @@ def read_settings(family: type[MediaFamily], folder: Path | str) -> dict[str, An
 
 
 def has_settings(family: type[MediaFamily], folder: Path | str) -> bool:
-    """Return whether the folder of a model of a family has settings, whatever they are.
+    """Return whether the folder of a model has settings, valid or not.
 
     Raises:
         ConfigError: a file is damaged.
@@ -38,11 +38,11 @@ def has_settings(family: type[MediaFamily], folder: Path | str) -> bool:
 def override_settings(
     family: type[MediaFamily], settings: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return settings, some of them replaced by `mm_processor_kwargs`.
+    """Replace some settings by `mm_processor_kwargs`.
 
     Args:
         family: of the model.
-        settings: as `read_settings` returns them.
+        settings: from `read_settings`.
         overrides: by key.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The rules of speech of the model of an engine."""
+"""Returns the transcription rules of the model of an engine."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from vllm.utils.files.json_file import read_json_object
 
 
 def speech_of_model(config: VllmConfig, token_id: TokenLookup) -> SpeechRules | None:
-    """Return how the model of an engine transcribes; None: it does not.
+    """Return the transcription rules of the model of an engine; None if it does not transcribe.
 
     Args:
         config: complete and consistent.

@@ -1,4 +1,4 @@
-"""Images and sounds for the bodies of requests: fetched from where they are, and as base64."""
+"""Fetches images and sounds from URLs, and encodes them as base64 for request bodies."""
 
 import base64
 import io
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 def make_fetcher(
     allowed_local_media_path: str | None = None, allowed_media_domains: Sequence[str] | None = None
 ) -> MediaFetcher:
-    """Return a fetcher with the limits of the environment variables.
+    """Create a fetcher with the limits of the environment variables.
 
     Args:
         allowed_local_media_path: folder whose files file: URLs may name; None: no files.
-        allowed_media_domains: the only hosts that may be asked; their addresses may be private.
+        allowed_media_domains: the only hosts that are allowed; their addresses may be private.
             None: every public host.
 
     Raises:
@@ -49,15 +49,16 @@ def fetch_image(
     allowed_local_media_path: str | None = None,
     allowed_media_domains: Sequence[str] | None = None,
 ) -> "Image":
-    """Return the image at a URL: http:, https:, data: or file:.
+    """Fetch an image from a URL: http:, https:, data: or file:.
 
     Args:
         image_url: of the image.
-        image_mode: of Pillow; for "RGB", transparent pixels are white.
-        allowed_local_media_path, allowed_media_domains: the same as for `make_fetcher`.
+        image_mode: of Pillow; with "RGB", transparent pixels become white.
+        allowed_local_media_path: see `make_fetcher`.
+        allowed_media_domains: see `make_fetcher`.
 
     Raises:
-        RequestError: it cannot be fetched or is no image, or Pillow is not installed.
+        RequestError: it cannot be fetched or is not an image, or Pillow is not installed.
     """
     fetcher = make_fetcher(allowed_local_media_path, allowed_media_domains)
     data = fetcher.fetch_sync(image_url, "image", "image_url")
@@ -71,25 +72,26 @@ def fetch_audio(
     allowed_local_media_path: str | None = None,
     allowed_media_domains: Sequence[str] | None = None,
 ) -> tuple[Samples, int]:
-    """Return the sound at a URL as samples, and how many of them are in a second.
+    """Fetch a sound from a URL; return its samples, and the samples per second.
 
     Args:
         audio_url: http:, https:, data: or file:.
-        allowed_local_media_path, allowed_media_domains: the same as for `make_fetcher`.
+        allowed_local_media_path: see `make_fetcher`.
+        allowed_media_domains: see `make_fetcher`.
 
     Raises:
-        RequestError: it cannot be fetched or is no WAV file.
+        RequestError: it cannot be fetched or is not a WAV file.
     """
     fetcher = make_fetcher(allowed_local_media_path, allowed_media_domains)
     return read_wav(fetcher.fetch_sync(audio_url, "audio", "audio_url"))
 
 
 def encode_image_base64(image: "Image", *, image_mode: str = "RGB", format: str = "JPEG") -> str:
-    """Return an image of Pillow as the base64 text of a file.
+    """Encode a Pillow image as the base64 text of a file.
 
     Args:
         image: is not changed.
-        image_mode: of the file; for "RGB", transparent pixels are white.
+        image_mode: of the file; with "RGB", transparent pixels become white.
         format: of the file, as Pillow names it.
     """
     buffer = io.BytesIO()
@@ -99,5 +101,5 @@ def encode_image_base64(image: "Image", *, image_mode: str = "RGB", format: str 
 
 
 def encode_audio_base64(audio: NDArray[Any], sampling_rate: int) -> str:
-    """Return samples as the base64 text of a WAV file; see `vllm.utils.media.write_wav`."""
+    """Encode samples as the base64 text of a WAV file; see `vllm.utils.media.write_wav`."""
     return base64.b64encode(write_wav(audio, sampling_rate)).decode()

@@ -1,8 +1,8 @@
-"""The start of an engine on cards that are not in this machine: its config, buckets and memory, and
-the operators of each of its forward passes.
+"""Plans the start of an engine on cards that are not in this machine.
 
-Runs the worker of a card in this process, on a simulated card that computes nothing. It knows no
-model, format or size, and returns only values that the worker has found.
+The result has the config, buckets and memory of the engine, and the operators of each of its
+forward passes. It runs the worker of a card in this process, on a simulated card that computes
+nothing. It knows no model, format or size, and returns only values that the worker has found.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -33,14 +33,15 @@ _UNLIMITED_BYTES = 1 << 50
 
 @dataclass(frozen=True)
 class LaunchWork:
-    """Operators of a forward pass of one shape on each card.
+    """The operators of a forward pass of one shape, on each card.
 
     Attributes:
         operators: in the order in which they run; operators without work are left out.
-        num_ops: operators, views included.
-        num_launches: recipes that are launched, each layer's counted: what is captured.
-        recipes: that are compiled for it: a key of each, and its number of operators. Two shapes
-            that share a recipe have the same key.
+        num_ops: number of operators, views included.
+        num_launches: number of recipes that are launched, counted for each layer; these are
+            captured.
+        recipes: recipes to compile: a key of each -> its number of operators. Two shapes that share
+            a recipe have the same key.
     """
 
     operators: tuple[Work, ...]
@@ -60,7 +61,7 @@ class LaunchWork:
         )
 
     def followed_by(self, work: "LaunchWork") -> "LaunchWork":
-        """Return this work and another one."""
+        """Return the work of both, one after the other."""
         return LaunchWork(
             (*self.operators, *work.operators),
             self.num_ops + work.num_ops,
@@ -70,22 +71,22 @@ class LaunchWork:
 
     @cached_property
     def flops(self) -> float:
-        """Return the FLOPs."""
+        """Number of FLOPs of all operators."""
         return sum(work.flops for work in self.operators)
 
     @cached_property
     def num_bytes(self) -> int:
-        """Return the bytes that operators read and write in HBM."""
+        """Number of bytes that the operators read and write in HBM."""
         return sum(work.num_bytes for work in self.operators)
 
     def seconds(self, spec: CardSpec) -> float:
-        """Return the seconds that the operators take one after the other."""
+        """Return the seconds that the operators take one after another."""
         return sum(work.seconds(spec) for work in self.operators)
 
 
 @dataclass(frozen=True)
 class StageRoom:
-    """The memory of a stage of a pipeline, on each of its cards."""
+    """The memory of a pipeline stage, on each of its cards."""
 
     first_layer: int
     end_layer: int
@@ -98,7 +99,7 @@ class StageRoom:
 
 
 class EnginePlan:
-    """An engine that is planned for one kind of card, as one of its ranks sees it.
+    """An engine planned for one kind of card, from the view of one of its ranks.
 
     Args:
         config: of the engine.
@@ -106,10 +107,11 @@ class EnginePlan:
         rank: of the engine.
 
     Attributes:
-        config, spec: of the engine, and of its cards.
-        stages: of its pipeline, from the first on; one without a pipeline.
-        report: what the profiling run has found, and how the memory is divided.
-        ledger: of the card, with its KV cache.
+        config: of the engine.
+        spec: of its cards.
+        stages: its pipeline stages in order; one without a pipeline.
+        report: results of the profiling run, and how the memory is divided.
+        ledger: memory of the card by class, with its KV cache.
 
     Raises:
         ConfigError: the model does not fit the cards.
@@ -146,31 +148,34 @@ class EnginePlan:
 
     @property
     def catalog(self) -> Catalog:
-        """Return the buckets that can be launched."""
+        """The buckets of the engine."""
         return self.worker.runner.launches.planner.catalog
 
     @property
     def limits(self) -> StepLimits:
-        """Return the limits of a launch."""
+        """The limits of a forward pass."""
         return self.worker.runner.launches.planner.limits
 
     def first_buckets(self) -> list[Bucket]:
-        """Return the buckets with which a server begins, some of which may be of no other use."""
+        """Return the buckets that are warm when the server starts.
+
+        Some may be needed only then.
+        """
         return self.worker.first_buckets(self.catalog, self.limits)
 
     @property
     def ledger(self) -> MemoryLedger:
-        """Return the memory by class."""
+        """The memory by class."""
         return self.worker.ledger
 
     @property
     def memory_uses(self) -> list[MemoryUse]:
-        """Return the uses of memory other than forward passes and the KV cache."""
+        """The uses of memory other than forward passes and the KV cache."""
         return self.worker.memory_uses
 
     @cached_property
     def shapes(self) -> tuple[PaddedShape, ...]:
-        """Return every shape in which a forward pass can run."""
+        """Every shape in which a forward pass can run."""
         buckets = (*self.catalog.prefill, *self.catalog.decode)
         return tuple(shape for each in buckets for shape in self.shapes_of(each))
 
@@ -184,7 +189,7 @@ class EnginePlan:
 
     @property
     def bridge(self) -> HabanaBridge:
-        """Return the card."""
+        """The simulated card."""
         return self._platform.bridge
 
     def launch_work(self, shape: PaddedShape) -> LaunchWork:
@@ -196,10 +201,10 @@ class EnginePlan:
         return work
 
     def record(self, run: Callable[[], Result]) -> tuple[Result, LaunchWork]:
-        """Call a function that launches something, with whatever it computes left out.
+        """Call a function that launches operators, without computing their values.
 
         Returns:
-            What it returns, and the work of all that it has launched.
+            The result of the function, and the work of everything that it has launched.
         """
         with on_planned_card(self._platform), self._platform.recipes_launched() as launched:
             result = run()
@@ -212,15 +217,15 @@ def mode_setting(*, is_lazy: bool) -> str:
 
 
 def make_engine_plan(args: EngineArgs, device: str, num_cards: int = 1) -> EnginePlan:
-    """Plan an engine.
+    """Plan the start of an engine on cards.
 
     Args:
-        args: of the engine; `device` of them is not looked at. Weights are not read.
+        args: of the engine; its `device` is ignored. Weights are not read.
         device: a key of `cost_model.cards.CARDS`.
-        num_cards: that share each layer.
+        num_cards: number of cards that share each layer.
 
     Returns:
-        The plan of the first rank; of a pipeline, of the stage with room for the fewest KV blocks.
+        The plan of the first rank; with a pipeline, of the stage that holds the fewest KV blocks.
 
     Raises:
         ConfigError: the engine cannot start with these arguments, or the model does not fit.
@@ -251,12 +256,14 @@ def make_engine_plan(args: EngineArgs, device: str, num_cards: int = 1) -> Engin
 def weights_bytes(
     args: EngineArgs, device: str, num_cards: int, quantization: str | None = None
 ) -> tuple[VllmConfig, int]:
-    """Return the config of an engine, and the memory that its weights take on a card, however large
-    it is.
+    """Return the config of an engine, and the bytes of its weights on a card, even if they do not
+    fit.
 
     Args:
-        args, device, num_cards: see `make_engine_plan`.
-        quantization: another one instead of the quantization in `args`; None: the same.
+        args: see `make_engine_plan`.
+        device: see `make_engine_plan`.
+        num_cards: see `make_engine_plan`.
+        quantization: replaces the quantization in `args`; None: unchanged.
 
     Raises:
         ConfigError: the engine cannot start with these arguments.
@@ -275,13 +282,13 @@ def weights_bytes(
 def planned_config(
     args: EngineArgs, platform: Platform, num_cards: int, **more: object
 ) -> VllmConfig:
-    """Return the config of an engine whose weights need not be there.
+    """Return the config of an engine; its weights need not exist.
 
     Args:
         args: of the engine.
         platform: of its device.
-        num_cards: ranks that share each layer.
-        more: other values of `args`.
+        num_cards: number of ranks that share each layer.
+        more: replace values of `args`.
 
     Raises:
         ConfigError: the engine cannot start with these arguments.

@@ -1,4 +1,4 @@
-"""The throughput of a planned engine: for a grid of batches and prompts."""
+"""Predicts the throughput of a planned engine, for a grid of batch sizes and prompt lengths."""
 
 from collections.abc import Sequence
 
@@ -15,15 +15,15 @@ DEFAULT_OUTPUT = 128
 
 
 def is_speed_known(plan: EnginePlan) -> bool:
-    """Return whether the cost model is made for such an engine: cards that share each layer."""
+    """Return whether the cost model supports the engine: it must not have pipeline stages."""
     return plan.config.parallel.pipeline_parallel_size == 1
 
 
 def serving_cost(plan: EnginePlan, fitted: Fitted | None = None) -> ServingCost:
-    """Return the cost of the steps of a planned engine.
+    """Return the cost model for the steps of a planned engine.
 
     Raises:
-        ConfigError: it has pipeline stages, whose speed is not predicted.
+        ConfigError: it has pipeline stages, whose speed cannot be predicted.
     """
     if not is_speed_known(plan):
         raise ConfigError(
@@ -49,12 +49,12 @@ def most_requests(plan: EnginePlan, lengths: Lengths) -> int:
 def predict_plan(
     plan: EnginePlan, cost: ServingCost, batches: Sequence[int], lengths: Lengths
 ) -> Prediction:
-    """Return the speed of a planned engine.
+    """Predict the speed of a planned engine.
 
     Args:
         plan: of the engine.
         cost: of its steps.
-        batches: requests at a time.
+        batches: numbers of requests that run at a time.
         lengths: of each request.
     """
     return predict(
@@ -69,7 +69,7 @@ def predict_plan(
 def throughput_grid(
     plan: EnginePlan, cost: ServingCost, output_len: int = DEFAULT_OUTPUT
 ) -> list[Prediction]:
-    """Return the speed for prompts that fit the model, and batches that fit the KV cache."""
+    """Predict the speed for prompts that fit the model, and batches that fit the KV cache."""
     scheduler, predictions = plan.config.scheduler, []
     longest = scheduler.max_model_len - output_len
     for prompt in [size for size in PROMPTS if size <= longest] or [max(longest, 1)]:

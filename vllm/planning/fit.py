@@ -1,4 +1,4 @@
-"""The sentence for a model that does not fit a device, with the nearest setting that does."""
+"""Describes why a model does not fit a device, and the nearest setting with which it does."""
 
 from vllm.bucketing import format_bytes
 from vllm.cost_model.cards import CARDS
@@ -14,11 +14,13 @@ rest."""
 
 
 def planned_or_nearest(args: EngineArgs, device: str, num_cards: int) -> EnginePlan:
-    """Return the plan of an engine; see `make_engine_plan`.
+    """Return the plan of an engine; the error of a model that does not fit suggests a setting.
+
+    See `make_engine_plan`.
 
     Raises:
-        ConfigError: the engine cannot start. If its weights are too large, the error names the
-            fewest cards that hold them, and whether FP8 would do.
+        ConfigError: the engine cannot start. If its weights are too large, the error contains the
+            fewest cards that hold them, and whether FP8 would be enough.
     """
     try:
         return make_engine_plan(args, device, num_cards)
@@ -30,11 +32,12 @@ def planned_or_nearest(args: EngineArgs, device: str, num_cards: int) -> EngineP
 
 
 def excess(args: EngineArgs, device: str, num_cards: int) -> str | None:
-    """Return how much memory the weights of an engine that cannot start take; None: they are not
-    the reason.
+    """Return how much memory the weights take, if that is why the engine cannot start; else None.
 
     Args:
-        args, device, num_cards: see `make_engine_plan`.
+        args: see `make_engine_plan`.
+        device: see `make_engine_plan`.
+        num_cards: see `make_engine_plan`.
     """
     card_bytes = CARDS[device].pool_bytes
     try:
@@ -52,7 +55,7 @@ def excess(args: EngineArgs, device: str, num_cards: int) -> str | None:
 
 
 def _nearest(args: EngineArgs, device: str, num_cards: int) -> str:
-    """Return what to do where the weights do not fit."""
+    """Return advice for weights that do not fit: more cards, or FP8."""
     ways = []
     for more in (count for count in _CARD_COUNTS if count > num_cards):
         if _fits(args, device, more):
@@ -78,7 +81,7 @@ def _fits(args: EngineArgs, device: str, num_cards: int) -> bool:
 
 
 def _fp8_bytes(args: EngineArgs, device: str, num_cards: int) -> int | None:
-    """Return the bytes of the weights in FP8; None: they have a format already, or none of FP8."""
+    """Return the bytes of the weights in FP8; None if they are quantized, or cannot be in FP8."""
     if args.quantization is not None:
         return None
     try:

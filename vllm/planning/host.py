@@ -1,4 +1,4 @@
-"""A planned engine on a CPU: its weights have no values, and its machine has a given memory."""
+"""Plans an engine on a CPU: its weights have no values, and the machine's memory is an argument."""
 
 from vllm.bucketing import format_bytes
 from vllm.config import VllmConfig
@@ -14,7 +14,7 @@ from vllm.worker.parts.memory_use import MemoryUse, states_use
 
 
 class _PlannedMachine(CPUPlatform):
-    """A machine with nothing else in its memory.
+    """A planned machine whose memory is otherwise unused.
 
     Attributes:
         free_bytes: the memory that is left.
@@ -29,14 +29,14 @@ class _PlannedMachine(CPUPlatform):
 
 
 class PlannedCPUWorker(CPUWorker):
-    """One rank of an engine on a CPU.
+    """One rank of a planned engine on a CPU.
 
     Args:
         config: of the engine.
         machine: has the memory.
 
     Attributes:
-        report: what it has measured; there from `measure` on.
+        report: the measured memory; set by `measure`.
     """
 
     has_values = False
@@ -47,14 +47,14 @@ class PlannedCPUWorker(CPUWorker):
         self._machine = machine
 
     def _bind(self, rank: int) -> None:
-        """Leave this process on its cores."""
+        """Do nothing: planning does not bind this process to cores."""
 
     def _count_threads(self, weight_bytes: int) -> None:
-        """Take the weights of all ranks from the memory."""
+        """Subtract the weights of all ranks from the free memory."""
         self._machine.free_bytes -= weight_bytes * self.num_local_ranks
 
     def measure(self) -> MemoryReport:
-        """Count the KV blocks.
+        """Return how many KV blocks fit in the memory of the planned machine.
 
         Raises:
             ConfigError: the machine does not hold the weights, or one request.
@@ -73,18 +73,18 @@ class PlannedCPUWorker(CPUWorker):
 
     @property
     def memory_uses(self) -> list[MemoryUse]:
-        """Return the uses of the memory of each rank but its KV cache."""
+        """The uses of memory of each rank, except its KV cache."""
         states = states_bytes(self.config, self._layout)
         states += (self._num_kept_states or 0) * self._layout.state_bytes
         return [*self._uses(self.num_local_ranks), states_use(self.config, states)]
 
 
 def start_on_host(args: EngineArgs, num_ranks: int, total_bytes: int) -> PlannedCPUWorker:
-    """Return the first rank of an engine, which has measured its memory.
+    """Start the first rank of an engine up to the point where its memory is measured.
 
     Args:
         args: of the engine.
-        num_ranks: that share each layer.
+        num_ranks: number of ranks that share each layer.
         total_bytes: memory of the machine.
 
     Raises:

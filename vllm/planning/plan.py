@@ -1,4 +1,4 @@
-"""The answer of `vllm plan` as plain values: memory, buckets, time of a start, throughput."""
+"""The answer of `vllm plan` as plain values: memory, buckets, start time, throughput."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +30,7 @@ JSON_VERSION = 1
 
 @dataclass(frozen=True)
 class MemorySection:
-    """The memory of each card."""
+    """How the memory of each card is divided."""
 
     total_bytes: int
     uses: tuple[tuple[str, int], ...]
@@ -49,7 +49,10 @@ class MemorySection:
 
 @dataclass(frozen=True)
 class Plan:
-    """An engine on a device, which this machine may lack. Each section is rendered by itself."""
+    """The plan of an engine on a device, which this machine may lack.
+
+    Each section is formatted separately.
+    """
 
     model: str
     dtype: str
@@ -80,7 +83,7 @@ class Plan:
     """Buckets that the file of VLLM_BUCKETING_FROM_FILE lacks, as one sentence; empty: none."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the same figures for programs."""
+        """Return the plan as an object for JSON."""
         start = None
         if self.start is not None:
             totals = {name: getattr(self.start, name) for name in ("cold_s", "cached_s", "first_s")}
@@ -101,12 +104,13 @@ def make_plan(
     num_cards: int = 1,
     host_bytes: int | None = None,
 ) -> Plan:
-    """Plan an engine.
+    """Plan an engine on cards or on a CPU.
 
     Args:
-        args, num_cards: see `make_engine_plan`.
-        device: the same, or cpu.
-        host_bytes: memory of the machine, for cpu; None: as much as this one has.
+        args: see `make_engine_plan`.
+        device: see `make_engine_plan`, or cpu.
+        num_cards: see `make_engine_plan`.
+        host_bytes: memory of the machine, for cpu; None: the memory of this machine.
 
     Raises:
         ConfigError: the engine cannot start with these arguments, or the model does not fit.
@@ -117,12 +121,12 @@ def make_plan(
 
 
 def describe(engine: EnginePlan, device: str, measured: Measured | None = None) -> Plan:
-    """Return the plan of an engine that is planned already.
+    """Describe a planned engine as plain values.
 
     Args:
         engine: on a card.
         device: the card.
-        measured: rates of a card of this kind.
+        measured: measured rates of a card of this kind.
     """
     config, start = engine.config, plan_start(engine)
     if measured is not None:
@@ -154,7 +158,7 @@ def describe(engine: EnginePlan, device: str, measured: Measured | None = None) 
 
 
 def _completed(engine: EnginePlan) -> str:
-    """Return what the bucket file of an engine lacks."""
+    """Return a note about buckets that were added to those of the bucket file."""
     path = engine.config.hpu.bucketing_file
     if path is None:
         return ""
@@ -180,15 +184,17 @@ _MODES = {
 
 
 def _mode(engine: EnginePlan) -> str:
-    """Return the mode of execution that is planned."""
+    """Return the name of the execution mode that is planned."""
     is_lazy = engine.bridge.is_lazy
     name = _MODES[is_lazy, engine.config.model.enforce_eager]
     return f"Planned for {name}: serve with {mode_setting(is_lazy=is_lazy)}"
 
 
 def plan_memory(engine: EnginePlan) -> MemorySection:
-    """Return the memory of a card by the classes of its ledger; weights and workspace are divided
-    further."""
+    """Return the memory of a card by the classes of its ledger.
+
+    Weights and workspace are divided further.
+    """
     config, ledger, report = engine.config, engine.ledger, engine.report
     held = min(held_bytes(config), ledger.budget(MemoryClass.WORKSPACE))
     uses = [
@@ -223,7 +229,7 @@ def _memory_section(
 
 
 def _host_plan(args: EngineArgs, num_ranks: int, host_bytes: int | None) -> Plan:
-    """Return the plan of an engine on a CPU, which compiles nothing."""
+    """Plan an engine on a CPU, which compiles nothing."""
     total_bytes = machine_memory_bytes() if host_bytes is None else host_bytes
     worker = start_on_host(args, num_ranks, total_bytes)
     config, report = worker.config, worker.report

@@ -1,4 +1,4 @@
-"""Replays requests with the scheduler and the planner of an engine, and predicted times."""
+"""Replays requests with the scheduler and planner of an engine, using predicted times."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -35,28 +35,28 @@ order: the next one, and one after each of its drafts."""
 
 
 def make_batch(config: VllmConfig) -> InputBatch:
-    """Return the batch of a configuration."""
+    """Make the batch of running requests for a config."""
     limits = config.scheduler
     return InputBatch(limits.max_num_seqs, limits.max_model_len, config.max_blocks_per_request)
 
 
 class ScheduleLoop:
-    """Scheduler, batch and planner of an engine, without a model.
+    """Runs the scheduler, batch and planner of an engine without a model.
 
-    It handles a step as an engine does, in the same order: wait for the one in flight, update
-    the batch, plan, sample.
+    Each step is handled in the order of an engine: wait for the step in flight, update the batch,
+    plan, sample.
 
     Args:
         config: of the engine.
         num_blocks: KV blocks, the null block included.
         plan: buckets.
-        depth: results outstanding while the next step is scheduled.
-        draft_source: guesses next tokens, as many as the configuration allows.
+        depth: number of outstanding results while the next step is scheduled.
+        draft_source: makes draft tokens, as many as the config allows.
 
     Attributes:
         token_ids: of each request.
         new_names: ids of the requests that got tokens in the last call of `step`.
-        finished: the end of each request that was not cancelled.
+        finished: for each request that was not cancelled, how it finished.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class ScheduleLoop:
         self._outputs: deque[tuple[ModelRunnerOutput, ExpectedTokens]] = deque()
 
     def step(self, run: Run) -> bool:
-        """Schedule a step, let `run` do its launches, take in the oldest result.
+        """Schedule a step, let `run` execute it, and process the oldest result.
 
         Args:
-            run: runs them.
+            run: executes the forward passes of a step.
 
         Returns:
             Whether there was something to run.
@@ -133,13 +133,13 @@ class ScheduleLoop:
 
 
 def sampled_rows(step: SchedulerOutput, batch: InputBatch) -> IntArray:
-    """Return the rows of a step that reach the last of their tokens."""
+    """Return the batch indices of requests that sample: a step reaches their last token."""
     after = step.num_computed_tokens + step.num_scheduled_tokens
     return step.rows[after >= batch.num_tokens[step.rows]]
 
 
 def num_drafts_of(step: SchedulerOutput, rows: IntArray) -> IntArray | None:
-    """Return the drafts of some rows of a step; None: no row of the step has any."""
+    """Return the number of drafts of some requests of a step; None if the step has no drafts."""
     if step.num_draft_tokens is None:
         return None
     counts = dict(zip(step.rows.tolist(), step.num_draft_tokens.tolist(), strict=True))
@@ -158,13 +158,13 @@ class PhaseTime:
 
     @property
     def padding(self) -> float:
-        """Time of padding, relative to the time without any."""
+        """Time of padding, relative to the time without padding."""
         return self.padded_s / self.needed_s - 1 if self.needed_s else 0.0
 
 
 @dataclass(frozen=True)
 class Replay:
-    """Times of the requests, and sizes of the forward passes."""
+    """The result of a replay: times of the requests, and sizes of the forward passes."""
 
     table: TrafficTable
     """Sizes that the forward passes needed."""
@@ -188,7 +188,7 @@ class Replay:
 
     @property
     def padding(self) -> float:
-        """Time of padding in both phases, relative to the time without any."""
+        """Time of padding in both phases, relative to the time without padding."""
         padded = sum(time.padded_s for time in self.by_phase.values())
         needed = sum(time.needed_s for time in self.by_phase.values())
         return padded / needed - 1 if needed else 0.0
@@ -203,17 +203,17 @@ def replay(
     *,
     rate: float = 1.0,
 ) -> Replay:
-    """Replay requests on an engine.
+    """Replay requests on a planned engine.
 
-    No two of them share a prefix. Requests that are longer than the engine accepts are cut.
+    No two of them share a prefix. Requests that are longer than the engine accepts are shortened.
 
     Args:
         config: of the engine.
         num_blocks: KV blocks, the null block included.
         plan: its buckets.
-        requests: to replay; without times, all come at once.
+        requests: to replay; without times, all arrive at once.
         cost: predicted seconds of a forward pass of a shape.
-        rate: how many times as fast as in the file the requests come.
+        rate: factor on the arrival rate of the file.
     """
     loop = ScheduleLoop(config, num_blocks, plan)
     longest = plan.limits.max_seq_len
@@ -288,7 +288,7 @@ def replay(
 
 
 def _request(requests: RequestLengths, number: int, longest: int) -> EngineRequest:
-    """Return a request whose prompt begins as no other."""
+    """Return a request of this length whose prompt has a unique beginning."""
     num_prompt = min(int(requests.num_inputs[number]), longest - 1)
     num_total = min(num_prompt + max(1, int(requests.num_outputs[number])), longest)
     return EngineRequest(

@@ -1,9 +1,9 @@
-"""The traffic that requests of known lengths cause in an engine, as a program of its own.
+"""Computes the traffic that requests of known lengths cause in an engine, as a separate program.
 
     python -m vllm.planning.replay_lengths CARD REQUESTS OUTPUT < SETTINGS.json
 
-The settings are those of `EngineArgs`. A planned engine takes the device `hpu` of its process, so
-an engine that is about to start runs this in another one.
+The settings are the fields of `EngineArgs`. A planned engine replaces the device `hpu` in its
+process, so an engine that is about to start runs this in another process.
 """
 
 import logging
@@ -25,10 +25,10 @@ from vllm.planning.traffic import bucket_seconds, shape_seconds
 
 
 def replayed_table(args: EngineArgs, card: str, requests: RequestLengths) -> TrafficTable:
-    """Return the sizes of the forward passes that requests need.
+    """Return the sizes of the forward passes that requests need, by replaying them.
 
     Args:
-        args: of the engine. It has the buckets that it has without the traffic.
+        args: of the engine; its buckets are the ones without traffic.
         card: a key of `cost_model.cards.CARDS`.
         requests: to replay.
 
@@ -48,7 +48,9 @@ def replayed_table(args: EngineArgs, card: str, requests: RequestLengths) -> Tra
 
 
 def main(card: str, requests: str, output: str) -> int:
-    """Write the table to a file. Return the exit code."""
+    """Replay the requests of a file and write the traffic table to another; return the
+    exit code.
+    """
     try:
         args = EngineArgs(**msgspec.json.decode(sys.stdin.buffer.read()))
         replayed_table(args, card, read_lengths(Path(requests))).save(Path(output))

@@ -1,4 +1,4 @@
-"""The speed that the requests of a replay have, and the highest rate that meets goals."""
+"""The speed of the requests in a replay, and the highest rate that meets goals."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -31,12 +31,12 @@ class ReplaySpeed:
 
     Attributes:
         num_requests: of the replay.
-        requests_per_s: mean rate of the arrivals; None: all arrive at the same time.
+        requests_per_s: mean arrival rate; None: all arrive at the same time.
         tokens_per_s: of all outputs.
-        ttft_s, tpot_s, request_s: the `PERCENTILES`; of requests with one output token, there is
-            no time per output token.
-        mean_kv_usage: of the time from the first request to the end of the last.
-        num_preemptions: requests that lost their KV blocks.
+        ttft_s, tpot_s, request_s: the `PERCENTILES` of these times; requests with one output token
+            have no time per output token.
+        mean_kv_usage: average over the time from the first request to the end of the last.
+        num_preemptions: number of times that a request lost its KV blocks.
     """
 
     num_requests: int
@@ -51,7 +51,7 @@ class ReplaySpeed:
 
     @classmethod
     def of(cls, found: Replay) -> "ReplaySpeed":
-        """Return the speed of a replay."""
+        """Compute the speed of a replay."""
         span = float(found.arrivals[-1] - found.arrivals[0])
         count = len(found.arrivals)
         return cls(
@@ -67,7 +67,7 @@ class ReplaySpeed:
         )
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of the text."""
+        """Yield the speed as lines of text."""
         rate = self.requests_per_s
         arrive = "all at once" if rate is None else f"at {rate:,.3g} requests/s"
         yield (
@@ -97,10 +97,10 @@ class ReplaySpeed:
 
 @dataclass(frozen=True)
 class RateChoice:
-    """The highest rate at which a replay meets goals.
+    """The highest arrival rate at which a replay meets goals.
 
     Attributes:
-        speed: at this rate, or at the lowest one where none meets them.
+        speed: at this rate, or at the lowest one if none meets the goals.
         misses: goals that are not met; empty if all are.
         is_highest_tried: whether a higher rate might meet them as well.
     """
@@ -110,7 +110,7 @@ class RateChoice:
     is_highest_tried: bool = False
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of the text."""
+        """Yield the result as lines of text."""
         what = f"{GOAL_PERCENTILE} % of the requests meet the goals in the buckets of the engine"
         if self.misses:
             misses = "; ".join(map(str, self.misses))
@@ -132,10 +132,10 @@ class RateChoice:
 
 
 def highest_rate(run: RunAt, goals: Goals, start: float) -> RateChoice:
-    """Return the highest rate that meets the goals for times; others are not looked at.
+    """Return the highest rate that meets the goals for times; other goals are ignored.
 
     Args:
-        run: replays the requests.
+        run: replays the requests at a rate.
         goals: at least one for a time.
         start: the first rate that is tried, in requests per second.
     """

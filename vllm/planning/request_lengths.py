@@ -1,4 +1,4 @@
-"""Lengths of requests out of a file: CSV with a header, or JSON Lines."""
+"""Reads lengths of requests from a file: CSV with a header, or JSON Lines."""
 
 import csv
 import json
@@ -41,7 +41,7 @@ _SECONDS_OF_TIME = {
 
 @dataclass(frozen=True)
 class RequestLengths:
-    """Requests in the order of their times."""
+    """Lengths and arrival times of requests, in the order of their times."""
 
     num_inputs: npt.NDArray[np.int64]
     """[n] tokens of each prompt."""
@@ -57,15 +57,15 @@ class RequestLengths:
 
     @property
     def rate(self) -> float | None:
-        """Return the mean requests per second; None: there are no times, or all are the same."""
+        """Mean requests per second; None if there are no times, or all are equal."""
         if self.times is None or len(self) < 2 or not self.times[-1] > self.times[0]:
             return None
         return float((len(self) - 1) / (self.times[-1] - self.times[0]))
 
     def at_rate(self, rate: float) -> "RequestLengths":
-        """Return the same requests at so many per second.
+        """Return the same requests with an arrival rate of `rate` per second.
 
-        The times are stretched. Without times, arrivals are a Poisson process.
+        The times are scaled. Without times, arrivals are a Poisson process.
         """
         if self.times is None or self.rate is None:
             gaps = np.random.default_rng(0).exponential(1 / rate, len(self))
@@ -75,13 +75,13 @@ class RequestLengths:
         return RequestLengths(self.num_inputs, self.num_outputs, times, self.notes)
 
     def part(self, index: slice) -> "RequestLengths":
-        """Return some of the requests."""
+        """Return the requests of a slice."""
         times = None if self.times is None else self.times[index]
         return RequestLengths(self.num_inputs[index], self.num_outputs[index], times, self.notes)
 
 
 def is_recorded(path: Path) -> bool:
-    """Return whether a file is recorded traffic instead of lengths of requests.
+    """Return whether a file contains recorded traffic instead of lengths of requests.
 
     Raises:
         ConfigError: it cannot be read.
@@ -96,12 +96,12 @@ def is_recorded(path: Path) -> bool:
 
 
 def read_lengths(path: Path, max_requests: int = MAX_REQUESTS) -> RequestLengths:
-    """Read lengths of requests.
+    """Read lengths of requests from a file.
 
     Args:
         path: of a file with the columns or keys input_tokens, output_tokens and, if it has times,
-            timestamp; usual other names are known too.
-        max_requests: of a longer file every n-th request is kept, and `notes` says so.
+            timestamp; other usual names are accepted as well.
+        max_requests: of a longer file every n-th request is used, and `notes` says so.
 
     Raises:
         ConfigError: the file cannot be read, has no request, or has a bad line, which is named.
@@ -234,7 +234,7 @@ def _seconds(value: Any, factor: float, where: str) -> float:
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number, or None."""
+    """Return the value as a finite float, or None if it is none."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
     try:

@@ -1,7 +1,7 @@
-"""Seconds of the start of an engine on cards, and the HPU graphs that it keeps.
+"""Predicts the start time of an engine on cards, and the HPU graphs that it keeps.
 
 Shapes of one kind launch the same operators, so the smallest and the largest of each kind are run,
-and what lies between is interpolated.
+and the values between are interpolated.
 """
 
 from collections import Counter, defaultdict
@@ -24,7 +24,7 @@ _Kind = tuple[Hashable, ...]
 
 @dataclass(frozen=True)
 class PhaseStart:
-    """Recipes and graphs for the forward passes of one phase."""
+    """The recipes and graphs for the forward passes of one phase."""
 
     num_buckets: int
     num_shapes: int
@@ -38,7 +38,7 @@ class PhaseStart:
 
 @dataclass(frozen=True)
 class StartPlan:
-    """The warm-up, in seconds of the cost model. Reading the weights is not in it."""
+    """The predicted warm-up in seconds; reading the weights is not included."""
 
     prefill: PhaseStart
     decode: PhaseStart
@@ -52,7 +52,7 @@ class StartPlan:
     """Running them, and capturing as many graphs of them as the memory holds."""
 
     def with_slower_compilations(self, factor: float) -> "StartPlan":
-        """Return the same start on a card whose compilations take this factor longer."""
+        """Return the plan for a card whose compilations take this factor longer."""
         prefill, decode = (
             replace(phase, compile_s=factor * phase.compile_s) for phase in self.phases
         )
@@ -66,33 +66,33 @@ class StartPlan:
 
     @property
     def phases(self) -> tuple[PhaseStart, PhaseStart]:
-        """Return prompts and decodes."""
+        """The plans for prompts and for decodes."""
         return self.prefill, self.decode
 
     @property
     def compile_s(self) -> float:
-        """Return the seconds of all compilations."""
+        """Seconds of all compilations."""
         return self.sampling_s + sum(phase.compile_s for phase in self.phases)
 
     @property
     def first_s(self) -> float:
-        """Return the seconds until a server answers, without recipes on disk."""
+        """Seconds until a server answers, without recipes on disk."""
         return self.first_compile_s + self.first_run_s
 
     @property
     def cached_s(self) -> float:
-        """Return the seconds until all buckets are warm where all recipes are on disk."""
+        """Seconds until all buckets are warm, with all recipes on disk."""
         return sum(phase.run_s + phase.capture_s for phase in self.phases)
 
     @property
     def cold_s(self) -> float:
-        """Return the seconds until all buckets are warm without recipes on disk."""
+        """Seconds until all buckets are warm, without recipes on disk."""
         return self.compile_s + self.cached_s
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """A shape that has been run."""
+    """A shape that has been run, with its costs."""
 
     shape: PaddedShape
     warm_up: LaunchWork
@@ -107,7 +107,7 @@ class _Sample:
 
 
 class ShapeCosts:
-    """Seconds and bytes of the shapes of an engine.
+    """Predicts seconds and bytes of the shapes of an engine.
 
     Args:
         plan: of the engine.
@@ -156,32 +156,34 @@ class ShapeCosts:
     # ---- of one shape ---------------------------------------------------------------------
 
     def compile_s(self, shape: PaddedShape) -> float:
-        """Return the seconds of compiling recipes that no other shape needs."""
+        """Return the seconds of compiling the recipes that no other shape needs."""
         return self._between(shape, lambda sample: _seconds(self._own_recipes(sample)))
 
     @property
     def shared_s(self) -> float:
-        """Return the seconds of compiling what several shapes have in common."""
+        """Seconds of compiling the recipes that several shapes share."""
         recipes = {r: n for x in self._all_samples() for r, n in x.warm_up.recipes.items()}
         return _seconds({r: n for r, n in recipes.items() if r in self._shared})
 
     def run_s(self, shape: PaddedShape) -> float:
-        """Return the seconds of one launch."""
+        """Return the seconds of one forward pass of the shape."""
         return self._between(shape, lambda sample: sample.warm_up_s)
 
     def capture_s(self, shape: PaddedShape) -> float:
-        """Return the seconds of capturing its HPU graph."""
+        """Return the seconds of capturing the shape's HPU graph."""
         return self._between(shape, lambda sample: capture_seconds(sample.forward.num_launches))
 
     def graph_bytes(self, shape: PaddedShape) -> int:
-        """Return the memory that its HPU graph keeps."""
+        """Return the memory that the shape's HPU graph keeps."""
         sample = self._samples_of(shape)[0]
         outputs = shape.num_rows * sample.row_bytes + shape.bucket.num_tokens * sample.token_bytes
         return outputs + round(self._between(shape, lambda sample: sample.extra_bytes))
 
     def _samples_of(self, shape: PaddedShape) -> tuple[_Sample, _Sample]:
-        """Return the samples of its kind, or of its phase where only a first bucket has such a
-        shape."""
+        """Return the smallest and largest sample of the shape's kind.
+
+        If only a first bucket has such a shape, they are samples of another kind in its phase.
+        """
         found = self._samples.get(_kind_of(shape))
         if found is not None:
             return found
@@ -198,7 +200,7 @@ class ShapeCosts:
         return value(low) + share * (value(high) - value(low))
 
     def sampling_s(self) -> float:
-        """Return the seconds of compiling what samples, for each padded batch size."""
+        """Return the seconds of compiling the sampling graphs for one padded batch size."""
         sample = next(iter(self._samples.values()))[0]
         run = partial(self._plan.worker.runner.warm_up, sample.shape, sampling="warm_up")
         _, work = self._plan.record(run)
@@ -207,7 +209,7 @@ class ShapeCosts:
 
 
 def plan_start(plan: EnginePlan) -> StartPlan:
-    """Return how long the warm-up of an engine takes."""
+    """Predict how long the warm-up of an engine takes."""
     costs = ShapeCosts(plan)
     graphs = _plan_graphs(plan, costs)
 
@@ -243,12 +245,12 @@ def plan_start(plan: EnginePlan) -> StartPlan:
 
 
 def _num_sizes(shapes: Iterable[PaddedShape]) -> int:
-    """Return how many padded batch sizes are sampled."""
+    """Return the number of padded batch sizes whose sampling is compiled."""
     return len({shape.num_rows for shape in shapes})
 
 
 def _plan_graphs(plan: EnginePlan, costs: ShapeCosts) -> Mapping[Phase, PhaseGraphs]:
-    """Return the graphs that the memory holds; none where the mode has no graphs."""
+    """Return the graphs that fit in memory; none if the execution mode has no graphs."""
     if not isinstance(plan.worker.runner.launches.execution, GraphExecution):
         return {}
     hpu, ledger = plan.config.hpu, deepcopy(plan.ledger)
@@ -274,7 +276,7 @@ def _plan_graphs(plan: EnginePlan, costs: ShapeCosts) -> Mapping[Phase, PhaseGra
 
 
 def _kind_of(shape: PaddedShape) -> _Kind:
-    """Return what decides the operators of a shape, whatever its sizes are."""
+    """Return the properties of a shape that decide its operators, without its sizes."""
     bucket = shape.bucket
     if bucket.phase is Phase.PREFILL:
         return bucket.phase, bucket.blocks > 0, shape.merged_prompts > 0

@@ -1,4 +1,4 @@
-"""The tables of `vllm plan`: one function for each section, 100 columns at most."""
+"""Formats the tables of `vllm plan`: one function for each section, 100 columns at most."""
 
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
@@ -15,7 +15,7 @@ _MOST_OF_NAME = 40
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
-    """Yield the lines of a plan."""
+    """Yield a plan as lines of text."""
     what = "rank" if plan.device == "cpu" else "card"
     count = f"{plan.num_cards} {plan.device} {what}{'s'[: plan.num_cards > 1]}"
     if plan.num_engines > 1:
@@ -43,7 +43,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
 
 
 def memory_lines(memory: MemorySection, owner: str) -> Iterator[str]:
-    """Yield the lines of the memory of a card, or of a machine."""
+    """Yield the section about the memory of a card, or of a machine, as lines of text."""
     yield f"{f'Memory of {owner}':<34}  {format_bytes(memory.total_bytes):>10}"
     for what, num_bytes in memory.uses:
         share = num_bytes / memory.total_bytes
@@ -60,7 +60,7 @@ def memory_lines(memory: MemorySection, owner: str) -> Iterator[str]:
 
 
 def stage_lines(stages: Sequence[StageRoom]) -> Iterator[str]:
-    """Yield the lines of the stages of a pipeline."""
+    """Yield the section about pipeline stages as lines of text."""
     yield "Stages        layers     weights   workspace  room for KV blocks"
     for number, stage in enumerate(stages, start=1):
         layers = f"{stage.first_layer}-{stage.end_layer - 1}"
@@ -73,7 +73,7 @@ def stage_lines(stages: Sequence[StageRoom]) -> Iterator[str]:
 
 
 def start_lines(start: StartPlan) -> Iterator[str]:
-    """Yield the lines of the warm-up."""
+    """Yield the section about the warm-up as lines of text."""
     yield "Warm-up     buckets  shapes   compile       run  HPU graphs   capture  graph memory"
     for name, phase in (("prompts", start.prefill), ("decodes", start.decode)):
         yield _phase_line(name, phase)
@@ -89,7 +89,7 @@ def start_lines(start: StartPlan) -> Iterator[str]:
 
 
 def throughput_lines(predictions: Sequence[Prediction]) -> Iterator[str]:
-    """Yield the lines of the throughput."""
+    """Yield the section about the throughput as lines of text."""
     output = predictions[0].lengths.output
     yield (
         f"Throughput by number of concurrent requests, {output} output tokens each (expected, "
@@ -108,7 +108,7 @@ def _phase_line(name: str, phase: PhaseStart) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    """Format seconds, or minutes from two minutes on.
+    """Format a time in seconds, or in minutes from two minutes on.
 
     >>> [_seconds(x) for x in (0.31, 59.6, 119.0, 696.0)]
     ['0.3 s', '60 s', '119 s', '11.6 min']

@@ -1,4 +1,4 @@
-"""Buckets of a planned engine for a traffic, recorded or replayed from lengths of requests."""
+"""Chooses buckets of a planned engine for a traffic, recorded or replayed from request lengths."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ Traffic = TrafficTable | RequestLengths
 
 @dataclass(frozen=True)
 class TrafficPlan:
-    """The buckets for a traffic."""
+    """The buckets for a traffic, as part of a plan."""
 
     source: str
     num_launches: float
@@ -55,11 +55,11 @@ class TrafficPlan:
 
     @property
     def certificates(self) -> tuple[str, ...]:
-        """The padding of each phase, and the least that any other set could have."""
+        """For each phase, the padding and the lower bound for any other set of buckets, as text."""
         return self.chosen.lines
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of the text."""
+        """Yield the section about the traffic as lines of text."""
         kind = "recorded" if self.replayed is None else "replayed"
         yield f"Traffic {self.source}: {self.num_launches:,.0f} forward passes, {kind}"
         yield from (f"  {note}" for note in self.notes)
@@ -99,12 +99,12 @@ class TrafficPlan:
         return result
 
     def file_text(self) -> str:
-        """Return a bucket file with the certificates as comments."""
+        """Return the text of a bucket file, with the padding of each phase as comments."""
         return bucket_file_text(self.chosen.buckets, (*self.certificates, f"for {self.source}"))
 
 
 def read_traffic(path: Path) -> Traffic:
-    """Read recorded traffic, or lengths of requests.
+    """Read recorded traffic, or lengths of requests, from a file.
 
     Raises:
         ConfigError: the file is damaged or has no traffic.
@@ -122,19 +122,19 @@ def plan_traffic(
 ) -> TrafficPlan:
     """Choose the buckets of an engine for a traffic.
 
-    Lengths of requests are replayed in them, and in the buckets of the engine at the highest rate
-    that meets goals for times.
+    Lengths of requests are replayed with these buckets, and with the original buckets at the
+    highest rate that meets the goals for times.
 
     Args:
         engine: planned, with the buckets that it has without the traffic.
-        traffic: for which they are chosen.
+        traffic: for which buckets are chosen.
         source: name of its file.
         num_buckets: of each phase.
         cost: of its steps.
         goals: for the requests; None: none.
 
     Raises:
-        ConfigError: the traffic is of another block size.
+        ConfigError: the traffic has another block size.
     """
     seconds = shape_seconds(cost, engine.config.cache.block_size)
     if isinstance(traffic, TrafficTable):
@@ -225,7 +225,7 @@ def _plan_requests(
 
 
 def _notes_of_recorded(table: TrafficTable, limits: StepLimits, source: str) -> Iterator[str]:
-    """Yield what the limits of the engine change in recorded traffic."""
+    """Yield notes about recorded traffic that exceeds the limits of the engine."""
     most_blocks = limits.max_context_blocks(1), limits.max_blocks
     num_cut = 0.0
     for phase, blocks in zip(Phase, most_blocks, strict=True):
@@ -241,7 +241,7 @@ def _notes_of_recorded(table: TrafficTable, limits: StepLimits, source: str) -> 
 
 
 def _notes_of_requests(requests: RequestLengths, limits: StepLimits, source: str) -> Iterator[str]:
-    """Yield what the limits of the engine change in requests."""
+    """Yield notes about requests that exceed the limits of the engine."""
     lengths = requests.num_inputs + np.maximum(requests.num_outputs, 1)
     if num_cut := int((lengths > limits.max_seq_len).sum()):
         yield (
@@ -257,15 +257,14 @@ def recorded_padding(
     cost: ShapeCost,
     longest: int,
 ) -> float:
-    """Return the cost of padding of recorded forward passes in some buckets, relative to the cost
-    without any.
+    """Return the cost of padding of recorded forward passes, relative to the cost without padding.
 
     Args:
-        table: recorded.
+        table: recorded traffic.
         buckets: for every forward pass of at most `longest` tokens of a prompt.
         limits: of a step.
         cost: of a padded forward pass.
-        longest: tokens of a prompt in one forward pass; longer prompts run in parts.
+        longest: tokens of a prompt in one forward pass; longer prompts run in chunks.
     """
     total = needed = 0.0
     for phase in Phase:
@@ -282,7 +281,7 @@ def recorded_padding(
 def _in_parts(
     shapes: Shapes, weights: Weights, limits: StepLimits, longest: int
 ) -> tuple[Shapes, Weights]:
-    """Return prefills with no more than so many tokens of each prompt."""
+    """Split prefills into chunks of at most `longest` tokens of each prompt."""
     parts = [
         (phase, batch, size, min(blocks + ceil_div(start, limits.block_size), most), weight)
         for (phase, batch, query_len, blocks), weight in zip(
@@ -297,7 +296,7 @@ def _in_parts(
 
 
 def shape_seconds(cost: ServingCost, block_size: int) -> ShapeCost:
-    """Return the predicted seconds of forward passes of an engine, as a function of their sizes."""
+    """Return a function that predicts the seconds of forward passes from their sizes."""
 
     def seconds(phase: Ints, batch: Ints, query_len: Ints, blocks: Ints) -> Floats:
         rows, tokens, held = (size.astype(np.float64) for size in (batch, query_len, blocks))
@@ -312,11 +311,11 @@ def shape_seconds(cost: ServingCost, block_size: int) -> ShapeCost:
 
 
 def bucket_seconds(buckets: Sequence[Bucket], cost: ShapeCost) -> tuple[float, ...]:
-    """Return the predicted seconds of a forward pass in each bucket."""
+    """Predict the seconds of a forward pass in each bucket."""
     sizes = np.array([(b.phase, b.batch, b.query_len, b.blocks) for b in buckets], np.int64)
     return tuple(cost(*sizes.reshape(-1, 4).T).tolist())
 
 
 def bucket_row(bucket: Bucket) -> list[str | int]:
-    """Return a bucket for JSON."""
+    """Return a bucket as a list for JSON."""
     return [str(bucket.phase), bucket.batch, bucket.query_len, bucket.blocks]

@@ -1,9 +1,8 @@
-"""A rank of an engine on cards that are not in this machine: it runs the steps of a start, and
-computes nothing.
+"""A rank of a planned engine: it runs the steps of a start, and computes nothing.
 
-It is the worker of a card whose weights have no values. No other ranks exist: collectives return
-at once, as if all ranks had the values of this one. So memory, buckets and the operators of a
-forward pass are the same as in the engine itself.
+It is the worker of a card whose weights have no values. Other ranks do not exist: collectives
+return at once, as if all ranks had the values of this one. So memory, buckets and the operators of
+a forward pass are the same as in the real engine.
 """
 
 import gc
@@ -24,8 +23,9 @@ from vllm.worker.hpu.worker import HPUWorker
 
 @contextmanager
 def on_planned_card(platform: PlannedPlatform) -> Iterator[None]:
-    """Let the device `hpu` be the planned card, which computes nothing; restore the process
-    afterwards."""
+    """Let the device `hpu` be the planned card, which computes nothing, while the context
+    is open.
+    """
     thresholds = gc.get_threshold()
     ops = get_ops()
     bridge = platform.bridge  # loads the compiler of torch
@@ -45,7 +45,7 @@ def on_planned_card(platform: PlannedPlatform) -> Iterator[None]:
 
 
 class PlannedWorker(HPUWorker):
-    """One rank.
+    """One rank of a planned engine.
 
     Args:
         config: of the engine.
@@ -58,19 +58,19 @@ class PlannedWorker(HPUWorker):
         super().__init__(config, platform)
 
     def start(self, rank: int) -> None:
-        """Load the model, without values."""
+        """Load the model without values, and connect to the simulated other ranks."""
         self.load(rank)
         parallel = self.config.parallel
         if parallel.world_size > 1:
             self.join(AbsentPeers(rank=rank, layout=RankLayout.of(parallel)))
 
     def first_buckets(self, catalog: Catalog, limits: StepLimits) -> list[Bucket]:
-        """Return the buckets with which the engine begins where it serves while it warms up."""
+        """Return the buckets that are warm when an engine starts that serves while it warms up."""
         return self._choose_first(catalog, limits)
 
 
 class AbsentPeers(Rendezvous):
-    """A meeting whose other ranks do not exist, and count as having the values of this one.
+    """A rendezvous whose other ranks do not exist; they count as having the values of this rank.
 
     Args:
         rank: of this process.
@@ -81,7 +81,7 @@ class AbsentPeers(Rendezvous):
         super().__init__(rank=rank, layout=layout, timeout_s=0, address=("", 0))
 
     def join(self, backend: str) -> None:
-        """Open a process group whose collectives leave tensors as they are."""
+        """Create a process group whose collectives do not change tensors."""
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         distributed = torch.distributed
@@ -100,11 +100,11 @@ class AbsentPeers(Rendezvous):
         *,
         ranks: Sequence[int] | None = None,
     ) -> list[bytes]:
-        """Return the value for each of the ranks."""
+        """Return this rank's value once for each of the ranks."""
         return [value] * (self.layout.world_size if ranks is None else len(ranks))
 
     def is_stage_here(self, name: str, patience_s: float) -> bool:
-        """Return that all ranks have come."""
+        """Return True: all ranks count as present."""
         return True
 
     def arrive(self, name: str, value: bytes = b"") -> None:

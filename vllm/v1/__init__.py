@@ -1,1 +1,1 @@
-"""Names of vLLM's V1 engine, for programs that import them; the classes live in `vllm.engine`."""
+"""Import names of vLLM's V1 engine; the classes are in `vllm.engine`."""

@@ -1,1 +1,1 @@
-"""Sound: files and arrays to samples, and samples to the features that models read."""
+"""Sound: from files and arrays to samples, and from samples to features for models."""

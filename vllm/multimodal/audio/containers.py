@@ -1,7 +1,7 @@
-"""Formats of files with sound: which they are, by their bytes, and whether they are complete.
+"""Formats of sound files: recognising them, and checking that they are complete.
 
-FFmpeg reads a file that has been cut off without an error, as far as it goes, so the lengths that
-a format states are compared here with the bytes that are there. Decodes nothing.
+FFmpeg reads a truncated file without an error, as far as it goes, so the lengths that a format
+declares are compared here with the actual bytes. Decodes nothing.
 """
 
 from collections.abc import Callable
@@ -70,7 +70,7 @@ _MARK_BYTES = 256
 
 
 def sniff(data: bytes) -> str | None:
-    """Return the format of a file by its first bytes, accepted or not. None: it is not known.
+    """Return the format of a file by its first bytes, supported or not; None: unknown.
 
     >>> sniff(b"RIFF....WAVE"), sniff(b"OggS..."), sniff(b"GIF89a"), sniff(b"?")
     ('WAV', 'OGG', 'GIF', None)
@@ -88,7 +88,7 @@ def sniff(data: bytes) -> str | None:
 
 
 def describe(data: bytes) -> str:
-    """Return how messages name a file that is not accepted.
+    """Return a description, for messages, of a file that is not supported.
 
     >>> describe(b""), describe(b"GIF89a"), describe(b"?")
     ('an empty file', 'a file of the format GIF', 'a file of an unknown format')
@@ -100,15 +100,15 @@ def describe(data: bytes) -> str:
 
 
 def check_complete(name: str, data: bytes) -> None:
-    """Refuse a file that ends before its end, as far as its structure shows it.
+    """Check that a file is not truncated, as far as its structure shows it.
 
     Args:
-        name: its format, an accepted one.
+        name: its format, a supported one.
         data: content of the file.
 
     Raises:
-        IncompleteError: it is cut off, damaged so that its parts do not follow each other, or has
-            several recordings.
+        IncompleteError: it is truncated, its parts do not follow each other, or it has several
+            recordings.
     """
     check = _CHECKS.get(name)
     if check is not None:
@@ -116,7 +116,7 @@ def check_complete(name: str, data: bytes) -> None:
 
 
 def states_length(name: str, data: bytes) -> bool:
-    """Return whether the duration that FFmpeg names is one that the file itself states."""
+    """Return whether the file itself declares its duration, so that FFmpeg's value is reliable."""
     if name == "MP3":
         begin = _end_of_tags(data)
         return any(mark in data[begin : begin + _MARK_BYTES] for mark in _LENGTH_MARKS)
@@ -124,7 +124,7 @@ def states_length(name: str, data: bytes) -> bool:
 
 
 def _end_of_tags(data: bytes) -> int:
-    """Return the number of bytes of ID3 tags at the beginning of a file."""
+    """Return the length in bytes of the ID3 tags at the beginning of a file."""
     end = 0
     while data.startswith(b"ID3", end) and len(data) >= end + 10:
         size = 0
@@ -167,8 +167,11 @@ def _check_ogg(data: bytes) -> None:
 
 
 def _check_frames(data: bytes) -> None:
-    """Walk through the frames of MP3 or AAC. A file that ends between two of them cannot be told
-    from a complete one, unless it states its length."""
+    """Check the chain of MP3 or AAC frames of a file.
+
+    A file truncated between two frames cannot be distinguished from a complete one, unless it
+    declares its length.
+    """
     at = _end_of_tags(data)
     while (size := _frame_bytes(data[at : at + 7])) > 0:
         at += size
@@ -176,7 +179,9 @@ def _check_frames(data: bytes) -> None:
 
 
 def _frame_bytes(header: bytes) -> int:
-    """Return the bytes of a frame of MP3 or AAC; 0: it is none, or it does not tell."""
+    """Return the bytes of an MP3 or AAC frame; 0 if it is not a frame, or does not declare its
+    size.
+    """
     if len(header) < 7:  # the file ends here, or a frame was cut off
         return 7 if header.startswith(b"\xff") else 0
     if header[0] != 0xFF or header[1] & 0xE0 != 0xE0:
@@ -211,8 +216,10 @@ def _check_mp4(data: bytes) -> None:
 
 
 def _check_webm(data: bytes) -> None:
-    """Walk through the elements of the segment, and of clusters of which a live recording does not
-    state the size."""
+    """Check the chain of elements of the segment of a WebM file.
+
+    Clusters of a live recording do not declare their size, so their elements are checked instead.
+    """
     at = 0
     while at < len(data):
         id_bytes = _width(data, at)
@@ -230,10 +237,10 @@ def _check_webm(data: bytes) -> None:
 
 
 def _width(data: bytes, at: int) -> int:
-    """Return the bytes of a number of variable size: one more than the zeros that it begins with.
+    """Return the bytes of a variable-size integer: 1 plus the number of its leading zeros.
 
     Raises:
-        IncompleteError: it is not there as a whole, or there is none.
+        IncompleteError: it is truncated, or there is none.
     """
     _check_end(at + 1, data)
     width = 9 - data[at].bit_length()

@@ -1,7 +1,7 @@
-"""Log-mel features of sound, the same as `WhisperFeatureExtractor` of transformers makes.
+"""Log-mel features of sound, equal to those of transformers' `WhisperFeatureExtractor`.
 
-Only numpy is used: importing transformers takes seconds, and torch, with which its class works,
-starts threads that the processes that read media must not have.
+Only numpy is used: importing transformers takes seconds, and torch, which its class uses, starts
+threads that the processes that read media must not have.
 """
 
 from functools import cached_property
@@ -25,7 +25,7 @@ _MELS_PER_LOG = 27 / np.log(6.4)
 
 
 class LogMelFeatures:
-    """Samples to features.
+    """Converts samples to log-mel features.
 
     Args:
         settings: sizes of the features.
@@ -37,11 +37,13 @@ class LogMelFeatures:
     def __call__(
         self, samples: npt.NDArray[np.float32], num_samples: int
     ) -> npt.NDArray[np.float32]:
-        """Return the features [feature_size, num_samples // hop_length] of a sound.
+        """Return the features [feature_size, num_samples
+
+        hop_length] of a sound.
 
         Args:
             samples: [n] from -1 to 1, at least one.
-            num_samples: to which silence is added at the end; at least n, and more than n_fft.
+            num_samples: length to which silence is appended; at least n, and more than n_fft.
         """
         size = self.settings
         assert 0 < len(samples) <= num_samples > size.n_fft, (len(samples), num_samples)
@@ -67,13 +69,17 @@ class LogMelFeatures:
 
     @cached_property
     def _window(self) -> npt.NDArray[np.float32]:
-        """The Hann window [n_fft] of which the next period begins with the same value."""
+        """The periodic Hann window [n_fft]."""
         return np.hanning(self.settings.n_fft + 1)[:-1].astype(np.float32)
 
     @cached_property
     def _mel_filters(self) -> npt.NDArray[np.float32]:
-        """The weight [feature_size, n_fft // 2 + 1] of each frequency in each mel bin: triangles of
-        equal width in mels and of equal area in hertz."""
+        """The weight [feature_size, n_fft
+
+        2 + 1] of each frequency in each mel bin.
+
+        They are triangles of equal width in mels and of equal area in hertz.
+        """
         size = self.settings
         mels = np.linspace(0.0, _mels_of(_HIGHEST_HZ), size.feature_size + 2)
         edges = _hertz_of(mels)
@@ -87,12 +93,12 @@ class LogMelFeatures:
 
 
 def _mels_of(hertz: float) -> float:
-    """Return a frequency of the logarithmic part on the scale of Slaney's Auditory Toolbox."""
+    """Convert a frequency to mels on Slaney's scale; only for its logarithmic part."""
     return float(_LINEAR_MELS + np.log(hertz / _LINEAR_HZ) * _MELS_PER_LOG)
 
 
 def _hertz_of(mels: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the frequencies of that scale."""
+    """Convert mels on Slaney's scale to frequencies."""
     linear = mels * (_LINEAR_HZ / _LINEAR_MELS)
     logarithmic = _LINEAR_HZ * np.exp((mels - _LINEAR_MELS) / _MELS_PER_LOG)
     return np.where(mels < _LINEAR_MELS, linear, logarithmic)

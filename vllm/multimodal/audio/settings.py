@@ -1,5 +1,7 @@
-"""The settings of `WhisperFeatureExtractor` of transformers. Knows no model, and does not import
-transformers."""
+"""The settings of transformers' `WhisperFeatureExtractor`.
+
+Independent of models; does not import transformers.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -23,7 +25,7 @@ _MAX_SECONDS = 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureSettings:
-    """Sizes of log-mel features. The fields are as transformers has them."""
+    """Sizes of log-mel features, with the field names of transformers."""
 
     feature_size: int = 80
     """Mel bins, which are the values of a frame."""
@@ -38,12 +40,12 @@ class FeatureSettings:
 
     @property
     def chunk_samples(self) -> int:
-        """Samples that the encoder takes at a time."""
+        """Number of samples that the encoder processes at a time."""
         return self.chunk_length * self.sampling_rate
 
     @property
     def chunk_frames(self) -> int:
-        """Frames that the encoder takes at a time."""
+        """Number of frames that the encoder processes at a time."""
         return self.chunk_samples // self.hop_length
 
 
@@ -53,14 +55,14 @@ _KEYS = {_CLASS, *_ONLY, *(field.name for field in fields(FeatureSettings))}
 
 
 def read_feature_settings(folder: Path | str) -> dict[str, Any]:
-    """Return the settings of the feature extractor of a model, as its file has them.
+    """Read the settings of the feature extractor of a model.
 
     Args:
         folder: of the model.
 
     Returns:
-        The values that decide the features, of `feature_extractor` of `processor_config.json`,
-        which comes first, or of `preprocessor_config.json`. Older files also have the mel filters.
+        The values that decide the features, of `feature_extractor` in `processor_config.json`,
+        which takes precedence, or of `preprocessor_config.json`. Older files also have mel filters.
 
     Raises:
         ConfigError: neither file has them.
@@ -77,7 +79,7 @@ def read_feature_settings(folder: Path | str) -> dict[str, Any]:
 def override_feature_settings(
     settings: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return settings, some of them replaced by `mm_processor_kwargs`.
+    """Replace some settings by `mm_processor_kwargs`.
 
     Args:
         settings: of the file.
@@ -97,7 +99,7 @@ def override_feature_settings(
 
 
 def has_feature_settings(folder: Path | str) -> bool:
-    """Return whether a folder has settings of a feature extractor, whatever they are.
+    """Return whether a folder has settings of a feature extractor, valid or not.
 
     Raises:
         ConfigError: a file is damaged.
@@ -106,13 +108,13 @@ def has_feature_settings(folder: Path | str) -> bool:
 
 
 def check_feature_settings(settings: Mapping[str, Any]) -> FeatureSettings:
-    """Return the sizes of the features that settings describe.
+    """Check the settings, and return the sizes of the features that they describe.
 
     Args:
-        settings: of the file. A default replaces null and what is absent.
+        settings: of the file. A default replaces null and missing values.
 
     Raises:
-        ConfigError: they are of another class, or a value cannot be used.
+        ConfigError: they are for another class, or a value cannot be used.
     """
     name = settings.get(_CLASS)
     if name is not None and name != _EXTRACTOR:

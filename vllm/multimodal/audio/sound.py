@@ -1,8 +1,8 @@
-"""Sound: how a file becomes samples of one channel, and how samples get another rate.
+"""Decodes sound files to samples of one channel, and resamples them.
 
-FFmpeg is asked through PyAV (`av`), which is imported when it is needed. A file is not trusted: it
-is opened from memory, only by the reader of the format that its bytes show, only decoders of sound
-are accepted, and decoding ends with the first sample above the limit, whatever the header states.
+It uses FFmpeg by PyAV (`av`), which is imported when it is needed. A file is not trusted: it is
+opened from memory, only by the reader of the format that its bytes show, only audio decoders are
+accepted, and decoding ends with the first sample above the limit, whatever the header states.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,10 +56,11 @@ _MISSING_S = 0.1
 
 
 def make_reader(sampling_rate: int, max_seconds: float) -> Callable[[MediaSource], EncoderInput]:
-    """Return the job of processes that read files of sound: `samples` are the only tensor.
+    """Return the job for processes that read sound files; its only tensor is `samples`.
 
     Args:
-        sampling_rate, max_seconds: as for `read_sound`.
+        sampling_rate: see `read_sound`.
+        max_seconds: see `read_sound`.
     """
     # Without the package, each file is refused with the name of what to install.
     with suppress(ImportError):
@@ -73,18 +74,18 @@ def make_reader(sampling_rate: int, max_seconds: float) -> Callable[[MediaSource
 
 
 def read_sound(source: MediaSource, *, sampling_rate: int, max_seconds: float) -> Samples:
-    """Return the samples [n] of a sound of a request, from -1 to 1, n > 0.
+    """Read a sound of a request: its samples [n] from -1 to 1, n > 0.
 
-    The channels of a file are averaged. Of a file with several sounds, or with pictures, it is the
-    first sound.
+    The channels of a file are averaged. If a file has several audio streams, or video, the first
+    audio stream is used.
 
     Args:
         source: has the content of a file, or samples.
-        sampling_rate: samples per second that are returned; others are resampled.
+        sampling_rate: samples per second of the result; other rates are resampled.
         max_seconds: limit of its length.
 
     Raises:
-        RequestError: the format is not accepted, the file is damaged or incomplete, the sound is
+        RequestError: the format is not supported, the file is damaged or incomplete, the sound is
             empty or too long or has infinite values or NaN, or PyAV is not installed.
     """
     where = source.where
@@ -99,17 +100,17 @@ def read_sound(source: MediaSource, *, sampling_rate: int, max_seconds: float) -
 def resample(
     samples: Samples, rate: int, sampling_rate: int, max_seconds: float, where: str
 ) -> Samples:
-    """Return samples of one channel at another rate.
+    """Resample samples of one channel to another rate.
 
     Args:
         samples: [n], n > 0.
-        rate: that they have, per second.
-        sampling_rate: that they get.
+        rate: their samples per second.
+        sampling_rate: samples per second of the result.
         max_seconds: limit of their length.
         where: name of the sound in error messages.
 
     Raises:
-        RequestError: the rate is not accepted, they are too long, or PyAV is not installed.
+        RequestError: the rate is not supported, they are too long, or PyAV is not installed.
     """
     _check_rate(rate, where)
     if len(samples) > max_seconds * rate:
@@ -123,10 +124,10 @@ def resample(
 
 
 def checked(samples: Samples, where: str) -> Samples:
-    """Return samples that a model can read.
+    """Check that a model can read these samples, and return them.
 
     Raises:
-        RequestError: there are none, or they have values that are infinite, NaN or too large.
+        RequestError: there are none, or values are infinite, NaN or too large.
     """
     if not len(samples):
         raise refuse(where, "it has no samples. Send a sound that is longer than 0 s")
@@ -181,7 +182,10 @@ def _decode_file(
 def _decode(
     container: "InputContainer", stream: "AudioStream", sampling_rate: int, where: str
 ) -> Iterator[Samples]:
-    """Yield the samples of a stream, at most as many at a time as `MIN_RATE` makes of a frame."""
+    """Yield the decoded samples of a stream, in pieces of limited size.
+
+    A piece has at most the samples of one frame at `MIN_RATE`.
+    """
     resampler = _Resampler(sampling_rate)
     for frame in container.decode(stream):
         _check_rate(frame.sample_rate, where)
@@ -193,7 +197,7 @@ def _decode(
 
 
 def _known_seconds(container: "InputContainer", stream: "AudioStream") -> float:
-    """Return the length that FFmpeg finds without decoding; 0: it finds none."""
+    """Return the length in seconds that FFmpeg finds without decoding; 0 if it finds none."""
     whole = container.duration
     return max(_stated_seconds(stream), 0.0 if whole is None else whole / _CONTAINER_UNITS)
 
@@ -205,10 +209,10 @@ def _stated_seconds(stream: "AudioStream") -> float:
 
 
 class _Resampler:
-    """Makes one channel of a rate out of frames, whose own rate and channels may change.
+    """Converts frames to one channel and one rate; the format of the frames may change.
 
     Args:
-        rate: samples per second that it returns.
+        rate: samples per second of the result.
     """
 
     def __init__(self, rate: int) -> None:
@@ -217,7 +221,7 @@ class _Resampler:
         self._resampler: Any = None
 
     def add(self, frame: "AudioFrame") -> Iterator[Samples]:
-        """Yield the samples that can be known with this frame."""
+        """Yield the samples that are complete with this frame."""
         form = (frame.format.name, frame.layout.name, frame.sample_rate)
         if form != self._form:
             yield from self.end()
@@ -231,7 +235,7 @@ class _Resampler:
         yield from self._run(frame)
 
     def end(self) -> Iterator[Samples]:
-        """Yield the samples that are left."""
+        """Yield the remaining samples."""
         if self._resampler is not None:
             yield from self._run(None)
 

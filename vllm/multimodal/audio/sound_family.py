@@ -1,4 +1,4 @@
-"""The common part of families whose encoder is the one of Whisper. Knows no model."""
+"""The base class of families whose encoder is Whisper's. Independent of models."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from vllm.multimodal.interface.family import EncoderInput, Expansion, MediaFamil
 
 
 class SoundFamily(MediaFamily):
-    """Sounds as log-mel features.
+    """Converts sounds to log-mel features.
 
     Attributes:
         encoder: its sizes.
@@ -37,7 +37,7 @@ class SoundFamily(MediaFamily):
 
     @staticmethod
     def read_encoder(config: Mapping[str, Any]) -> WhisperEncoderConfig:
-        """Return the sizes of the encoder.
+        """Read the sizes of the encoder.
 
         Args:
             config: config.json of the whole model.
@@ -49,16 +49,16 @@ class SoundFamily(MediaFamily):
 
     @abstractmethod
     def encoder_input(self, features: npt.NDArray[np.float32], num_samples: int) -> EncoderInput:
-        """Return the input of the encoder, whose grid is the number of tokens.
+        """Build the input of the encoder, whose grid is the number of tokens.
 
         Args:
-            features: [num_mel_bins, F] of whole pieces, filled with silence.
+            features: [num_mel_bins, F] of whole pieces, padded with silence.
             num_samples: of the sound, without the silence.
         """
 
     @property
     def min_samples(self) -> int:
-        """Samples of the shortest sound that is accepted."""
+        """Number of samples of the shortest sound that is accepted."""
         return 1
 
     def process_audio(self, samples: npt.NDArray[np.float32]) -> EncoderInput:

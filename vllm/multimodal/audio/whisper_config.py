@@ -1,4 +1,4 @@
-"""The sizes of the encoder of Whisper, which other models have too. Knows no weights."""
+"""The sizes of Whisper's encoder, which other models use as well. Independent of weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _MAX_POSITIONS = 2**17
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WhisperEncoderConfig:
-    """The fields are as transformers has them, and so are the defaults of Whisper."""
+    """Sizes of the encoder, with the field names of transformers and the defaults of Whisper."""
 
     d_model: int = 384
     encoder_layers: int = 4
@@ -28,14 +28,14 @@ class WhisperEncoderConfig:
 
     @property
     def num_frames(self) -> int:
-        """Frames that are encoded at a time."""
+        """Number of frames that are encoded at a time."""
         return 2 * self.max_source_positions
 
     def check_features(self, settings: FeatureSettings) -> None:
-        """Refuse features of other sizes.
+        """Check that features have the sizes that the encoder needs.
 
         Raises:
-            ConfigError: names the setting.
+            ConfigError: they do not; the message names the setting.
         """
         if settings.feature_size != self.num_mel_bins:
             raise wrong_setting(
@@ -76,12 +76,12 @@ def read_whisper_config(
     default: WhisperEncoderConfig = TINY,
     within: str = "",
 ) -> WhisperEncoderConfig:
-    """Return the sizes of an encoder.
+    """Read the sizes of an encoder from config.json.
 
     Args:
         config: the part of config.json that has them.
-        default: what absent and null values mean.
-        within: keys of the objects around the part, with a dot at the end.
+        default: used for missing and null values.
+        within: path of the part in config.json, with a dot at the end.
 
     Raises:
         ConfigError: a size cannot be used.

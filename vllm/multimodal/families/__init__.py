@@ -1,1 +1,1 @@
-"""The sizes and tokens of images: one file for each family."""
+"""The sizes and prompt tokens of images and sounds: one file for each family."""

@@ -1,4 +1,4 @@
-"""Gemma 3 (arXiv 2503.19786): every image is one square of a fixed size, without crops of it."""
+"""Gemma 3 (arXiv 2503.19786): every image is one square of a fixed size, without crops."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ TOWERS = ("siglip_vision_model",)
 
 
 def tokens_per_side(config: Mapping[str, Any], tower: TowerConfig) -> int:
-    """Return how many tokens a row of an image has, and a column of it.
+    """Return how many tokens one side of an image has.
 
     Raises:
         ConfigError: the patches of the tower cannot be pooled to the tokens of config.json.
@@ -36,7 +36,7 @@ def tokens_per_side(config: Mapping[str, Any], tower: TowerConfig) -> int:
 
 
 class Gemma3Family(TiledFamily):
-    """Images of Gemma 3: each has the same tokens."""
+    """Images of Gemma 3; each has the same number of tokens."""
 
     placeholder = "<start_of_image>"
     text_of_image = "<start_of_image>"

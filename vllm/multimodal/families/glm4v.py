@@ -13,7 +13,7 @@ _IN_TENTHS = "Glm46V"
 
 
 class Glm4vFamily(StampedVideoFamily):
-    """An image is a grid of patches of 14 pixels, and blocks of 2 x 2 patches are tokens.
+    """Images are grids of 14-pixel patches; each block of 2 x 2 patches is a token.
 
     Frames of a video are images, each followed by the time of its first frame in seconds.
     """

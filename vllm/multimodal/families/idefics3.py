@@ -1,4 +1,7 @@
-"""Idefics3 (Laurençon et al. 2024, arXiv 2408.12637) and SmolVLM: tiles and a small copy."""
+"""Idefics3 (Laurençon et al.
+
+2024, arXiv 2408.12637) and SmolVLM: tiles and a small copy of the image.
+"""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -21,10 +24,10 @@ _MAX_LONGEST_EDGE = 4096
 
 
 def merged_patches(config: Mapping[str, Any], tower: TowerConfig) -> int:
-    """Return the height and width of the squares of patches that become one embedding.
+    """Return the side of the squares of patches that are joined to one embedding.
 
     Raises:
-        ConfigError: a tile cannot be cut into such squares.
+        ConfigError: a tile cannot be divided into such squares.
     """
     side = tower.patches_per_side
     scale = config_whole(config, "scale_factor", 2, side)
@@ -100,11 +103,11 @@ class Idefics3Family(TiledFamily):
 
 
 def newline_tokens(token_id: TokenLookup, number: int) -> list[int]:
-    """Return the tokens of some line breaks between tokens that are no text.
+    """Return the tokens of line breaks between special tokens.
 
     Args:
         token_id: looks up tokens.
-        number: of line breaks; a vocabulary has one token for all of them, or one for each.
+        number: number of line breaks; a vocabulary has one token for all of them, or one for each.
     """
     for text in ("\n", "Ċ"):  # "Ċ" stands for a line break in byte-level vocabularies
         for several in range(number, 0, -1):

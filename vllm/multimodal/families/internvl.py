@@ -1,4 +1,7 @@
-"""InternVL 3 (Zhu et al. 2025, arXiv 2504.10479) of transformers: tiles and a small copy."""
+"""InternVL 3 (Zhu et al.
+
+2025, arXiv 2504.10479) in transformers: tiles and a small copy of the image.
+"""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -20,10 +23,10 @@ _MAX_TILES = 2**10
 
 
 def merged_patches(config: Mapping[str, Any], tower: TowerConfig) -> int:
-    """Return the height and width of the squares of patches that become one embedding.
+    """Return the side of the squares of patches that are joined to one embedding.
 
     Raises:
-        ConfigError: a tile cannot be cut into such squares.
+        ConfigError: a tile cannot be divided into such squares.
     """
     ratio = config.get("downsample_ratio")
     ratio = 0.5 if ratio is None else ratio
@@ -39,8 +42,11 @@ def merged_patches(config: Mapping[str, Any], tower: TowerConfig) -> int:
 
 
 class InternVLFamily(TiledFamily):
-    """Images of InternVL. All are cut into tiles, whatever `crop_to_patches` says: the processor of
-    transformers does so too. With `max_patches` 1 an image is one tile."""
+    """Images of InternVL, which are always cut into tiles.
+
+    `crop_to_patches` is ignored, as by the processor of transformers. With `max_patches` 1 an image
+    is one tile.
+    """
 
     placeholder = "<IMG_CONTEXT>"
     text_of_image = "<IMG_CONTEXT>\n"

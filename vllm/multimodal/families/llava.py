@@ -33,7 +33,7 @@ CLIP_LARGE = TowerConfig(
 
 @dataclass(frozen=True, slots=True)
 class TowerFeatures:
-    """The hidden states of the tower that the projector of a LLaVA gets."""
+    """The hidden states of the vision tower that the projector of a LLaVA model uses."""
 
     layers: tuple[int, ...]
     """Numbers of layers after which hidden states are taken; several are joined."""
@@ -47,7 +47,7 @@ class TowerFeatures:
 
 
 def read_features(config: Mapping[str, Any], tower: TowerConfig) -> TowerFeatures:
-    """Return what config.json says about the hidden states that are used.
+    """Read from config.json which hidden states of the tower are used.
 
     Raises:
         ConfigError: there is no such layer or strategy.
@@ -71,7 +71,7 @@ def read_features(config: Mapping[str, Any], tower: TowerConfig) -> TowerFeature
 
 
 class RepeatedToken(TiledFamily):
-    """Images of a LLaVA, of any version: one token, repeated."""
+    """Images of any LLaVA version, whose tokens are one repeated placeholder token."""
 
     placeholder = "<image>"
     text_of_image = "<image>\n"
@@ -88,7 +88,7 @@ class RepeatedToken(TiledFamily):
 
 
 class LlavaFamily(RepeatedToken):
-    """Images of LLaVA 1.5: each has the same number of tokens."""
+    """Images of LLaVA 1.5; each has the same number of tokens."""
 
     def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         super().__init__(config, settings)

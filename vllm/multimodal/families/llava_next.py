@@ -18,7 +18,7 @@ _MAX_LAYOUTS = 2**10
 
 
 class Layout(NamedTuple):
-    """The tiles of an image, and which of their patches show it. The others are padding."""
+    """The tiles of an image, and which of their patches show it; the others are padding."""
 
     tile_rows: int
     tile_columns: int
@@ -31,7 +31,7 @@ class Layout(NamedTuple):
 
     @property
     def num_tiles(self) -> int:
-        """Tiles, and the small copy of the whole image."""
+        """Number of tiles, plus one for the small copy of the whole image."""
         return 1 + self.tile_rows * self.tile_columns
 
     def num_tokens(self, side: int) -> int:
@@ -44,7 +44,7 @@ class Layout(NamedTuple):
 
 
 class LlavaNextFamily(RepeatedToken):
-    """Images of LLaVA-NeXT. The tiles are the ones, of several layouts, that waste the least."""
+    """Images of LLaVA-NeXT. The layout of tiles is the one that wastes the least of the image."""
 
     def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         super().__init__(config, settings)
@@ -97,7 +97,7 @@ class LlavaNextFamily(RepeatedToken):
             width: of the image in pixels.
 
         Raises:
-            RequestError: nothing of it would be visible.
+            RequestError: no part of it would be visible.
         """
         best_shown, best = 0, None
         for size in self._sizes:
@@ -138,10 +138,10 @@ class LlavaNextFamily(RepeatedToken):
 
 
 def check_grid(config: Mapping[str, Any], tower: TowerConfig) -> None:
-    """Refuse features that have not one embedding for each patch of a tile.
+    """Check that a tile has exactly one embedding for each patch.
 
     Raises:
-        ConfigError: names the strategy.
+        ConfigError: it has not; the message names the strategy.
     """
     features = read_features(config, tower)
     if features.embeddings_per_tile(tower) != tower.patches_per_side**2:

@@ -5,7 +5,7 @@ from vllm.multimodal.interface.checks import config_whole
 
 
 class Mistral3Family(PixtralFamily):
-    """A token for each block of patches of an image, and one after each row."""
+    """Images with one token for each block of patches, and one token after each row."""
 
     def read_merge_size(self) -> int:
         return config_whole(self.config, "spatial_merge_size", 2, 2**10)

@@ -1,5 +1,7 @@
-"""Llama 3.2 Vision (Meta 2024): an image is one token, and 1 to 4 tiles that cross-attention layers
-read."""
+"""Llama 3.2 Vision (Meta 2024): an image is one token, and 1 to 4 tiles.
+
+Cross-attention layers read the tiles.
+"""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -26,12 +28,12 @@ _WITHIN = "vision_config."
 
 
 def read_layouts(config: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Return the layouts of tiles, rows and columns of each, that an image can have.
+    """Return the layouts of tiles (rows, columns) that an image can have.
 
-    Models have learned embeddings for each, which are found by its index.
+    Models have learned embeddings for each layout, which are found by its index.
 
     Raises:
-        ConfigError: the model has others than the image processor makes.
+        ConfigError: the layouts of the model and of the image processor differ.
     """
     vision = config_object(config, "vision_config")
     most = config_whole(vision, "max_num_tiles", 4, _MAX_TILES, _WITHIN)
@@ -54,8 +56,11 @@ def read_layouts(config: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 class MllamaFamily(TiledFamily):
-    """Images of Llama 3.2 Vision. Cross-attention layers read a state of each patch, and one more
-    of each tile; tiles that an image does not fill have none."""
+    """Images of Llama 3.2 Vision.
+
+    Cross-attention layers read a hidden state for each patch, and one more for each tile; tiles
+    that an image does not fill have none.
+    """
 
     placeholder = "<|image|>"
     text_of_image = "<|image|>"

@@ -1,4 +1,4 @@
-"""Images of LLaVA with the tower of Pixtral (arXiv 2410.07073): they keep their shape."""
+"""Images of LLaVA with the Pixtral tower (arXiv 2410.07073), which keep their aspect ratio."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -19,7 +19,7 @@ PIXTRAL = ("pixtral",)
 
 
 class PixtralFamily(MediaFamily):
-    """A token for each patch of an image, or for each block of patches, and one after each row.
+    """Images with one token for each patch or block of patches, and one token after each row.
 
     The integers of a grid are frames, rows and columns of patches.
     """
@@ -35,7 +35,7 @@ class PixtralFamily(MediaFamily):
         self._limits = self._read_limits()
 
     def read_merge_size(self) -> int:
-        """Return how many rows and columns of patches a block has, which becomes a token.
+        """Return how many rows and columns of patches form the block of one token.
 
         Raises:
             ConfigError: config.json has a value that cannot be used.
@@ -44,7 +44,7 @@ class PixtralFamily(MediaFamily):
 
     @cached_property
     def processor(self) -> HfImageProcessor:
-        """The image processor, made when the first image comes."""
+        """The image processor, created when the first image is processed."""
         cell = {"height": self._cell, "width": self._cell}
         edges = setting_edges(self.settings, "size")
         return HfImageProcessor({**self.settings, "patch_size": cell, "size": edges})
@@ -70,7 +70,9 @@ class PixtralFamily(MediaFamily):
         return self._patch_size * self._merge_size
 
     def _input(self, pixels: npt.NDArray[np.uint8]) -> EncoderInput:
-        """Return the patches of an image [3, height, width], block after block."""
+        """Build the encoder input for an image [3, height, width]: its patches, block
+        after block.
+        """
         side, size = self._merge_size, self._patch_size
         _, height, width = pixels.shape
         rows, columns = height // self._cell, width // self._cell
@@ -85,7 +87,7 @@ class PixtralFamily(MediaFamily):
         return EncoderInput(tensors, grid)
 
     def _read_limits(self) -> tuple[int, int]:
-        """Return the largest height and width of a resized image, before they are rounded up."""
+        """Return the largest height and width of a resized image, before rounding up."""
         if not setting_bool(self.settings, "do_resize"):
             raise wrong_setting("do_resize", self.settings.get("do_resize"), "true")
         if setting_bool(self.settings, "do_center_crop"):
@@ -100,10 +102,10 @@ class PixtralFamily(MediaFamily):
 
 
 def pixtral_features(config: Mapping[str, Any], tower: TowerConfig) -> TowerFeatures:
-    """Return which hidden states of the tower are used; the last, if config.json does not say it.
+    """Read from config.json which hidden states of the tower are used; by default the last.
 
     Raises:
-        ConfigError: there is no such layer, or the first patch were left out.
+        ConfigError: there is no such layer, or the first patch would be left out.
     """
     given = {key: value for key, value in config.items() if value is not None}
     defaults = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}

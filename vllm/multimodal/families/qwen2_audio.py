@@ -1,4 +1,4 @@
-"""Qwen2-Audio (Chu et al. 2024, arXiv 2407.10759): each token is 40 ms of a sound."""
+"""Qwen2-Audio (Chu et al. 2024, arXiv 2407.10759): each token is 40 ms of sound."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ _SHORTEST = 3
 
 
 class Qwen2AudioFamily(SoundFamily):
-    """Sounds of up to 30 s. Silence that fills the rest is neither encoded nor seen.
+    """Sounds of up to 30 s; padding with silence is neither encoded nor attended to.
 
     The tensors are `features` [num_mel_bins, F], of which the encoder needs F frames, and
-    `num_states`, the hidden states of the sound before two of them are joined.
+    `num_states`, the hidden states of the sound before pairs of them are joined.
     """
 
     placeholder = "<|AUDIO|>"
@@ -38,8 +38,7 @@ class Qwen2AudioFamily(SoundFamily):
 
 
 def _num_states(num_samples: int, sizes: FeatureSettings) -> int:
-    """Return the hidden states of a sound: one for each two of its frames, of which the last may be
-    missing."""
+    """Return the number of hidden states of a sound: one for each pair of frames, rounded up."""
     num_frames = min(-(-num_samples // sizes.hop_length), sizes.chunk_frames)
     return (num_frames + 1) // 2
 

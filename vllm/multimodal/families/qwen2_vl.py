@@ -4,7 +4,7 @@ from vllm.multimodal.video.grid_videos import GridVideoFamily
 
 
 class Qwen2VLFamily(GridVideoFamily):
-    """An image is a grid of patches of 14 pixels, and blocks of 2 x 2 patches are tokens."""
+    """Images are grids of 14-pixel patches; each block of 2 x 2 patches is a token."""
 
 
 Family = Qwen2VLFamily

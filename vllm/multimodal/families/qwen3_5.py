@@ -4,7 +4,7 @@ from vllm.multimodal.families.qwen3_vl import Qwen3VLFamily
 
 
 class Qwen3_5Family(Qwen3VLFamily):
-    """Qwen3-VL whose language model reads the last layer of the tower only."""
+    """Qwen3-VL images for a language model that reads only the last layer of the tower."""
 
     @property
     def num_added(self) -> int:

@@ -13,17 +13,17 @@ _DEEP_LAYERS = (8, 16, 24)
 
 
 def read_deep_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the layers of the tower that the language model reads as well.
+    """Read the layers of the tower whose features the language model also reads (DeepStack).
 
     Raises:
-        ConfigError: config.json has no list of layers there.
+        ConfigError: config.json has no valid list of layers.
     """
     vision = config_object(config, "vision_config")
     return layer_indices(vision, "deepstack_visual_indexes", _DEEP_LAYERS)
 
 
 class Qwen3VLFamily(StampedVideoFamily):
-    """An image is a grid of patches of 16 pixels, and blocks of 2 x 2 patches are tokens."""
+    """Images are grids of 16-pixel patches; each block of 2 x 2 patches is a token."""
 
     default_patch_size: ClassVar[int] = 16
     default_video_size: ClassVar[Mapping[str, int]] = {

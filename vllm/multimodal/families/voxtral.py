@@ -1,4 +1,4 @@
-"""Voxtral (Liu et al. 2025, arXiv 2507.13264): a sound of any length, in pieces of 30 s."""
+"""Voxtral (Liu et al. 2025, arXiv 2507.13264): sounds of any length, in pieces of 30 s."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -13,10 +13,10 @@ from vllm.multimodal.interface.family import EncoderInput
 
 
 def joined_states(config: WhisperEncoderConfig) -> int:
-    """Return how many hidden states become one embedding.
+    """Return how many hidden states are joined to one embedding.
 
     Raises:
-        ConfigError: the sizes of the encoder do not say it.
+        ConfigError: the number does not follow from the sizes of the encoder.
     """
     joined, rest = divmod(config.encoder_ffn_dim, config.d_model)
     if rest or not joined:
@@ -35,7 +35,7 @@ def joined_states(config: WhisperEncoderConfig) -> int:
 
 
 class VoxtralFamily(SoundFamily):
-    """Sounds that are filled with silence up to whole pieces.
+    """Sounds that are padded with silence to whole pieces.
 
     The tensor is `features` [pieces, num_mel_bins, frames].
     """

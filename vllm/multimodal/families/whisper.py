@@ -1,4 +1,7 @@
-"""Whisper (Radford et al. 2022, arXiv 2212.04356): 30 seconds of sound, and how it transcribes."""
+"""Whisper (Radford et al.
+
+2022, arXiv 2212.04356): sounds of 30 seconds, and transcription rules.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -23,13 +26,13 @@ _FILE = "generation_config.json"
 
 
 class WhisperSpeech(SpeechRules):
-    """Prompts, time stamps and suppressed tokens of one Whisper.
+    """Prompts, time stamps and suppressed tokens of one Whisper model.
 
     Args:
         config: config.json.
         generation: generation_config.json. Missing tokens are looked up in the vocabulary.
         token_id: looks up tokens.
-        seconds: of sound that the encoder reads.
+        seconds: length of sound that the encoder reads.
 
     Raises:
         ConfigError: a value cannot be used, or the vocabulary has no such token.
@@ -130,9 +133,9 @@ class WhisperSpeech(SpeechRules):
         return found
 
     def output_rules(self, prompt_token_ids: Sequence[int]) -> OutputRules | None:
-        """Return the rules of an output whose language and task the prompt has said.
+        """Return the rules of an output if the prompt contains language and task; else None.
 
-        Without them, the model writes these tokens itself.
+        Without these tokens in the prompt, the model generates them itself.
         """
         if self._start not in prompt_token_ids:
             return None
@@ -162,7 +165,7 @@ class WhisperSpeech(SpeechRules):
         return self._times[: limit + 1]
 
     def _token(self, key: str, text: str) -> int:
-        """Return a token of generation_config.json or config.json, or of the vocabulary."""
+        """Return a token id from generation_config.json, config.json, or else the vocabulary."""
         given = self._values.get(key)
         value: Any = given[0] if isinstance(given, list) and given else given
         if value is None:
@@ -186,7 +189,7 @@ class WhisperSpeech(SpeechRules):
             raise _wrong(key, token, f"a token id below {self._vocab_size}, the vocab_size")
 
     def _read_languages(self) -> dict[str, int]:
-        """Return code -> token; {} of a model that knows English only."""
+        """Return language code -> token; empty for a model that knows only English."""
         is_multilingual = self._values.get("is_multilingual")
         if is_multilingual is None:
             is_multilingual = self._vocab_size >= _MULTILINGUAL_VOCABULARY
@@ -215,7 +218,7 @@ class WhisperSpeech(SpeechRules):
         return {text.removeprefix("<|").removesuffix("|>"): token for text, token in given.items()}
 
     def _known(self, texts: Mapping[str, str]) -> dict[str, int]:
-        """Return the tokens that the vocabulary has."""
+        """Return the tokens of those texts that are in the vocabulary."""
         found = {}
         for code, text in texts.items():
             try:
@@ -226,10 +229,10 @@ class WhisperSpeech(SpeechRules):
 
 
 class WhisperFamily(SoundFamily):
-    """A sound of up to 30 s for each prompt, filled with silence. It has no tokens: layers of the
-    decoder read its hidden states.
+    """Sounds of up to 30 s for each prompt, padded with silence.
 
-    The tensor is `features` [num_mel_bins, frames].
+    They have no tokens in the prompt: layers of the decoder read their hidden states. The tensor is
+    `features` [num_mel_bins, frames].
     """
 
     placeholder = ""

@@ -1,1 +1,1 @@
-"""Fetch the files that requests name by URLs."""
+"""Fetches the files that requests name by URLs."""

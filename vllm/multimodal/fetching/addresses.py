@@ -1,4 +1,4 @@
-"""Hosts of URLs: one spelling for each, and whether an address belongs to the public internet.
+"""Hosts of URLs: a normal form, and whether an address belongs to the public internet.
 
 A server that fetches URLs of its clients must not let them reach its own network: other services of
 the machine, the cloud's metadata service, or machines of the intranet.
@@ -18,8 +18,7 @@ _MAX_NAME_CHARS = 253
 
 
 def normalize_host(host: str) -> str:
-    """Return the host of a URL in its only accepted spelling: ASCII, in lower case, without a
-    trailing dot. IPv6 addresses have no brackets.
+    """Return the host of a URL in normal form: lower-case ASCII without a trailing dot or brackets.
 
     >>> normalize_host("BÜCHER.example."), normalize_host("[0::1]"), normalize_host("1.1.1.1.")
     ('xn--bcher-kva.example', '::1', '1.1.1.1')
@@ -58,7 +57,7 @@ def _parse(kind: type[IPv4Address] | type[IPv6Address], text: str) -> Address:
 
 
 def is_public(address: str) -> bool:
-    """Whether a numeric address belongs to one machine of the public internet.
+    """Return whether a numeric address belongs to one machine of the public internet.
 
     >>> is_public("1.1.1.1"), is_public("::ffff:10.0.0.1")
     (True, False)

@@ -1,4 +1,4 @@
-"""Media as base64 in a JSON body, with or without the head of a data: URL."""
+"""Media as base64 in a JSON body, with or without the prefix of a data: URL."""
 
 import base64
 import binascii
@@ -13,7 +13,7 @@ _ALPHABET = "the standard base64 alphabet: letters, digits, '+' and '/'"
 
 
 def read_data_url(url: str, *, where: str, max_bytes: int) -> bytes:
-    """Return the content of a data: URL. The media type in it is ignored.
+    """Decode the content of a data: URL. The media type in it is ignored.
 
     Args:
         url: begins with "data:".
@@ -21,7 +21,7 @@ def read_data_url(url: str, *, where: str, max_bytes: int) -> bytes:
         max_bytes: limit of the content.
 
     Raises:
-        RequestError: it is malformed, or larger.
+        RequestError: it is malformed, or too large.
     """
     head, comma, text = url.partition(",")
     if not comma:
@@ -44,7 +44,7 @@ def decode_base64(text: str, *, where: str, max_bytes: int) -> bytes:
         max_bytes: limit of the result.
 
     Raises:
-        RequestError: it is not such a text, or the result is larger.
+        RequestError: it is not valid base64, or the result is too large.
     """
     try:
         raw = text.strip().encode("ascii")

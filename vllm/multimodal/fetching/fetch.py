@@ -1,4 +1,4 @@
-"""Fetches what a URL names, for clients that must not reach the network or the files of the server.
+"""Fetches URLs for clients, which must not reach the internal network or the files of the server.
 
 http, https   only hosts of the public internet, or the hosts that the operator names
 file          only below the folder that the operator names
@@ -42,19 +42,19 @@ _SHOWN_CHARS = 200
 
 
 class MediaFetcher:
-    """Fetches URLs of clients.
+    """Fetches URLs that clients send.
 
     Each name is resolved once, and every address must be public. The fetcher connects to one of
     these addresses, and keeps the name for the `Host` header and the certificate. Each redirect is
     checked in the same way. Proxies of the environment are not used.
 
     Args:
-        allowed_local_media_path: folder whose files may be read by file: URLs. None or empty: none.
-        allowed_media_domains: the only hosts that may be asked; their addresses may be private.
+        allowed_local_media_path: folder whose files file: URLs may name. None or empty: none.
+        allowed_media_domains: the only hosts that are allowed; their addresses may be private.
             Empty: every public host.
         timeout_s: seconds for a whole fetch, by modality.
         max_bytes: limit of the content.
-        max_redirects: 0: redirects are refused.
+        max_redirects: limit of redirects; 0: redirects are errors.
         resolve: for tests; None: the resolver of the system.
 
     Attributes:
@@ -86,19 +86,19 @@ class MediaFetcher:
         self.times = MediaTimes()
 
     def make_budget(self) -> Budget:
-        """Return the limit of all fetches of one request."""
+        """Return the size limit for all fetches of one request."""
         return Budget(MAX_REQUEST_BYTES)
 
     async def fetch(
         self, url: str, modality: str, where: str, budget: Budget | None = None
     ) -> bytes:
-        """Return the content of a URL.
+        """Fetch the content of a URL.
 
         Args:
             url: http:, https:, data: or file:.
             modality: "image", "audio" or "video", for the time limit.
             where: name of the item in error messages.
-            budget: of the request; None: one of its own. The content of data: URLs does not count.
+            budget: of the request; None: a new one. The content of data: URLs does not count.
 
         Raises:
             RequestError: it is not allowed, cannot be fetched in time, or is too large.
@@ -110,14 +110,14 @@ class MediaFetcher:
             self.times.add(modality, time.monotonic() - began)
 
     def fetch_sync(self, url: str, modality: str, where: str) -> bytes:
-        """Return the same; blocks. May be called in a program that runs an event loop."""
+        """Fetch the content of a URL, blocking. May be called while an event loop runs."""
         context = contextvars.copy_context()
         with ThreadPoolExecutor(1, thread_name_prefix="media-fetch") as thread:
             run = thread.submit(context.run, asyncio.run, self.fetch(url, modality, where))
             return run.result()
 
     def close(self) -> None:
-        """Resolve no more names, and decode nothing more."""
+        """Stop resolving names and decoding."""
         self._decoding.shutdown(wait=False, cancel_futures=True)
         self._lookups.shutdown(wait=False, cancel_futures=True)
 
@@ -160,7 +160,7 @@ class MediaFetcher:
         return read_below(self._folder, local_path(urlsplit(url)), self._max_bytes)
 
     async def _follow(self, url: str, budget: Budget) -> bytes:
-        """Get a URL and what its redirects lead to."""
+        """Fetch a URL, following redirects."""
         for _ in range(self._max_redirects + 1):
             target = _parse(url)
             addresses = await self._checked_addresses(target)
@@ -176,7 +176,7 @@ class MediaFetcher:
         raise HTTPError(f"it redirects more than {self._max_redirects} times")
 
     async def _checked_addresses(self, target: Target) -> Sequence[str]:
-        """Return the addresses of a host, once it is clear that it may be asked."""
+        """Return the addresses of a host, after checking that it is allowed."""
         if self._domains and target.host not in self._domains:
             raise PermissionError(
                 f"the host {target.host!r} is not allowed: --allowed-media-domains does not name it"
@@ -199,17 +199,17 @@ class MediaFetcher:
 
 
 def show_url(url: str) -> str:
-    """Return a URL as messages show it: shortened, and without the content of a data: URL."""
+    """Shorten a URL for messages, without the content of a data: URL."""
     if url[:5].lower() == "data:":
         return "data:..."
     return url if len(url) <= _SHOWN_CHARS else f"{url[:_SHOWN_CHARS]}..."
 
 
 def _parse(url: str) -> Target:
-    """Return the parts of a URL of a client or a redirect.
+    """Parse a URL of a client or of a redirect.
 
     Raises:
-        ValueError: it is malformed, or names a user.
+        ValueError: it is malformed, or contains a user name.
     """
     parts: SplitResult = urlsplit(url)
     if parts.scheme not in ("http", "https"):
@@ -226,7 +226,7 @@ def _parse(url: str) -> Target:
 
 
 def _describe(error: Exception) -> str:
-    """Return the reason of an error, without the address or the path that the system tells."""
+    """Return the reason of an error, without the address or the path in the system's message."""
     if isinstance(error, socket.gaierror):
         return "the name of its host cannot be resolved"
     if isinstance(error, ssl.SSLCertVerificationError):

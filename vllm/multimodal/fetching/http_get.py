@@ -1,7 +1,7 @@
-"""One GET request to an address that has been checked. Knows no redirects and no names to resolve.
+"""One GET request to an address that was checked before. Redirects and names are handled elsewhere.
 
 Proxies of the environment (HTTP_PROXY and the like) are not used: a proxy would resolve the name
-again, and what it finds could not be checked.
+again, and its result could not be checked.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _PATH_CHARACTERS = "/%:@!$&'()*+,;=-._~?[]|^"
 
 
 class HTTPError(Exception):
-    """The other end does not give what it should; str() says why."""
+    """The server's answer is not acceptable; str() says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,9 @@ class Target:
 
     Attributes:
         scheme: "http" or "https".
-        host: as `normalize_host` returns it.
-        port: None: the usual one.
-        path: with the query; quoted as far as it was in the URL.
+        host: in the form of `normalize_host`.
+        port: None: the default port.
+        path: with the query; quoted as in the URL.
     """
 
     scheme: str
@@ -47,7 +47,7 @@ class Target:
         return self.port or _PORTS[self.scheme]
 
     def request(self) -> bytes:
-        """Return the bytes of the request."""
+        """Return the HTTP request as bytes."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         if self.connect_port() != _PORTS[self.scheme]:
             host = f"{host}:{self.port}"
@@ -64,12 +64,12 @@ class Target:
 
 @dataclass
 class Answer:
-    """An answer while it arrives. httptools calls the methods.
+    """An HTTP answer that is being received; httptools calls its `on_` methods.
 
     Attributes:
-        status: of HTTP; 0 until the head is complete.
+        status: HTTP status; 0 until the headers are complete.
         headers: names in lower case; of several with one name, the first.
-        body: for the status 200; of another answer nothing is read.
+        body: content, only read for the status 200.
     """
 
     status: int = 0
@@ -81,10 +81,10 @@ class Answer:
         self._parser = httptools.HttpResponseParser(self)
 
     def feed(self, data: bytes) -> None:
-        """Take what has arrived.
+        """Parse received bytes.
 
         Raises:
-            HTTPError: it is not HTTP.
+            HTTPError: they are not valid HTTP.
         """
         try:
             self._parser.feed_data(data)
@@ -97,32 +97,32 @@ class Answer:
         del self._parser
 
     def on_message_begin(self) -> None:
-        """Begin again, after an interim answer."""
+        """Start a new message after an interim answer."""
         if self.is_complete:
             # Raising stops the parser.
             raise HTTPError("the server sent more bytes after the end of its answer")
         self.headers.clear()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header."""
+        """Store a header."""
         self.headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
 
     def on_headers_complete(self) -> None:
-        """Take the status, if the answer is not an interim one."""
+        """Store the status, unless it is an interim answer."""
         status = self._parser.get_status_code()
         self.status = status if status >= 200 else 0
 
     def on_body(self, data: bytes) -> None:
-        """Take a part of the content."""
+        """Append a part of the content."""
         self.body += data
 
     def on_message_complete(self) -> None:
-        """Note the end of the content."""
+        """Note that the content is complete."""
         self.is_complete = self.status != 0
 
     @property
     def ends_with_connection(self) -> bool:
-        """Whether only the end of the connection says where the content ends."""
+        """Whether only the end of the connection marks the end of the content."""
         return not {"content-length", "transfer-encoding"} & self.headers.keys()
 
 
@@ -130,17 +130,17 @@ class Budget:
     """Limit of all content that is fetched for one request.
 
     Args:
-        max_bytes: of all answers together, including answers that are not complete yet.
+        max_bytes: of all answers together, including incomplete ones.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = self._num_left = max_bytes
 
     def count(self, num_bytes: int) -> None:
-        """Count content.
+        """Add received bytes.
 
         Raises:
-            HTTPError: it is more than the limit.
+            HTTPError: the limit is exceeded.
         """
         self._num_left -= num_bytes
         if self._num_left < 0:
@@ -151,11 +151,11 @@ class Budget:
 
 
 async def get(target: Target, addresses: Sequence[str], max_bytes: int, budget: Budget) -> Answer:
-    """Send a GET request and read the answer, its content only for the status 200.
+    """Send a GET request and read the answer; its content only for the status 200.
 
     Args:
-        target: whose name is sent as `Host`, and for TLS checked against the certificate.
-        addresses: of the host; the next one is tried where no connection can be made.
+        target: its name is sent as `Host`, and with TLS checked against the certificate.
+        addresses: of the host; the next one is tried if no connection can be made.
         max_bytes: limit of the content.
         budget: of the request; the answer is counted.
 
@@ -229,5 +229,5 @@ async def _read_into(
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """Return the settings of TLS: the system says which authorities are trusted."""
+    """Return the TLS settings, with the system's trusted authorities."""
     return ssl.create_default_context()

@@ -1,4 +1,4 @@
-"""Files below one folder, opened so that no link leads out of it."""
+"""Opens files below one folder, so that no link leads out of it."""
 
 import os
 import stat
@@ -11,10 +11,10 @@ _FILE_FLAGS = _FLAGS | os.O_NONBLOCK | os.O_NOCTTY
 
 
 def local_path(url: SplitResult) -> str:
-    """Return the path that a file: URL names.
+    """Return the path in a file: URL.
 
     Raises:
-        ValueError: it names another host, or no absolute path.
+        ValueError: it names another host, or has no absolute path.
     """
     path = unquote(url.path)
     if url.netloc not in ("", "localhost") or not path.startswith("/") or "\0" in path:
@@ -23,15 +23,15 @@ def local_path(url: SplitResult) -> str:
 
 
 def read_below(folder: Path, path: str, max_bytes: int) -> bytes:
-    """Return the content of a regular file.
+    """Read a regular file below a folder.
 
     Args:
-        folder: as `os.path.realpath` gives it. The file must be below it, with links resolved.
+        folder: result of `os.path.realpath`. The file must be below it after resolving links.
         path: absolute.
         max_bytes: limit of its size.
 
     Raises:
-        PermissionError: it is not below the folder. Whether it exists is not looked up then.
+        PermissionError: it is not below the folder. Whether it exists is not checked then.
         OSError: it does not exist, cannot be read, or is not a regular file.
         ValueError: it is larger than the limit.
     """
@@ -50,8 +50,10 @@ def read_below(folder: Path, path: str, max_bytes: int) -> bytes:
 
 
 def _open_below(folder: Path, parts: tuple[str, ...]) -> int:
-    """Open a file one folder after the other, which refuses a link that was made after the path
-    had been resolved."""
+    """Open a file by opening each folder of its path, without following links.
+
+    This refuses a link that was created after the path had been resolved.
+    """
     descriptor = os.open(folder, _FLAGS | os.O_DIRECTORY)
     for i, part in enumerate(parts):
         flags = _FILE_FLAGS if i == len(parts) - 1 else _FLAGS | os.O_DIRECTORY

@@ -1,1 +1,1 @@
-"""Images: files to pixels, and the settings of image processors."""
+"""Images: decoding files to pixels, and the settings of image processors."""

@@ -1,7 +1,7 @@
-"""Images that keep their shape: a grid of patches, of which each block is one token. The families
-of Qwen-VL and GLM-V are of this kind.
+"""Images that keep their aspect ratio: a grid of patches, of which each block is one token.
 
-The integers of a grid are frames, rows and columns of patches.
+Used by the families of Qwen-VL and GLM-V. The integers of a grid are frames, rows and columns of
+patches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,8 +28,7 @@ _LARGEST = 2**10
 
 
 class GridFamily(MediaFamily):
-    """Images of a model that takes patches of images of any size, with positions in three
-    directions."""
+    """Images of any size as patches, with positions in three dimensions (M-RoPE)."""
 
     placeholder = "<|image_pad|>"
     text_of_image = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -126,7 +125,7 @@ class GridFamily(MediaFamily):
     def time_positions(
         self, item: PlacedItem, frames: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Return the positions in time of frames, from 0."""
+        """Return the positions in time of the frames of an item, starting at 0."""
         return frames
 
     def _num_tokens(self, grid: tuple[int, ...]) -> int:
@@ -142,7 +141,7 @@ class GridFamily(MediaFamily):
         return EncoderInput(tensors, tuple(int(n) for n in grid))
 
     def _size(self, vision: Mapping[str, Any], key: str, config_key: str, default: int) -> int:
-        """Return a size that the tower and the image processor must agree on."""
+        """Return a size, after checking that the tower and the image processor agree on it."""
         size = config_whole(vision, config_key, default, _LARGEST, "vision_config.")
         if self.settings.get(key, size) != size:
             accepted = f"vision_config.{config_key} of config.json, {size}"
@@ -150,7 +149,7 @@ class GridFamily(MediaFamily):
         return size
 
     def _read_limits(self) -> tuple[int, int]:
-        """Return the fewest and the most pixels of a resized image."""
+        """Return the smallest and the largest number of pixels of a resized image."""
         size = self.settings.get("size")
         if size is not None and not isinstance(size, Mapping):
             raise wrong_setting("size", size, "an object with shortest_edge and longest_edge")
@@ -169,20 +168,20 @@ class GridFamily(MediaFamily):
 
 
 def _fill(positions: npt.NDArray[np.int32], first: int) -> None:
-    """Assign positions to the tokens of a text, the same in all directions."""
+    """Assign consecutive positions to text tokens, the same in all dimensions."""
     positions[:] = np.arange(first, first + positions.shape[1])
 
 
 def largest_grid(fewest: float, most: float) -> tuple[int, int]:
-    """Return rows and columns of blocks of the grid with the most blocks.
+    """Return (rows, columns) of blocks of the grid with the most blocks.
 
-    Sides of an image are rounded to blocks. If the result has more than `most` blocks, the image is
-    scaled down, where each side keeps a block at least; if it has less than `fewest`, the image is
-    scaled up and its sides are rounded up.
+    The sides of an image are rounded to blocks. If the result has more than `most` blocks, the
+    image is scaled down, each side keeping at least a block; if it has fewer than `fewest`, the
+    image is scaled up and its sides are rounded up.
 
     Args:
-        fewest: blocks of an image that is not scaled up.
-        most: blocks of an image that is not scaled down.
+        fewest: smallest number of blocks of an image that is not scaled up.
+        most: largest number of blocks of an image that is not scaled down.
     """
     blocks = int(most)
     grids = [(1, max(1, int(sqrt(most * MAX_RATIO))))] if most < MAX_RATIO else []

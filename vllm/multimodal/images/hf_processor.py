@@ -1,8 +1,8 @@
-"""The image processors of transformers. They only resize and cut.
+"""Runs the image processors of transformers, which here only resize and crop.
 
-Of the two forms of each, the one that works with Pillow is used: its results are the same in all
+Of the two variants of each, the one that works with Pillow is used: its results are the same in all
 releases, and torchvision is missing in many installations. transformers is imported when the first
-one is made.
+one is created.
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ side to a fixed size would need memory without bound."""
 
 
 class HfImageProcessor:
-    """An image processor that leaves pixels as they are, from 0 to 255.
+    """An image processor of transformers that does not normalise pixels: they remain 0 to 255.
 
     Args:
-        settings: as `vllm.multimodal.images.settings.with_defaults` returns them.
+        settings: from `vllm.multimodal.images.settings.with_defaults`.
 
     Raises:
         ConfigError: Pillow is not installed, this release of transformers does not have the class,
@@ -40,11 +40,11 @@ class HfImageProcessor:
     def __call__(
         self, pixels: npt.NDArray[np.uint8], **options: bool
     ) -> dict[str, npt.NDArray[Any]]:
-        """Return what the processor makes of one image, by name.
+        """Process one image; return the arrays of the result by name.
 
         Args:
             pixels: [height, width, 3] in RGB.
-            options: that are no settings of the class.
+            options: of the call, which are not settings of the class.
 
         Raises:
             RequestError: one side is more than MAX_RATIO times the other, or the processor does
@@ -64,7 +64,7 @@ class HfImageProcessor:
 
 
 def check_ratio(pixels: npt.NDArray[np.uint8]) -> None:
-    """Refuse images without pixels, and images much longer than wide or the reverse.
+    """Check that an image has pixels, and is not much longer than wide or the reverse.
 
     Raises:
         RequestError: one side is more than MAX_RATIO times the other.
@@ -78,14 +78,14 @@ def check_ratio(pixels: npt.NDArray[np.uint8]) -> None:
 
 
 def make_image_processor(name: str, settings: Mapping[str, Any]) -> Any:
-    """Return an image processor of transformers that works with Pillow.
+    """Create an image processor of transformers that works with Pillow.
 
     Args:
         name: of its class without the endings Fast and Pil, such as CLIPImageProcessor.
         settings: of the class.
 
     Raises:
-        ConfigError: as `HfImageProcessor`.
+        ConfigError: see `HfImageProcessor`.
     """
     if find_spec("PIL") is None:
         raise ConfigError("images need Pillow, which is not installed: pip install 'vllm[image]'")

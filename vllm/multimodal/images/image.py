@@ -1,7 +1,7 @@
-"""Images: which formats are accepted, and how a file becomes pixels in RGB.
+"""Images: the supported formats, and decoding files to pixels in RGB.
 
-Pillow is imported when it is needed. A file is not trusted: only decoders of the accepted formats
-are asked, and the size in its header is checked before any pixel is decoded.
+Pillow is imported when it is needed. A file is not trusted: only decoders of the supported formats
+are used, and the size in its header is checked before any pixel is decoded.
 """
 
 import io
@@ -69,8 +69,10 @@ _STRAIGHT_ALPHA = {"RGBa": "RGBA", "La": "LA"}
 
 
 def load_decoders() -> None:
-    """Import Pillow and its decoders, as far as they are installed, for the children of this
-    process. Decoders of AVIF start no threads then, whose stacks would count as memory."""
+    """Import Pillow and its installed decoders, for the children of this process.
+
+    AVIF decoders start no threads then, whose stacks would count as memory.
+    """
     with suppress(ImportError):
         from PIL import Image as pillow
 
@@ -81,7 +83,7 @@ def load_decoders() -> None:
 
 
 def sniff(data: bytes) -> str | None:
-    """Return the format of a file by its first bytes, accepted or not. None: it is not known.
+    """Return the format of a file by its first bytes, supported or not; None: unknown.
 
     >>> sniff(b"GIF89a..."), sniff(b"%PDF-1.7"), sniff(b"?")
     ('GIF', 'PDF', None)
@@ -102,9 +104,9 @@ def sniff(data: bytes) -> str | None:
 def decode_image(
     data: bytes, *, max_pixels: int, background: Color = WHITE, where: str = "the image"
 ) -> NDArray[np.uint8]:
-    """Return the pixels of an image file, [H, W, 3] in RGB.
+    """Decode an image file to pixels [H, W, 3] in RGB.
 
-    Of an animation it is the first frame. Color profiles are ignored.
+    The first frame of an animation is used. Color profiles are ignored.
 
     Args:
         data: content of the file.
@@ -113,7 +115,7 @@ def decode_image(
         where: name of the item in error messages.
 
     Raises:
-        RequestError: the format is not accepted, the file is damaged or incomplete, the image is
+        RequestError: the format is not supported, the file is damaged or incomplete, the image is
             too large, or Pillow is not installed.
     """
     image = to_rgb(_open(data, max_pixels, where), background, where)
@@ -127,11 +129,12 @@ def image_pixels(
     """Return the pixels of an image of a request, [H, W, 3] in RGB.
 
     Args:
-        source: a file, or pixels that have the size limits of a file.
-        max_pixels, background: the same as for `decode_image`.
+        source: a file, or pixels; both have the same size limits.
+        max_pixels: see `decode_image`.
+        background: see `decode_image`.
 
     Raises:
-        RequestError: the same as for `decode_image`.
+        RequestError: see `decode_image`.
     """
     if source.pixels is None:
         data = source.data or b""
@@ -144,16 +147,16 @@ def image_pixels(
 def read_image(
     data: bytes, mode: str = "RGB", *, max_pixels: int, where: str = "the image"
 ) -> "Image":
-    """Return an image file as Pillow has it, upright and without metadata.
+    """Decode an image file to a Pillow image, upright and without metadata.
 
     Args:
         data: content of the file.
-        mode: of Pillow; for "RGB", transparent pixels are white.
+        mode: of Pillow; with "RGB", transparent pixels become white.
         max_pixels: limit of width x height.
         where: name of the item in error messages.
 
     Raises:
-        RequestError: the same as for `decode_image`.
+        RequestError: see `decode_image`.
     """
     image = _open(data, max_pixels, where)
     if mode == "RGB":
@@ -163,12 +166,13 @@ def read_image(
 
 
 def to_rgb(image: "Image", background: Color = WHITE, where: str = "the image") -> "Image":
-    """Return an image of Pillow in mode RGB, upright, without metadata.
+    """Convert a Pillow image to mode RGB, upright, without metadata.
 
-    Gray of 16 bits is scaled to 8: of the modes I;16 always, of the mode I if a value is above 255.
+    16-bit gray is scaled to 8 bits: for the modes I;16 always, for the mode I if a value is above
+    255.
 
     Args:
-        image: of any mode but F; it does not change.
+        image: of any mode except F; not changed.
         background: color of transparent pixels.
         where: name of the item in error messages.
 
@@ -209,13 +213,13 @@ def _gray16_to_rgb(image: "Image", background: Color) -> NDArray[np.uint8]:
 
 
 def _without_metadata(image: "Image") -> "Image":
-    """Clear the metadata of a new image, which another call would apply once more."""
+    """Remove the metadata of a new image, which would otherwise be applied again later."""
     image.info = {}
     return image
 
 
 def _upright(image: "Image") -> "Image":
-    """Return the image with its pixels read, turned as its EXIF orientation says."""
+    """Return the image with its pixels loaded, rotated according to its EXIF orientation."""
     from PIL import Image as pillow
 
     image.load()
@@ -241,7 +245,7 @@ def _orientation(image: "Image") -> int:
 
 
 def _open(data: bytes, max_pixels: int, where: str) -> "Image":
-    """Return the image of a file. Its size is checked, and no pixel is decoded yet."""
+    """Open the image of a file and check its size, without decoding pixels."""
     try:
         from PIL import Image as pillow
     except ImportError:
@@ -272,9 +276,9 @@ def _open(data: bytes, max_pixels: int, where: str) -> "Image":
 
 
 def _color_key(data: bytes, key: Any) -> Any:
-    """Return the clear color of a PNG file in the range of the decoded pixels.
+    """Return the transparent color of a PNG file in the range of the decoded pixels.
 
-    Pillow scales gray of 2 and 4 bits and colors of 16 bits to 8 bits, and leaves the key.
+    Pillow scales gray of 2 and 4 bits and colors of 16 bits to 8 bits, but not this color.
     """
     depth, color_type = data[_PNG_DEPTH : _PNG_DEPTH + 2]
     if color_type == _PNG_GRAY and depth in (2, 4):
@@ -302,7 +306,10 @@ def _check_size(width: int, height: int, max_pixels: int, where: str) -> None:
 
 @contextmanager
 def _decoding(format: str | None, where: str) -> Iterator[None]:
-    """Report what a decoder raises as an error of the request. The format may be unknown."""
+    """Convert exceptions of a decoder in this context to errors of the request.
+
+    The format may be None.
+    """
     try:
         yield
     except RequestError:

@@ -1,5 +1,7 @@
-"""The settings of the image processors of transformers. Knows no model, and does not import
-transformers: its classes take a second to import, and their defaults differ between releases.
+"""The settings of the image processors of transformers. Independent of models.
+
+It does not import transformers, whose classes take a second to import, and have different defaults
+in different releases.
 """
 
 from collections.abc import Mapping
@@ -135,14 +137,15 @@ _NOT_SETTINGS = (_CLASS, _OLD_CLASS, "processor_class", "auto_map")
 
 
 def read_processor_settings(folder: Path | str) -> dict[str, Any]:
-    """Return the settings of the image processor of a model, with the defaults of its class.
+    """Read the settings of the image processor of a model, with the defaults of its class.
 
     Args:
         folder: of the model.
 
     Returns:
-        What `preprocessor_config.json` has, or `image_processor` of `processor_config.json`, which
-        comes first. `image_processor_type` is a key of `DEFAULTS`.
+        The content of `preprocessor_config.json`, or of `image_processor` in
+        `processor_config.json`, which takes precedence. `image_processor_type` is a key of
+        `DEFAULTS`.
 
     Raises:
         ConfigError: neither file has them, or there is no such class.
@@ -157,7 +160,7 @@ def read_processor_settings(folder: Path | str) -> dict[str, Any]:
 
 
 def has_processor_settings(folder: Path | str) -> bool:
-    """Return whether a folder has settings of an image processor, whatever they are.
+    """Return whether a folder has settings of an image processor, valid or not.
 
     Raises:
         ConfigError: a file is damaged.
@@ -166,7 +169,7 @@ def has_processor_settings(folder: Path | str) -> bool:
 
 
 def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the defaults of the class that they name. A default replaces null.
+    """Add the defaults of the image processor's class to settings; a default replaces null.
 
     Raises:
         ConfigError: there is no such class.
@@ -192,7 +195,7 @@ def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def override_settings(settings: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings, some of them replaced by `mm_processor_kwargs`.
+    """Replace some settings by `mm_processor_kwargs`.
 
     Args:
         settings: with defaults.
@@ -214,10 +217,10 @@ def override_settings(settings: Mapping[str, Any], overrides: Mapping[str, Any])
 
 
 def pixel_statistics(settings: Mapping[str, Any]) -> npt.NDArray[np.float32]:
-    """Return the mean and the deviation [2, 3] of each channel, where pixels are 0 to 255.
+    """Return the mean and the deviation [2, 3] of each channel, for pixels of 0 to 255.
 
-    An encoder subtracts the one and divides by the other. That is what an image processor does
-    when it multiplies pixels by a factor and normalises them.
+    An encoder subtracts the mean and divides by the deviation. This is what an image processor does
+    when it rescales and normalises pixels.
 
     Raises:
         ConfigError: a setting that it needs is not a number.
@@ -246,7 +249,7 @@ def _of_channels(settings: Mapping[str, Any], key: str) -> list[float]:
 
 
 def setting_bool(settings: Mapping[str, Any], key: str) -> bool:
-    """Return a boolean; absent and null are False.
+    """Return a boolean setting; missing and null are False.
 
     Raises:
         ConfigError: it is another value.
@@ -258,14 +261,15 @@ def setting_bool(settings: Mapping[str, Any], key: str) -> bool:
 
 
 def setting_edges(settings: Mapping[str, Any], key: str) -> dict[str, int]:
-    """Return a size by the names of edges: height and width, shortest_edge, longest_edge.
+    """Return a size setting as edge name -> pixels: height and width, shortest_edge, longest_edge.
 
     Args:
         settings: with the key.
-        key: of an object, or of an integer: height and width.
+        key: of an object, or of an integer for height and width.
 
     Raises:
-        ConfigError: a name is another one, or an edge is no positive integer or too large.
+        ConfigError: the name of an edge is unknown, or an edge is not a positive integer or is too
+            large.
     """
     value = settings.get(key)
     if is_whole(value, MAX_PIXELS):
@@ -284,10 +288,10 @@ def setting_edges(settings: Mapping[str, Any], key: str) -> dict[str, int]:
 
 
 def check_fixed_size(settings: Mapping[str, Any], size: int) -> None:
-    """Refuse settings that do not make size x size pixels of every image or tile.
+    """Check that the settings resize every image or tile to size x size pixels.
 
     Raises:
-        ConfigError: names the setting that decides it.
+        ConfigError: they do not; the message names the setting.
     """
     key = "size"
     square = {"height": size, "width": size}
@@ -307,7 +311,7 @@ def check_fixed_size(settings: Mapping[str, Any], size: int) -> None:
 
 
 def check_resized(settings: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
-    """Refuse settings of a request that enlarge images before a square is cut out of them.
+    """Check that settings of a request do not enlarge images much before a square is cropped.
 
     Args:
         settings: for the request.

@@ -1,5 +1,7 @@
-"""Text that belongs around the tokens of an image. A tokenizer joins it with the text before and
-after it: most vocabularies have one token for two line breaks and one for three.
+"""Inserts text before and after the tokens of an image.
+
+A tokenizer joins it with the neighbouring text: most vocabularies have one token for two line
+breaks and one for three.
 """
 
 from collections.abc import Collection
@@ -12,13 +14,13 @@ if TYPE_CHECKING:
 def surround_in_text(
     text: str, placeholder: str, around: tuple[str, str], literal: Collection[int]
 ) -> str:
-    """Return a text with more text around the placeholders of images.
+    """Insert text before and after the image placeholders in a text.
 
     Args:
         text: of a prompt.
         placeholder: of one image.
-        around: what belongs before and after an image.
-        literal: which of the placeholders, in order, are no images.
+        around: text before and after an image.
+        literal: indices of placeholders that are ordinary text, not images.
 
     >>> surround_in_text("a<i>b<i>", "<i>", ("(", ")"), {1})
     'a(<i>)b<i>'
@@ -38,15 +40,15 @@ def surround_in_tokens(
     placeholder: int,
     around: tuple[str, str],
 ) -> list[int]:
-    """Return a prompt with the tokens of more text around the placeholders of images.
+    """Insert the tokens of text before and after the image placeholders in a prompt.
 
-    A token next to a placeholder is replaced where the tokenizer joins its text with the new one.
+    A token next to a placeholder is replaced if the tokenizer joins its text with the new text.
 
     Args:
         token_ids: of a prompt whose images are not expanded.
         tokenizer: of the model.
-        placeholder: of one image.
-        around: what belongs before and after an image.
+        placeholder: token of one image.
+        around: text before and after an image.
     """
     places = [index for index, token in enumerate(token_ids) if token == placeholder]
     found: list[int] = []
@@ -61,7 +63,7 @@ def surround_in_tokens(
 def _between(
     tokenizer: "PreTrainedTokenizerBase", token_ids: list[int], left: str, right: str
 ) -> list[int]:
-    """Return tokens with text on their left and right."""
+    """Add text before and after some tokens, and tokenize the result."""
 
     def encode(text: str) -> list[int]:
         found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []

@@ -1,4 +1,4 @@
-"""The common part of families whose encoder takes tiles of one size."""
+"""The base class of families whose encoder takes tiles of one size."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -18,7 +18,7 @@ _LAST_FILTER = 5
 
 
 class TiledFamily(MediaFamily):
-    """Images as one or several tiles, each the size of what the tower takes.
+    """Images as one or several tiles of the size that the tower takes.
 
     Attributes:
         tower: its sizes.
@@ -40,18 +40,20 @@ class TiledFamily(MediaFamily):
 
     @cached_property
     def processor(self) -> HfImageProcessor:
-        """The image processor, made when the first image comes."""
+        """The image processor, created when the first image is processed."""
         return HfImageProcessor(self.settings)
 
     def encoder_input(
         self, tiles: npt.NDArray[np.uint8], grid: tuple[int, ...], **small: npt.NDArray[Any]
     ) -> EncoderInput:
-        """Return the input for the tiles [T, 3, S, S] of an image, and for small tensors."""
+        """Build the encoder input for the tiles [T, 3, S, S] of an image, and further small
+        tensors.
+        """
         size = self.tower.image_size
         assert tiles.dtype == np.uint8 and tiles.shape[1:] == (3, size, size), tiles.shape
         return EncoderInput({"pixels": tiles, "statistics": self._statistics, **small}, grid)
 
     def black_tiles(self, num_tiles: int) -> npt.NDArray[np.uint8]:
-        """Return tiles of zeros."""
+        """Return black tiles: zeros [num_tiles, 3, S, S]."""
         size = self.tower.image_size
         return np.zeros((num_tiles, 3, size, size), np.uint8)

@@ -1,4 +1,4 @@
-"""The sizes of a vision tower, from `vision_config` of config.json. Knows no weights."""
+"""The sizes of a vision tower, from `vision_config` of config.json. Independent of weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,8 +23,10 @@ _MAX_LAYERS = 2**10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerConfig:
-    """A tower for images of one size. The fields are as transformers has them, and so are the
-    defaults of each kind."""
+    """Sizes of a vision tower for images of one size.
+
+    Fields are named as in transformers, and have the defaults of each kind of tower.
+    """
 
     model_type: str
     hidden_size: int = 768
@@ -40,7 +42,7 @@ class TowerConfig:
 
     @property
     def patches_per_side(self) -> int:
-        """Patches of a row, and of a column."""
+        """Number of patches along one side of an image."""
         return self.image_size // self.patch_size
 
 
@@ -109,13 +111,13 @@ _OLD_NAMES = {
 def read_tower_config(
     config: Mapping[str, Any], accepted: tuple[str, ...], default: TowerConfig | None = None
 ) -> TowerConfig:
-    """Return the tower of a model.
+    """Read the sizes of a model's vision tower.
 
     Args:
         config: config.json.
-        accepted: `model_type` of the towers that the family may have; the first is meant where
+        accepted: `model_type` of the towers that the family may have; the first one is used if
             `vision_config` has none.
-        default: the tower where there is no `vision_config`; None: the first one's defaults.
+        default: the tower if there is no `vision_config`; None: the first one's defaults.
 
     Raises:
         ConfigError: the tower is of another kind, or a size cannot be used.

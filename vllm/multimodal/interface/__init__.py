@@ -1,1 +1,1 @@
-"""Interfaces of media, and of the rules of a family for them. Knows no families."""
+"""Interfaces of media, and of a family's rules for them. Independent of families."""

@@ -1,4 +1,4 @@
-"""Checks of config.json and of the settings of processors, and the errors about them."""
+"""Checks of config.json and of processor settings, and the errors about them."""
 
 from collections.abc import Mapping
 from typing import Any, TypeGuard
@@ -14,12 +14,12 @@ _MAX_LAYERS = 1024
 
 
 def wrong_config(key: str, value: Any, accepted: str) -> ConfigError:
-    """Return the error about a value in config.json.
+    """Create the error about a value in config.json.
 
     Args:
-        key: with the keys of the objects around it, such as `vision_config.hidden_size`.
-        value: that it has.
-        accepted: what it may be.
+        key: its path, such as `vision_config.hidden_size`.
+        value: the wrong value.
+        accepted: description of accepted values.
     """
     return ConfigError(f"config.json: {key} is {value!r}; it must be {accepted}")
 
@@ -29,12 +29,12 @@ class SettingsError(ConfigError):
 
 
 def wrong_setting(key: str, value: Any, accepted: str) -> SettingsError:
-    """Return the error about a setting of an image processor or feature extractor.
+    """Create the error about a setting of an image processor or feature extractor.
 
     Args:
         key: its name.
-        value: that it has.
-        accepted: what it may be.
+        value: the wrong value.
+        accepted: description of accepted values.
     """
     return SettingsError(f"{SETTINGS_FILE}: {key} is {value!r}; it must be {accepted}")
 
@@ -50,10 +50,10 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def config_object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return an object within config.json; {} if it is absent or null.
+    """Return an object in config.json; {} if it is missing or null.
 
     Raises:
-        ConfigError: it is no object.
+        ConfigError: it is not an object.
     """
     value = config.get(key)
     if value is None:
@@ -66,14 +66,14 @@ def config_object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def config_whole(
     config: Mapping[str, Any], key: str, default: int, largest: int, within: str = ""
 ) -> int:
-    """Return a positive integer of config.json.
+    """Return a positive integer from config.json.
 
     Args:
         config: has the key.
         key: its name.
-        default: where it is absent or null.
-        largest: that is accepted.
-        within: keys of the objects around it, with a dot at the end.
+        default: used if it is missing or null.
+        largest: largest accepted value.
+        within: path of `config` in config.json, with a dot at the end.
 
     Raises:
         ConfigError: it is another value.
@@ -87,7 +87,7 @@ def config_whole(
 
 
 def config_bool(config: Mapping[str, Any], key: str, default: bool, within: str = "") -> bool:
-    """Return a boolean of config.json; it has the arguments of `config_whole`.
+    """Return a boolean from config.json; for the arguments see `config_whole`.
 
     Raises:
         ConfigError: it is another value.
@@ -101,13 +101,13 @@ def config_bool(config: Mapping[str, Any], key: str, default: bool, within: str 
 
 
 def config_number(config: Mapping[str, Any], key: str, default: float, within: str = "") -> float:
-    """Return a positive number of config.json.
+    """Return a positive number from config.json.
 
     Args:
         config: has the key.
         key: its name.
-        default: where it is absent or null.
-        within: keys of the objects around it, with a dot at the end.
+        default: used if it is missing or null.
+        within: path of `config` in config.json, with a dot at the end.
 
     Raises:
         ConfigError: it is another value.
@@ -121,15 +121,15 @@ def config_number(config: Mapping[str, Any], key: str, default: float, within: s
 
 
 def layer_indices(vision: Mapping[str, Any], key: str, default: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the indices of some layers.
+    """Return a list of layer indices from `vision_config`.
 
     Args:
         vision: `vision_config` of config.json.
-        key: with the list.
-        default: where the list is absent or null.
+        key: of the list.
+        default: used if the list is missing or null.
 
     Raises:
-        ConfigError: it is no list of indices of layers, in ascending order.
+        ConfigError: it is not a list of layer indices in ascending order.
     """
     given = vision.get(key)
     given = default if given is None else given

@@ -1,4 +1,4 @@
-"""FFmpeg by PyAV: how it is imported, and its errors as errors of a request."""
+"""Access to FFmpeg by PyAV: importing it, and converting its errors to errors of a request."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ class IncompleteError(ValueError):
 
 
 def import_av(items: str, extra: str) -> Any:
-    """Return the module of PyAV.
+    """Import PyAV.
 
     Args:
         items: that need it, for the message.
@@ -49,11 +49,11 @@ class Decoders(NamedTuple):
     """Formats that they decode, for messages."""
 
     def open(self, data: bytes, reader: str, av: Any) -> "InputContainer":
-        """Open a file from memory, so that it can name no other file and no URL.
+        """Open a file from memory, so that it cannot refer to other files or URLs.
 
         Args:
             data: of the file.
-            reader: the only reader of FFmpeg that is asked.
+            reader: the only reader of FFmpeg that is used.
             av: the module of PyAV.
         """
         container: InputContainer = av.open(
@@ -65,8 +65,9 @@ class Decoders(NamedTuple):
         return container
 
     def check(self, stream: "AudioStream | VideoStream", where: str, part: str) -> None:
-        """Refuse a stream of another codec, and let it have one thread: each would take memory of
-        the process for its stack and its frames.
+        """Check that the codec of a stream is accepted, and limit the stream to one thread.
+
+        Each thread would take memory of the process for its stack and its frames.
 
         Args:
             stream: of a file.
@@ -86,7 +87,7 @@ class Decoders(NamedTuple):
 
 @contextmanager
 def decoding(name: str, where: str) -> Iterator[None]:
-    """Report the errors of a decoder as errors of the request.
+    """Convert exceptions of a decoder in this context to errors of the request.
 
     Args:
         name: of the format.

@@ -1,9 +1,8 @@
-"""The interface of a family of models with images, sound or videos, without its weights. Knows no
-families.
+"""The interface of a family of models with images, sound or videos, without weights.
 
-A family has two files of one name: in `families/` the size and the tokens of an image, and in
-`vllm.model_executor.media.families` the modules that encode it. This package loads no torch; an
-image processor is imported when an image is processed.
+A family has two files of the same name: one in `families/` for the size and the tokens of an image,
+and one in `vllm.model_executor.media.families` for the modules that encode it. This package loads
+no torch; an image processor is imported when an image is processed.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +25,7 @@ EMBEDDINGS = "embeddings"
 
 @dataclass(frozen=True, slots=True)
 class EncoderInput:
-    """The input of the encoder of a model for one image, sound or video."""
+    """The input of a model's encoder for one image, sound or video."""
 
     tensors: dict[str, npt.NDArray[Any]]
     """By name. Pixels are uint8, cut and resized, before they are scaled and normalised: the
@@ -51,7 +50,7 @@ class Expansion:
 
 @dataclass(frozen=True, slots=True)
 class PlacedItem:
-    """One image, sound or video of a prompt, after its placeholder has been replaced."""
+    """One image, sound or video of a prompt, after its placeholder was replaced by tokens."""
 
     start: int
     """Index of the first token of its expansion."""
@@ -64,7 +63,7 @@ class PlacedItem:
 
 @dataclass(frozen=True, slots=True)
 class VideoFrames:
-    """Frames that have been chosen from a video."""
+    """Frames that were selected from a video."""
 
     pixels: npt.NDArray[np.uint8]
     """[n, height, width, 3] in RGB."""
@@ -73,12 +72,13 @@ class VideoFrames:
 
 
 def grid_of_size(count: int, size: int, grid: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Return the grid of an image whose embeddings a request brings, where all images have equally
-    many; see `MediaFamily.grid_of_embeddings`.
+    """Return the grid of given embeddings, for a model whose images all have the same number.
+
+    See `MediaFamily.grid_of_embeddings`.
 
     Args:
-        count: number of embeddings.
-        size: that an image has.
+        count: number of given embeddings.
+        size: number that an image has.
         grid: that the request has.
     """
     if grid is not None:
@@ -91,7 +91,7 @@ def grid_of_size(count: int, size: int, grid: tuple[int, ...] | None) -> tuple[i
 
 
 class TokenLookup(Protocol):
-    """The vocabulary of a model."""
+    """Looks up tokens in the vocabulary of a model."""
 
     def __call__(self, token: str) -> int:
         """Return the id of a token; raise ConfigError if the vocabulary does not have it."""
@@ -107,7 +107,7 @@ _SIDE = 64
 
 
 class MediaFamily(ABC):
-    """Images, sound and videos of one model.
+    """The rules of one model for images, sound and videos.
 
     Args:
         config: config.json of the whole model.
@@ -116,7 +116,7 @@ class MediaFamily(ABC):
             of the engine and of the request.
 
     Raises:
-        ConfigError: a value is missing or cannot be used; names the file and the key.
+        ConfigError: a value is missing or cannot be used; the message names the file and the key.
     """
 
     modalities: ClassVar[tuple[str, ...]] = ("image",)
@@ -138,22 +138,30 @@ class MediaFamily(ABC):
         self.settings = settings
 
     def placeholder_of(self, modality: str) -> str:
-        """Return the text of the token that represents one item of a modality. Empty: items have no
-        placeholders, as they add no tokens to a prompt, and begin with its first token."""
+        """Return the text of the token that represents one item of a modality in a prompt.
+
+        Empty: items have no placeholder, since they add no tokens to a prompt, and begin with its
+        first token.
+        """
         return self.placeholder
 
     def text_of(self, modality: str) -> str:
-        """Return the text that represents one item of a modality in a message, for chat templates
-        that take strings."""
+        """Return the text for one item of a modality in a message.
+
+        It is used for chat templates that take strings.
+        """
         return self.text_of_image
 
     def around(self, modality: str) -> tuple[str, str] | None:
-        """Return the tokens before and after a placeholder that its expansion replaces as well, if
-        the prompt has both; None: it replaces the placeholder only."""
+        """Return tokens around a placeholder that its expansion also replaces, if the prompt has
+        both.
+
+        (token before, token after); None: only the placeholder is replaced.
+        """
         return None
 
     def process(self, pixels: npt.NDArray[np.uint8]) -> EncoderInput:
-        """Cut and resize an image as the image processor of transformers does.
+        """Crop and resize an image like the image processor of transformers.
 
         Args:
             pixels: [height, width, 3] in RGB.
@@ -164,7 +172,7 @@ class MediaFamily(ABC):
         raise NotImplementedError("this model reads no images")
 
     def process_audio(self, samples: npt.NDArray[np.float32]) -> EncoderInput:
-        """Return the features of a sound, as the feature extractor of transformers makes them.
+        """Compute the features of a sound like the feature extractor of transformers.
 
         Args:
             samples: [n] from -1 to 1, one channel, `sampling_rate` per second.
@@ -175,7 +183,7 @@ class MediaFamily(ABC):
         raise NotImplementedError("this model reads no sound")
 
     def process_video(self, frames: VideoFrames) -> EncoderInput:
-        """Cut and resize the frames of a video as the video processor of transformers does.
+        """Crop and resize the frames of a video like the video processor of transformers.
 
         Raises:
             RequestError: the video cannot be used.
@@ -183,19 +191,19 @@ class MediaFamily(ABC):
         raise NotImplementedError("this model reads no videos")
 
     def grid_of_embeddings(self, count: int, grid: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Return the grid of an image whose embeddings a request brings.
+        """Return the grid of an image whose embeddings are given in the request.
 
         Args:
             count: number of embeddings.
             grid: `image_grid_thw` of the request; None: it has none.
 
         Raises:
-            RequestError: an image cannot have so many, or the family cannot know its grid.
+            RequestError: an image cannot have this number, or the family cannot know its grid.
         """
         raise RequestError("this model takes no embeddings of images: send the image")
 
     def num_embeddings_of(self, grid: tuple[int, ...]) -> int:
-        """Return how many embeddings an image has whose `image_grid_thw` a request brings.
+        """Return how many embeddings an image with this `image_grid_thw` has.
 
         Raises:
             RequestError: images of this model have no such grids.
@@ -204,13 +212,16 @@ class MediaFamily(ABC):
 
     @property
     def num_added(self) -> int:
-        """Number of layers of the language model after which values of an image are added to
-        hidden states, which follow each embedding."""
+        """Number of language-model layers after which values of an image are added to hidden
+        states.
+
+        These values follow each embedding (DeepStack).
+        """
         return 0
 
     @abstractmethod
     def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:
-        """Return the tokens that replace the placeholder of an image.
+        """Return the tokens that replace the placeholder of an item in a prompt.
 
         Args:
             grid: of its `EncoderInput`.
@@ -219,11 +230,13 @@ class MediaFamily(ABC):
 
     @abstractmethod
     def largest(self) -> EncoderInput:
-        """Return a black image that costs the encoder as much as any image can. A model without
-        images returns such a sound."""
+        """Return a black image that costs the encoder as much as any image can.
+
+        A model without images returns such a sound.
+        """
 
     def largest_of(self, modality: str, max_frames: int) -> EncoderInput:
-        """Return an item that costs the encoder as much as any can.
+        """Return an item that costs the encoder as much as any item of its modality can.
 
         Args:
             modality: one of the modalities of the model.
@@ -232,7 +245,7 @@ class MediaFamily(ABC):
         return self.largest()
 
     def speech(self, generation: Mapping[str, Any], token_id: TokenLookup) -> SpeechRules | None:
-        """Return how the model transcribes; None: it does not.
+        """Return the transcription rules of the model; None if it does not transcribe.
 
         Args:
             generation: generation_config.json of the model, {} if it has none.
@@ -245,11 +258,11 @@ class MediaFamily(ABC):
 
     @property
     def transcribes(self) -> bool:
-        """Whether `speech` returns rules."""
+        """Whether the model can transcribe."""
         return type(self).speech is not MediaFamily.speech
 
     def small(self) -> EncoderInput:
-        """Return a small item, which every model accepts."""
+        """Return a small item that the model accepts, for the warm-up."""
         # Try three shapes, because a square image may be cut into more tiles than others.
         shapes = ((_SIDE, _SIDE), (_SIDE, 2 * _SIDE), (2 * _SIDE, _SIDE))
         found = [self.process(np.zeros((*shape, 3), np.uint8)) for shape in shapes]
@@ -267,11 +280,11 @@ class MediaFamily(ABC):
         return None
 
     def seen_by(self, items: Sequence[PlacedItem]) -> list[tuple[int, int]]:
-        """Return which tokens see the hidden states of each item, where cross-attention layers read
-        them: indices of the first one and after the last one.
+        """Return which tokens see each item by cross-attention: (first index, index after the
+        last).
 
         Items that follow each other without other tokens are a group. A token sees the items up to
-        it of the newest group, as Llama 3.2 does. Generated tokens see the last group.
+        it of the newest group, as in Llama 3.2. Generated tokens see the last group.
 
         Args:
             items: in the order of their tokens.

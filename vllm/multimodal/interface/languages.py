@@ -1,4 +1,4 @@
-"""Languages of speech by their codes, with English names. Knows no models."""
+"""Languages of speech: codes with English names. Independent of models."""
 
 _TABLE = """
 af afrikaans, am amharic, ar arabic, as assamese, az azerbaijani, ba bashkir, be belarusian,
@@ -40,7 +40,7 @@ _OTHER_NAMES = {
 
 
 def find_language(text: str) -> str | None:
-    """Return the code of a language by its code or English name, in any case; None: unknown."""
+    """Return the code of a language, given its code or English name in any case; None: unknown."""
     asked = text.strip().lower()
     if asked in LANGUAGE_NAMES:
         return asked

@@ -1,4 +1,4 @@
-"""Counters of images, sounds and videos that have been fetched or read."""
+"""Counters of images, sounds and videos that were fetched or read."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -19,5 +19,5 @@ class MediaTimes:
 
     @property
     def total_seconds(self) -> float:
-        """The seconds of all modalities."""
+        """Seconds of all modalities together."""
         return sum(self.seconds.values())

@@ -1,4 +1,4 @@
-"""The files with the settings of image processors and feature extractors."""
+"""Finds the files with the settings of image processors and feature extractors."""
 
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ WHOLE_FILE, OWN_FILE = "processor_config.json", "preprocessor_config.json"
 
 
 def find_settings(folder: Path, part: str) -> dict[str, Any] | None:
-    """Return the settings of one part of a processor; None: the folder has none.
+    """Return the settings of one part of a processor; None if the folder has none.
 
     Args:
         folder: of the model.
-        part: key of `processor_config.json`, such as `image_processor`. Without it, the settings
-            are in `preprocessor_config.json`.
+        part: key in `processor_config.json`, such as `image_processor`. If it is missing, the
+            settings are in `preprocessor_config.json`.
 
     Raises:
         ConfigError: a file is damaged.

@@ -1,4 +1,4 @@
-"""One image, sound or video of a request, as it was received, or the embeddings of one."""
+"""One image, sound or video of a request as it was received, or its embeddings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from vllm.multimodal.interface.family import EMBEDDINGS, EncoderInput, VideoFram
 
 
 def refuse(where: str, reason: str) -> RequestError:
-    """Return the error of an item that is not accepted.
+    """Create the error about an item that is not accepted.
 
     Args:
         where: name of the item.
@@ -23,8 +23,9 @@ def refuse(where: str, reason: str) -> RequestError:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MediaSource:
-    """An image, sound or video of a request, not decoded yet. Has exactly one of `data`, `pixels`,
-    `samples`, `frames` and `encoded`.
+    """An image, sound or video of a request, not decoded yet.
+
+    It has exactly one of `data`, `pixels`, `samples`, `frames` and `encoded`.
 
     Attributes:
         modality: "image", "audio" or "video".
@@ -34,8 +35,8 @@ class MediaSource:
         samples: [n] from -1 to 1, one channel, of a sound that a program has decoded.
         sampling_rate: `samples` per second.
         frames: of a video that a program has decoded.
-        encoded: embeddings, which no encoder has to make.
-        uuid: name that the client has given it.
+        encoded: given embeddings, which need no encoder.
+        uuid: id that the client has given it.
         detail: resolution that the client asks for: "low", "high", "auto" or "original".
         overrides: settings of the image processor for this request.
     """
@@ -59,8 +60,10 @@ class MediaSource:
 
     @property
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """The content by name. A file is an array of bytes. `with_arrays` reads all but embeddings,
-        which are not read in other processes."""
+        """The content as arrays by name; a file is an array of bytes.
+
+        `with_arrays` is the reverse, except for embeddings, which are not sent to other processes.
+        """
         if self.data is not None:
             return {"data": np.frombuffer(self.data, np.uint8)}
         if self.pixels is not None:
@@ -74,11 +77,11 @@ class MediaSource:
 
     @classmethod
     def with_arrays(cls, arrays: Mapping[str, NDArray[Any]], **fields: Any) -> "MediaSource":
-        """Return the source whose `arrays` these are.
+        """Make a source from the result of its property `arrays`.
 
         Args:
             arrays: content by name.
-            fields: attributes that are no content.
+            fields: the other attributes.
         """
         if "data" in arrays:
             return cls(data=arrays["data"].tobytes(), **fields)

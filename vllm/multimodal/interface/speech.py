@@ -1,4 +1,4 @@
-"""Transcription: prompts, languages and time stamps of a family of models. Knows no families.
+"""The interface for transcription: prompts, languages and time stamps of a family of models.
 
 A sound is cut into pieces that the model reads one by one. For each piece the caller generates from
 `SpeechRules.prompt` with the piece as `multi_modal_data={"audio": ...}`, and gives the tokens of
@@ -20,7 +20,7 @@ Task = Literal["transcribe", "translate"]
 
 @dataclass(frozen=True, slots=True)
 class SpokenSegment:
-    """Words between two time stamps."""
+    """Text between two time stamps."""
 
     start_s: float
     """Seconds from the beginning of the piece."""
@@ -37,15 +37,15 @@ class SpokenSegment:
 
 
 class SpeechRules(ABC):
-    """Prompts and outputs of one model that transcribes.
+    """The rules for prompts and outputs of one model that transcribes.
 
     Attributes:
         seconds_per_piece: longest sound of a prompt.
-        sampling_rate: samples per second that the model reads; others are resampled.
-        languages: codes of the languages that it transcribes; one, "en", if it knows no other.
+        sampling_rate: samples per second that the model reads; other rates are resampled.
+        languages: codes of the languages that it transcribes; only "en" if it knows no other.
         max_previous_tokens: how many tokens of earlier text `prompt` keeps.
-        no_speech_token: its probability as the next token after `start_prompt` says how likely it
-            is that nobody speaks. None: the model does not say it.
+        no_speech_token: its probability as the next token after `start_prompt` is the probability
+            that nobody speaks. None: the model does not provide it.
     """
 
     seconds_per_piece: float
@@ -56,11 +56,11 @@ class SpeechRules(ABC):
 
     @property
     def is_multilingual(self) -> bool:
-        """Whether the model knows more than one language, translates and detects languages."""
+        """Whether the model knows several languages, so that it can translate and detect them."""
         return len(self.languages) > 1
 
     def language_code(self, language: str) -> str:
-        """Return the code of a language that a client names, by its code or its English name.
+        """Return the code of a language, given its code or English name.
 
         Raises:
             RequestError: the model does not know it.
@@ -84,10 +84,10 @@ class SpeechRules(ABC):
         with_times: bool = False,
         previous: Sequence[int] = (),
     ) -> list[int]:
-        """Return the tokens of a prompt.
+        """Return the tokens of a prompt for one piece of sound.
 
         Args:
-            language: code of the language that is spoken. None is accepted by a model that is not
+            language: code of the spoken language. None is accepted by a model that is not
                 multilingual, or that needs no language.
             task: of the model.
             with_times: the output has time stamps.
@@ -100,24 +100,27 @@ class SpeechRules(ABC):
 
     @abstractmethod
     def start_prompt(self) -> list[int]:
-        """Return the prompt whose next token is the language, or says that nobody speaks."""
+        """Return the prompt whose next token is the language, or tells that nobody speaks."""
 
     @abstractmethod
     def language_tokens(self) -> Mapping[int, str]:
-        """Return token -> code of its language, of a model that detects languages; else {}.
+        """Return token -> language code, if the model detects languages; else {}.
 
-        Generate one token after `start_prompt` with these as `allowed_token_ids`.
+        To detect a language, generate one token after `start_prompt` with these as
+        `allowed_token_ids`.
         """
 
     @abstractmethod
     def segments(self, token_ids: Sequence[int], piece_s: float) -> list[SpokenSegment]:
-        """Return the segments of an output, with the last one if its end is missing.
+        """Split an output into segments by its time stamps.
+
+        The last segment is included even if its end is missing.
 
         Args:
-            token_ids: of the output; time stamps and end tokens may be among them.
+            token_ids: of the output; may contain time stamps and end tokens.
             piece_s: seconds of sound in the piece, without padding.
         """
 
     @abstractmethod
     def output_rules(self, prompt_token_ids: Sequence[int]) -> OutputRules | None:
-        """Return what the output after a prompt must obey; None: anything is possible."""
+        """Return the rules that the output after a prompt must follow; None: there are none."""

@@ -1,1 +1,1 @@
-"""Videos of requests: formats, and the choice of their frames."""
+"""Videos of requests: formats, and the selection of frames."""

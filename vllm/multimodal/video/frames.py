@@ -1,9 +1,9 @@
-"""Videos: which formats are accepted, and how some frames of a file become pixels in RGB.
+"""Videos: the supported formats, and decoding some frames of a file to pixels in RGB.
 
-FFmpeg is asked through PyAV (`av`), which is imported when it is needed. A file is not trusted: it
-is opened from memory, only by the reader of the format that its bytes show, and only decoders of
-pictures are accepted. The times of all frames are read first, without decoding any; then the chosen
-ones are decoded, from the last key frame before each. No other frame is kept.
+It uses FFmpeg by PyAV (`av`), which is imported when it is needed. A file is not trusted: it is
+opened from memory, only by the reader of the format that its bytes show, and only video decoders
+are accepted. The times of all frames are read first, without decoding any; then the selected ones
+are decoded, from the last key frame before each. No other frame is kept.
 """
 
 from bisect import bisect_right
@@ -48,7 +48,7 @@ _DECODERS = Decoders(
 
 @dataclass(frozen=True, kw_only=True)
 class FrameChoice:
-    """The choice of frames of a video, and the limit of their size."""
+    """Rules for selecting frames of a video, and the limit of their size."""
 
     num_frames: int
     """Most frames, spread evenly."""
@@ -60,11 +60,11 @@ class FrameChoice:
     """Limit of width x height."""
 
     def indices(self, num_frames: int, seconds: float) -> NDArray[np.int64]:
-        """Return the indices of the chosen ones of the frames of a video.
+        """Return the indices of the frames to select.
 
         Args:
             num_frames: of the video.
-            seconds: that it takes.
+            seconds: length of the video.
         """
         count = min(self.num_frames, num_frames)
         if self.fps > 0:
@@ -73,14 +73,14 @@ class FrameChoice:
 
 
 def read_frames(source: MediaSource, choice: FrameChoice) -> VideoFrames:
-    """Return frames of a video of a request.
+    """Return the selected frames of a video of a request.
 
     Args:
         source: has the content of a file, or frames.
-        choice: of the frames of a file.
+        choice: rules for selecting frames of a file.
 
     Raises:
-        RequestError: the format is not accepted, the file is damaged or incomplete, it or its
+        RequestError: the format is not supported, the file is damaged or incomplete, it or its
             frames are too large, it takes too long, or PyAV is not installed.
     """
     found = _read(source, choice)
@@ -130,7 +130,7 @@ def _read_file(data: bytes, choice: FrameChoice, where: str) -> VideoFrames:
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """Times of the frames of a video in units of its stream."""
+    """Times of all frames of a video, in the time unit of its stream."""
 
     times: NDArray[np.int64]
     """In order."""
@@ -171,7 +171,7 @@ def _decode(
     chosen: NDArray[np.int64],
     with_index: bool,
 ) -> Iterator["VideoFrame"]:
-    """Yield the chosen frames.
+    """Decode and yield the selected frames.
 
     Raises:
         IncompleteError: the file ends before the last one.
@@ -202,7 +202,7 @@ def _decode(
 def _stack(
     frames: Iterator["VideoFrame"], count: int, max_pixels: int, where: str
 ) -> NDArray[np.uint8]:
-    """Return the pixels [n, H, W, 3] of frames; those after the first get its size."""
+    """Stack frames to pixels [n, H, W, 3]; they are resized to the size of the first one."""
     found: NDArray[np.uint8] | None = None
     turns, size = 0, (0, 0)
     for number, frame in enumerate(frames):

@@ -1,7 +1,7 @@
-"""Videos as grids of patches with time: pairs of frames go through the tower of images.
+"""Videos as grids of patches with time: pairs of frames are encoded by the image tower.
 
-The integers of the grid of a video are frames, rows and columns of patches, and what the family
-needs to know about time. An image has the first three.
+The integers of the grid of a video are frames, rows and columns of patches, and further ones about
+time, which depend on the family. An image has only the first three.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ _LARGEST_DENOMINATOR = 2**20
 
 
 class GridVideoFamily(GridFamily):
-    """Images and videos of a model that takes patches of frames of any size."""
+    """Images and videos of any size as patches of frames."""
 
     modalities: ClassVar[tuple[str, ...]] = ("image", "video")
     video_placeholder: ClassVar[str] = "<|video_pad|>"
@@ -71,7 +71,7 @@ class GridVideoFamily(GridFamily):
         return self._video_input(patches, grid, self.time_of(seconds.reshape(-1, self._frames)))
 
     def time_of(self, seconds: npt.NDArray[np.float64]) -> tuple[int, ...]:
-        """Return the integers of a grid that say when its frames are shown.
+        """Return the integers that describe, in a grid, when its frames are shown.
 
         Args:
             seconds: [frames of the grid, frames of a patch].
@@ -91,7 +91,7 @@ class GridVideoFamily(GridFamily):
         return max(candidates, key=lambda each: each.tensors["pixels"].nbytes)
 
     def _largest_video(self, count: int) -> EncoderInput:
-        """Return the largest black video with so many frames. Its pixels take no memory."""
+        """Return the largest black video with this number of frames. Its pixels take no memory."""
         pixels = self._cell**2 * (count if self.limits_whole_video else 1)
         fewest, most = self._video_limits
         rows, columns = largest_grid(fewest / pixels, most / pixels)
@@ -104,12 +104,12 @@ class GridVideoFamily(GridFamily):
 
     @property
     def _cell(self) -> int:
-        """Height and width in pixels of a block, which becomes a token."""
+        """Height and width in pixels of the block of patches that becomes a token."""
         return self._patch_size * self._merge_size
 
     @cached_property
     def _resample(self) -> "Resampling":
-        """The way to resize."""
+        """The resampling method for resizing."""
         from PIL.Image import Resampling
 
         given = self.settings.get("resample")
@@ -144,7 +144,9 @@ class GridVideoFamily(GridFamily):
     def _as_patches(
         self, pixels: npt.NDArray[np.uint8]
     ) -> tuple[npt.NDArray[np.uint8], tuple[int, int, int]]:
-        """Return the patches of frames [n, H, W, 3], block after block, and their grid."""
+        """Divide frames [n, H, W, 3] into patches, block after block; return them and
+        their grid.
+        """
         size, side, deep = self._patch_size, self._merge_size, self._frames
         count, height, width, _ = pixels.shape
         grid = (count // deep, height // size, width // size)
@@ -160,7 +162,7 @@ class GridVideoFamily(GridFamily):
         return EncoderInput(found.tensors, (*found.grid, *time))
 
     def _read_video_limits(self) -> tuple[int, int]:
-        """Return the fewest and the most pixels of resized frames."""
+        """Return the smallest and the largest number of pixels of resized frames."""
         given = self.settings.get("video_size")
         if given is None:
             return self._limits
@@ -179,7 +181,7 @@ class GridVideoFamily(GridFamily):
 
 
 class TimedVideoFamily(GridVideoFamily):
-    """Videos whose positions in time follow the seconds between frames.
+    """Videos whose positions in time are in proportion to the seconds between frames.
 
     The last two integers of a grid are the seconds from one frame of the grid to the next, as
     numerator and denominator.
@@ -210,7 +212,7 @@ class TimedVideoFamily(GridVideoFamily):
 
 
 class StampedVideoFamily(GridVideoFamily):
-    """Videos whose frames stand next to the time at which they are shown, as text.
+    """Videos in which the time of each frame is part of the prompt, as text.
 
     The last integers of a grid are these times, in a unit of the family.
     """
@@ -223,11 +225,11 @@ class StampedVideoFamily(GridVideoFamily):
 
     @property
     def frame_placeholder(self) -> str:
-        """The token that represents an embedding of a video."""
+        """Text of the token that represents an embedding of a video."""
         return self.video_placeholder
 
     def stamp(self, time: int) -> str:
-        """Return the text of a time of a grid."""
+        """Return the text for a time in a grid."""
         return f"<{in_tenths(time)} seconds>"
 
     def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:
@@ -248,12 +250,12 @@ class StampedVideoFamily(GridVideoFamily):
 
 
 def tenths(seconds: float) -> int:
-    """Return seconds as an integer of tenths, rounded as a text with one digit is."""
+    """Convert seconds to integer tenths, rounded like text with one digit."""
     return int(f"{seconds:.1f}".replace(".", ""))
 
 
 def in_tenths(number: int) -> str:
-    """Return the text of a number of tenths."""
+    """Format a number of tenths as a decimal fraction."""
     return f"{number // 10}.{number % 10}"
 
 

@@ -1,4 +1,4 @@
-"""The settings of the video processors of transformers, as far as this engine reads them."""
+"""The settings of the video processors of transformers that this engine reads."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,15 +13,16 @@ _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 
 def read_video_settings(folder: Path | str) -> dict[str, Any]:
-    """Return the settings of videos.
+    """Read the settings of videos from the folder of a model.
 
     Args:
         folder: of the model.
 
     Returns:
-        "video_size": the fewest and the most pixels as shortest_edge and longest_edge, of which an
-        absent one has the default of the family; None: the folder has no settings of videos, so the
-        settings of images hold. "video_processor_type": the class of the processor, or None.
+        "video_size": the smallest and the largest number of pixels, as shortest_edge and
+        longest_edge; a missing one has the default of the family. None: the folder has no settings
+        of videos, so the settings of images are used. "video_processor_type": the class of the
+        processor, or None.
 
     Raises:
         ConfigError: a file is damaged.

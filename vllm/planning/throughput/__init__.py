@@ -1,1 +1,1 @@
-"""The speed of an engine, and goals for it."""
+"""Predicted speed of an engine, and goals for it."""

@@ -1,4 +1,4 @@
-"""The fewest cards, and the most requests at a time, with which an engine meets goals."""
+"""Finds the fewest cards, and the largest number of concurrent requests, that meet goals."""
 
 import math
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from vllm.planning.throughput.prediction import Prediction, Speed
 
 @dataclass(frozen=True)
 class _Kind:
-    """One kind of goal."""
+    """One kind of goal: its name, unit and the speed that it limits."""
 
     flag: str
     words: str
@@ -26,7 +26,7 @@ class _Kind:
     """Whether the speed must be at least the goal, not at most."""
 
     def values(self, speed: Speed) -> Floats:
-        """Return the speed of each batch, in the unit of the goal."""
+        """Return the speed of each batch size, in the unit of the goal."""
         values: Floats = self.scale * getattr(speed, self.attribute)
         return values
 
@@ -43,7 +43,7 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Goals:
-    """Limits for the speed of an engine; None: no limit.
+    """Goals for the speed of an engine; None: no goal.
 
     Raises:
         ConfigError: a goal is not a number above 0.
@@ -63,13 +63,13 @@ class Goals:
 
     @property
     def given(self) -> dict[str, float]:
-        """Return the goals that are set."""
+        """The goals that are set."""
         goals = {name: getattr(self, name) for name in KINDS}
         return {name: goal for name, goal in goals.items() if goal is not None}
 
     @property
     def has_times(self) -> bool:
-        """Return whether there is a limit for a time."""
+        """Whether there is a goal for a time (latency)."""
         return self.ttft_ms is not None or self.tpot_ms is not None
 
 
@@ -89,12 +89,12 @@ class Miss:
 
 @dataclass(frozen=True)
 class Choice:
-    """The cards and the limit that meet the goals, or come nearest to that.
+    """The number of cards and the request limit that meet the goals, or come nearest.
 
     Attributes:
-        num_cards: that share each layer.
-        max_num_seqs: requests at a time.
-        prediction: the speed with them, one batch.
+        num_cards: number of cards that share each layer.
+        max_num_seqs: requests that run at a time.
+        prediction: the speed with them, for one batch size.
         misses: goals that are not met; empty if all are.
     """
 
@@ -105,14 +105,15 @@ class Choice:
 
 
 def search(goals: Goals, predictions: Iterable[tuple[int, Prediction]]) -> Choice:
-    """Return the fewest cards that meet the goals, with the largest batch of them that does.
+    """Return the fewest cards that meet the goals, with the largest batch size that does.
 
-    If there are none, it is the batch with the smallest factor by which its worst goal is missed.
+    If no number of cards meets them, return the batch size that misses its worst goal by the
+    smallest factor.
 
     Args:
         goals: at least one.
-        predictions: for each number of cards, in ascending order, the speed of every batch that
-            its KV cache can hold.
+        predictions: for each number of cards, in ascending order, the speed of every batch size
+            that its KV cache can hold.
     """
     nearest: tuple[float, int, Prediction, int] | None = None
     for num_cards, prediction in predictions:
@@ -128,7 +129,7 @@ def search(goals: Goals, predictions: Iterable[tuple[int, Prediction]]) -> Choic
 
 
 def miss_factor(goals: Goals, prediction: Prediction) -> Floats:
-    """Return the factor by which each batch misses its worst goal; at most 1: all are met."""
+    """Return the factor by which each batch size misses its worst goal; at most 1: all are met."""
     factors = [np.zeros_like(prediction.batch)]
     for name, goal in goals.given.items():
         share = KINDS[name].values(prediction.expected) / goal

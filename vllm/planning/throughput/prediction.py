@@ -1,8 +1,8 @@
-"""The speed of an engine in which a number of equal requests runs all the time.
+"""Predicts the speed of an engine that always runs a number of equal requests.
 
-Each request that ends is replaced by the next: while a request makes its output, each of the others
-is replaced once, and its prefill delays the decodes. Lengths are padded to blocks; the padding of
-buckets is not in it.
+Each request that finishes is replaced by the next: while a request generates its output, each of
+the others is replaced once, and its prefill delays the decodes. Lengths are padded to blocks; the
+padding of buckets is not included.
 """
 
 from collections.abc import Sequence
@@ -17,24 +17,24 @@ from vllm.cost_model.throughput import ServingCost, StepTime
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a request."""
+    """Prompt and output tokens of a request."""
 
     prompt: int
     output: int
 
     @property
     def total(self) -> int:
-        """Return the tokens of prompt and output."""
+        """Tokens of prompt and output together."""
         return self.prompt + self.output
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Times of a request, and rates of an engine; each array has the shape of the batches.
+    """Times of a request, and rates of an engine; arrays have one value per batch size.
 
     Attributes:
-        ttft_s: from the arrival of a request to its first token: the decode that is under way,
-            and its prefill.
+        ttft_s: from the arrival of a request to its first token: the running decode, then its
+            prefill.
         tpot_s: between two tokens of a request, with the prefills of others.
         tokens_per_s: of all outputs together.
         prompt_tokens_per_s: of a prefill, without decodes.
@@ -48,18 +48,18 @@ class Speed:
     decode_tokens_per_s: Floats
 
     def at(self, index: int) -> "Speed":
-        """Return the speed of one of the batches."""
+        """Return the speed of one of the batch sizes."""
         return Speed(*(getattr(self, field.name)[index : index + 1] for field in fields(self)))
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The speed of batches, its band, and what bounds it.
+    """The predicted speed for some batch sizes, its uncertainty, and what limits it.
 
     Attributes:
         batch: requests that run at a time.
         lengths: of each request.
-        expected, slow, fast: in the middle and at the ends of the band.
+        expected, slow, fast: the middle and the ends of the uncertainty band.
         prefill_bound, decode_bound: one of `cost_model.throughput.PARTS` for each batch.
         outside: why no published run is near; empty if one is.
     """
@@ -74,7 +74,7 @@ class Prediction:
     outside: tuple[str, ...]
 
     def at(self, index: int) -> "Prediction":
-        """Return the prediction of one of the batches."""
+        """Return the prediction for one of the batch sizes."""
         return replace(
             self,
             batch=self.batch[index : index + 1],
@@ -94,11 +94,11 @@ def predict(
     block_size: int,
     longest_prefill: int,
 ) -> Prediction:
-    """Return the speed of an engine.
+    """Predict the speed of an engine.
 
     Args:
         cost: of its steps.
-        batch: requests that run at a time. [n]
+        batch: [n] numbers of requests that run at a time.
         lengths: of each request.
         block_size: tokens of a block.
         longest_prefill: tokens of a prefill; longer prompts are prefilled in chunks.
@@ -119,13 +119,13 @@ def predict(
 
 
 def mean_context(lengths: Lengths, block_size: int) -> float:
-    """Return the tokens that a decode reads of one request on average, in whole blocks."""
+    """Return the average number of tokens that a decode reads of one request, in whole blocks."""
     positions = lengths.prompt + np.arange(1, max(lengths.output, 2))
     return float(block_size * np.mean(-(-positions // block_size)))
 
 
 def _prefill(cost: ServingCost, prompt_len: int, block_size: int, longest: int) -> StepTime:
-    """Return the time of all chunks of one prompt."""
+    """Predict the time of all chunks of one prompt."""
     chunk = max(block_size, longest // block_size * block_size)
     starts = np.arange(0, prompt_len, chunk)
     blocks = -(-np.minimum(prompt_len - starts, chunk) // block_size)

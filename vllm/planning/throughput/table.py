@@ -1,4 +1,4 @@
-"""Predicted throughput as a table, and as JSON."""
+"""Formats predicted throughput as a table, and as JSON."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,12 +16,12 @@ _COLUMNS = (
 
 
 def as_objects(predictions: Iterable[Prediction]) -> list[dict[str, Any]]:
-    """Return an object for each batch, with the band of each figure as [low, high]."""
+    """Return a JSON object for each batch size; the range of each value is [low, high]."""
     return [_object(one) for prediction in predictions for one in _each(prediction)]
 
 
 def as_lines(predictions: Sequence[Prediction]) -> list[str]:
-    """Return a table of at most 100 columns."""
+    """Return the predictions as a table of at most 100 columns."""
     rows = [_COLUMNS]
     for prediction in predictions:
         for one in _each(prediction):
@@ -58,7 +58,7 @@ _RATES = ("tokens_per_s", "prompt_tokens_per_s", "decode_tokens_per_s")
 
 
 def _object(one: Prediction) -> dict[str, Any]:
-    """Return the object of a prediction of one batch."""
+    """Return the JSON object of a prediction for one batch size."""
     values: dict[str, Any] = {
         "requests": int(one.batch[0]),
         "prompt_tokens": one.lengths.prompt,
@@ -79,7 +79,7 @@ def _object(one: Prediction) -> dict[str, Any]:
 
 
 def _figures(one: Prediction, attribute: str) -> tuple[float, float, float]:
-    """Return low, expected and high of a figure of one batch."""
+    """Return (low, expected, high) of a value for one batch size."""
     expected, *ends = (
         float(getattr(speed, attribute)[0]) for speed in (one.expected, one.slow, one.fast)
     )
