@@ -28,6 +28,8 @@ from vllm.platforms.habana.real import RealBridge
 from vllm.sample.restrictions.masks import TokenMasks
 from vllm.worker.hpu.launches.device_tokens import DeviceTokens
 
+LINKS = ("link_bytes_per_s", "all_reduce_s")
+"""Rates between cards."""
 LAZY = {"VLLM_HPU_SIM": "gaudi2", "PT_HPU_LAZY_MODE": "1"}
 EAGER = {"VLLM_HPU_SIM": "gaudi3", "PT_HPU_LAZY_MODE": "0"}
 
@@ -139,8 +141,9 @@ def test_saved_rates_of_a_simulated_card_are_near_the_cost_model(
     assert main(["hpu-check", "--save", str(path)]) == 0
     measured = read_measured(path, card)
     assert measured.is_simulated
+    of_one_card = [name for name in RATES if name not in LINKS]
     in_both_modes = ["matmul_flops_per_s", "memory_bytes_per_s"]
-    assert list(measured.rates) == (list(RATES) if variables is LAZY else in_both_modes)
+    assert list(measured.rates) == (of_one_card if variables is LAZY else in_both_modes)
     for name in measured.rates:
         assert measured.slowness(name) == pytest.approx(1, rel=0.05)
 
@@ -376,6 +379,47 @@ def test_collectives_over_two_simulated_cards(monkeypatch):
     monkeypatch.setenv("VLLM_HPU_SIM", "gaudi2")
     outcome = collectives.check_collectives(2)
     assert (outcome.status, outcome.detail) == ("pass", "sum, gather and send over 2 cards")
+    assert sorted(outcome.rates) == sorted(LINKS)
+
+
+@needs_simulated_device
+def test_the_rates_of_links_are_saved_with_the_rates_of_the_card(
+    environment, monkeypatch, tmp_path
+):
+    """The rank program is replaced: a machine of tests has no cards with links."""
+    environment(LAZY)
+    program = """
+import json, sys
+from types import SimpleNamespace
+from vllm.cost_model.throughput import all_reduce_bytes
+from vllm.hpu_check import collectives
+from vllm.hpu_check.stopwatch import measure_links
+now_s = 0.0
+def sum_up(x):
+    global now_s
+    now_s += 40e-6 + all_reduce_bytes(x.nbytes, 4) / 2e11
+    return x
+import torch
+bridge = SimpleNamespace(
+    zeros=lambda shape, dtype: torch.zeros(shape, dtype=dtype),
+    synchronize=lambda: None,
+    now_s=lambda: now_s,
+)
+rates = measure_links(bridge, SimpleNamespace(size=4, all_reduce=sum_up))
+if sys.argv[1] == "0":
+    collectives._rates_file(sys.argv[3]).write_text(json.dumps(rates))
+"""
+    monkeypatch.setattr(collectives, "_RANK_PROGRAM", program)
+    monkeypatch.setattr(run, "CHECKS", {"memory": CHECKS["memory"]})
+    monkeypatch.setattr("vllm.entrypoints.cli.hpu_check.simulated_card", lambda: None)
+    monkeypatch.setattr("vllm.entrypoints.cli.hpu_check.has_card", lambda: True)
+    monkeypatch.setattr("vllm.entrypoints.cli.hpu_check.num_cards", lambda: 4)
+    path = tmp_path / "card.json"
+    assert main(["hpu-check", "--save", str(path)]) == 0
+    measured = read_measured(path, LAZY["VLLM_HPU_SIM"])
+    assert measured.rates["link_bytes_per_s"] == pytest.approx(2e11, rel=1e-3)
+    assert measured.rates["all_reduce_s"] == pytest.approx(40e-6, rel=1e-3)
+    assert "link_bytes_per_s x 1.31, all_reduce_s x 0.803" in measured.describe()
 
 
 @needs_simulated_device

@@ -38,6 +38,12 @@ class _Rate:
     """Whether a slower card has more of it."""
 
 
+def _published_all_reduce_s(spec: CardSpec) -> float:
+    """Return the seconds of an all-reduce without data, which published runs of models imply."""
+    values = fitted_constants(spec.name.lower()).values
+    return 1e-6 * float(values[list(CONSTANTS).index("all_reduce_us")])
+
+
 RATES = {
     "matmul_flops_per_s": _Rate(
         lambda spec: constants.GEMM_SHARE * spec.bf16_flops, ("prompt_matmuls", "decode_matmuls")
@@ -46,6 +52,8 @@ RATES = {
         lambda spec: constants.HBM_SHARE * spec.hbm_bytes_per_s, ("keys_and_values", "weights")
     ),
     "launch_s": _Rate(lambda spec: constants.LAUNCH_STEP_S, ("layer_us",), is_time=True),
+    "link_bytes_per_s": _Rate(lambda spec: spec.link_bytes_per_s, ("link_bytes",)),
+    "all_reduce_s": _Rate(_published_all_reduce_s, ("all_reduce_us",), is_time=True),
     "compile_s": _Rate(lambda spec: compile_seconds(COMPILED_OPERATORS), (), is_time=True),
 }
 """By their names in the file."""

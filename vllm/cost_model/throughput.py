@@ -264,11 +264,10 @@ class ServingCost:
         terms[..., _COLUMN["layer_us"]] = 1e-6 * figures.num_layers
         if num_cards > 1:
             num_reduces = _ALL_REDUCES * figures.num_layers
-            # Each card exchanges a part of the sum with each other card, over the links between the
-            # two.
-            sent = 2 * num_tokens * figures.hidden_size * _ACTIVATION_BYTES / num_cards
-            link = spec.link_bytes_per_s / NUM_PEERS
-            terms[..., _COLUMN["link_bytes"]] = num_reduces * sent / link
+            moved = all_reduce_bytes(
+                num_tokens * figures.hidden_size * _ACTIVATION_BYTES, num_cards
+            )
+            terms[..., _COLUMN["link_bytes"]] = num_reduces * moved / spec.link_bytes_per_s
             terms[..., _COLUMN["all_reduce_us"]] = 1e-6 * num_reduces
         return terms
 
@@ -296,6 +295,19 @@ _COLUMN = {name: column for column, name in enumerate(CONSTANTS)}
 _COLUMNS_OF = {
     part: [_COLUMN[name] for name, of in _PART_OF.items() if of == part] for part in PARTS
 }
+
+
+def all_reduce_bytes(num_bytes: ArrayLike, num_cards: int) -> Floats:
+    """Return the bytes that all links of a card together could move while an all-reduce runs.
+
+    Each card exchanges a part of the sum twice with each other card, over the links between the
+    two.
+
+    Args:
+        num_bytes: of the tensor that is summed.
+        num_cards: that take part.
+    """
+    return np.asarray(num_bytes, np.float64) * (2 * NUM_PEERS / num_cards)
 
 
 def _floats(*values: ArrayLike) -> tuple[Floats, ...]:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -30,6 +30,8 @@ class Outcome:
     status: Status
     detail: str
     """Observation, or reason why it failed or was not tried; one line."""
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """Rates that it has measured, of `vllm.cost_model.measured.RATES`."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class CheckResult:
     """Behaviour of a card that works."""
     advice: str = ""
     """Advice; empty unless the check failed."""
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """See `Outcome`."""
 
 
 class Comparison:
@@ -121,4 +125,6 @@ def run_check(name: str, check: Callable[[], Outcome]) -> CheckResult:
     except Exception as error:  # a vendor library may raise anything
         lines = str(error).strip().splitlines() or ["no message"]
         outcome = Outcome("fail", f"{type(error).__name__}: {lines[0]}")
-    return CheckResult(name, outcome.status, outcome.detail, (time.perf_counter() - start) * 1e3)
+    elapsed_ms = (time.perf_counter() - start) * 1e3
+    rates = dict(outcome.rates)
+    return CheckResult(name, outcome.status, outcome.detail, elapsed_ms, rates=rates)

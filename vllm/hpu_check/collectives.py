@@ -1,5 +1,6 @@
 """Check the collectives: one process for each card, and exchanges between all of them."""
 
+import json
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import torch
 
 from vllm.distributed import CardLink, Link, RankLayout, TorchCollectives, TPGroup
 from vllm.hpu_check.check import Outcome
+from vllm.hpu_check.stopwatch import measure_links
 from vllm.platforms.hpu import create_hpu_platform
 from vllm.utils.process.child_process import describe_exit
 
@@ -40,13 +42,16 @@ def check_collectives(num_cards: int) -> Outcome:
                 lines = _errors(folder, rank).read_text().strip().splitlines()
                 reason = lines[-1] if lines else describe_exit(code)
                 return Outcome("fail", f"rank {rank} of {num_cards}: {reason}")
-    if None in codes:
-        return Outcome("fail", f"rank {codes.index(None)} of {num_cards}: no answer")
-    return Outcome("pass", f"sum, gather and send over {num_cards} cards")
+        if None in codes:
+            return Outcome("fail", f"rank {codes.index(None)} of {num_cards}: no answer")
+        rates = json.loads(_rates_file(str(folder / "store")).read_text("utf-8"))
+    return Outcome("pass", f"sum, gather and send over {num_cards} cards", rates)
 
 
 def exchange(rank_text: str, world_size_text: str, store: str) -> None:
     """Run the program of one rank. The arguments are strings from a command line.
+
+    The first rank writes the rates of the links to a file next to `store`.
 
     Args:
         rank_text: rank of this process.
@@ -74,6 +79,9 @@ def exchange(rank_text: str, world_size_text: str, store: str) -> None:
         gathered = group.all_gather(mine).cpu()
         summed = group.all_reduce(mine).cpu()
         link.close()
+        rates = measure_links(bridge, group)
+        if rank == 0:
+            _rates_file(store).write_text(json.dumps(rates), "utf-8")
     torch.distributed.destroy_process_group()
     if not torch.equal(gathered, ranks.repeat_interleave(64)):
         raise RuntimeError(
@@ -118,6 +126,10 @@ def _start(rank: int, num_cards: int, folder: Path) -> "subprocess.Popen[bytes]"
             stdout=subprocess.DEVNULL,
             stderr=errors,
         )
+
+
+def _rates_file(store: str) -> Path:
+    return Path(f"{store}-rates.json")
 
 
 def _errors(folder: Path, rank: int) -> Path:

@@ -7,12 +7,15 @@ import torch
 from torch import Tensor
 
 from vllm.cost_model.measured import COMPILED_OPERATORS
+from vllm.cost_model.throughput import all_reduce_bytes
+from vllm.distributed import TPGroup
 from vllm.platforms.habana.bridge import HabanaBridge
 
 _NUM_RUNS = 5
 _CHAINS = 2, 10
 _MATRIX = 4096
 _LARGE_BYTES = 256 * 2**20
+_EXCHANGED_BYTES = 64 * 2**20
 _NEW_SHAPE = (1237,)
 """A shape that no other check uses, so that the card has no recipe for it."""
 
@@ -49,6 +52,20 @@ def measure_rates(bridge: HabanaBridge) -> dict[str, float]:
             run = partial(_chain, new, lambda x: x + 1, COMPILED_OPERATORS)
             rates["compile_s"] = elapsed_s(bridge, run) - elapsed_s(bridge, run)
     return rates
+
+
+def measure_links(bridge: HabanaBridge, group: TPGroup) -> dict[str, float]:
+    """Return the `vllm.cost_model.measured.RATES` of the links between cards; all cards call it
+    together. A rate that the clock is too coarse for is left out."""
+    small = bridge.zeros((1,), torch.bfloat16)
+    large = bridge.zeros((_EXCHANGED_BYTES // 2,), torch.bfloat16)
+    all_reduce_s = _each_s(bridge, small, group.all_reduce)
+    moving_s = _each_s(bridge, large, group.all_reduce) - all_reduce_s
+    moved = float(all_reduce_bytes(_EXCHANGED_BYTES, group.size))
+    rates = {"all_reduce_s": all_reduce_s}
+    if moving_s > 0:
+        rates["link_bytes_per_s"] = moved / moving_s
+    return {name: rate for name, rate in rates.items() if rate > 0}
 
 
 def _each_s(bridge: HabanaBridge, x: Tensor, operator: Callable[[Tensor], Tensor]) -> float:

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,8 +54,8 @@ def add_parser(
     parser.add_argument(
         "--save",
         metavar="FILE",
-        help="measure matmuls, memory, graphs and compilations of the card, and write their rates "
-        "for 'vllm plan --measured FILE'",
+        help="measure matmuls, memory, graphs and compilations of the card, and the links between "
+        "cards, and write their rates for 'vllm plan --measured FILE'",
     )
     parser.add_argument(
         "--model",
@@ -93,12 +93,21 @@ def run(args: argparse.Namespace) -> int:
     else:
         done = _print_table(model, results)
     if args.save is not None:
-        _save(Path(args.save), platform.bridge, is_simulated=model is not None)
+        links = {name: rate for result in done for name, rate in result.rates.items()}
+        _save(Path(args.save), platform.bridge, links, is_simulated=model is not None)
     return 1 if any(result.status == "fail" for result in done) else 0
 
 
-def _save(path: Path, bridge: "HabanaBridge", *, is_simulated: bool) -> None:
+def _save(
+    path: Path, bridge: "HabanaBridge", links: Mapping[str, float], *, is_simulated: bool
+) -> None:
     """Measure the rates of the card, and write them to a file.
+
+    Args:
+        path: of the file.
+        bridge: the card.
+        links: rates of its links to other cards, which are measured already.
+        is_simulated: nothing runs on hardware.
 
     Raises:
         ConfigError: the kind of the card is not known, or the file cannot be written.
@@ -111,7 +120,7 @@ def _save(path: Path, bridge: "HabanaBridge", *, is_simulated: bool) -> None:
             f"a plan cannot use the rates of a {bridge.device_name}; supported cards: "
             f"{', '.join(CARDS)}"
         )
-    Measured(cards[0], is_simulated, measure_rates(bridge)).write(path)
+    Measured(cards[0], is_simulated, {**measure_rates(bridge), **links}).write(path)
 
 
 def _missing() -> Iterable[str]:
