@@ -1,7 +1,6 @@
 """Base classes of the bodies of all routes."""
 
 import json
-import math
 import time
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -73,13 +72,26 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 def _check_encodable(value: Any) -> None:
-    """Raise if the value cannot be encoded as JSON; fast for the types that are frequent."""
+    """Raise if the value cannot be encoded as JSON; fast for the types that are frequent.
+
+    Texts are not copied, because one may be a file of megabytes.
+    """
     if isinstance(value, str):
-        value.encode()
-    elif type(value) in _ALWAYS_ENCODABLE or (type(value) is float and math.isfinite(value)):
-        return
-    elif not (isinstance(value, list) and set(map(type, value)) == {int}):
-        _encode(value).encode()
+        if not value.isascii():
+            value.encode()
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_encodable(key)
+            _check_encodable(item)
+    elif isinstance(value, (list, tuple)):
+        kinds = set(map(type, value))
+        if not kinds.isdisjoint((dict, list, str)):
+            for item in value:
+                _check_encodable(item)
+        elif kinds - _ALWAYS_ENCODABLE:
+            _encode(value)
+    elif type(value) not in _ALWAYS_ENCODABLE:
+        _encode(value)
 
 
 def tag_by_type(value: Any, kinds: tuple[str, ...], other: str) -> str:
