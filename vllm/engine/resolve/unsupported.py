@@ -21,7 +21,6 @@ _TEXT_PARTS = _PARTS[:4]
 _WHY_NOT = {
     "paligemma": "all tokens of its prompts see each other, so that prompts cannot be cut",
     "granite_speech": "its feature extractor in transformers needs torchaudio, which is not used",
-    "phi4_multimodal": "its image processor in transformers needs torchvision, which is not used",
 }
 """Model types whose images or sounds were considered and left out, and why."""
 
