@@ -124,6 +124,8 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     modality: str
     key: str
     """Identifies its content and all settings that decide its embeddings."""
+    where: str = ""
+    """Its position in the request, such as `messages[2].content[1]`, for errors."""
     runs: tuple[tuple[int, int], ...] = ()
     """(index, n): n tokens from this index of the prompt take the next n embeddings of the image.
     In order of the indices. Empty where cross-attention layers read it."""

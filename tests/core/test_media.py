@@ -1,5 +1,6 @@
 """Images of requests: which steps encode them, and how long their embeddings stay."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -113,8 +114,15 @@ def test_an_aborted_or_failed_request_lets_go_and_failed_images_are_made_again()
 
 def test_an_image_that_can_never_be_kept_is_refused_with_both_numbers():
     loop = loop_of(capacity=8)
-    with pytest.raises(CapacityError, match=r"at most 8 embeddings.*got 9"):
-        loop.add(make_request("a", 16, media=[(0, 9, "x")]))
+    request = make_request("a", 16, media=[(0, 4, "y"), (4, 9, "x")])
+    with pytest.raises(CapacityError, match=r"^an image must .* at most 8 embeddings.*got 9"):
+        loop.add(request)
+    items = [
+        msgspec.structs.replace(item, where=f"messages[2].content[{index}]")
+        for index, item in enumerate(request.media)
+    ]
+    with pytest.raises(CapacityError, match=r"^messages\[2\]\.content\[1\]: an image must"):
+        loop.add(msgspec.structs.replace(request, media=tuple(items)))
 
 
 def test_clearing_drops_what_nobody_holds():

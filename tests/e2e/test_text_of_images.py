@@ -309,6 +309,9 @@ class _PutTogether:
     prefix: str
     """Of the names of the language model, instead of `model.`."""
     parts: tuple[str, ...]
+    published_as: str | None = None
+    """Another name of the architecture. Its config has all values at the top, and its layers have
+    adapters for images and sounds."""
 
 
 _PUT_TOGETHER = {
@@ -327,6 +330,9 @@ _PUT_TOGETHER = {
     "KimiVLForConditionalGeneration": _PutTogether(
         "kimi_vl", "deepseek_v3", "language_model.model.", ("vision_tower", "multi_modal_projector")
     ),
+    "Phi4MultimodalForCausalLM": _PutTogether(
+        "phi4mm", "phi3", "model.", ("model.embed_tokens_extend.image_embed",), "Phi4MMForCausalLM"
+    ),
 }
 """Architectures whose part for images is defined by another package (timm, with Gemma 3n) or by
 code in the checkpoint, or is larger than a test needs."""
@@ -340,14 +346,15 @@ def test_every_architecture_is_in_the_table():
 
 
 @pytest.mark.parametrize("name", _PUT_TOGETHER)
-def test_a_checkpoint_gives_the_tokens_of_its_language_model(name, tmp_path):
+def test_a_checkpoint_gives_the_tokens_of_its_language_model(name, tmp_path, caplog):
     given, whole = _PUT_TOGETHER[name], tmp_path / "whole"
     alone = make_tiny_model(given.text, tmp_path / "alone")
     whole.mkdir()
     text = json.loads((alone / "config.json").read_text())
     if name == "KimiK25ForConditionalGeneration":
         text["model_type"] = "kimi_k2"  # as it is published
-    config = {"model_type": given.model_type, "architectures": [name], "text_config": text}
+    config = {"model_type": given.model_type, "architectures": [given.published_as or name]}
+    config = text | config if given.published_as else config | {"text_config": text}
     (whole / "config.json").write_text(json.dumps(config))
     tensors = {f"{part}.weight": torch.zeros(2) for part in given.parts}
     for key, tensor in load_file(alone / "model.safetensors").items():
@@ -355,12 +362,19 @@ def test_a_checkpoint_gives_the_tokens_of_its_language_model(name, tmp_path):
             key = given.prefix + key.removeprefix("model.")
         elif given.prefix.startswith("language_model."):
             key = f"language_model.{key}"
+        if given.published_as and "_proj." in key:
+            for adapter in ("vision", "speech"):
+                tensors[key.replace("_proj.", f"_proj.lora_A.{adapter}.")] = torch.zeros(2)
+                tensors[key.replace("_proj.", f"_proj.lora_B.{adapter}.")] = torch.zeros(2)
+            key = key.replace("_proj.", "_proj.base_layer.")
         tensors[key] = tensor
     save_file(tensors, whole / "model.safetensors")
     prompts = random_prompts(8, 64 - MAX_TOKENS, vocab_size=4096)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
     outputs = LLM(model=str(whole), **SETTINGS).generate(prompts, params, use_tqdm=False)
     assert_all_greedy(outputs, prompts, params, TransformersReference(alone))
+    if name in WHY_TEXT:
+        assert WHY_TEXT[name] in caplog.text
 
 
 def test_kimi_k25_as_transformers_saves_it(tmp_path):
@@ -400,6 +414,7 @@ CASES = [
 WHY_TEXT = {
     "Gemma3nForConditionalGeneration": "its image encoder is a MobileNet of the timm package",
     "Llama4ForConditionalGeneration": "its image processor in transformers needs torchvision",
+    "Phi4MultimodalForCausalLM": "its image processor in transformers needs torchvision",
 }
 
 

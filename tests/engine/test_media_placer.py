@@ -24,7 +24,7 @@ class CountedTokens(list[int]):
 
 def test_a_long_text_is_searched_without_copies_of_it() -> None:
     num_tokens = 500
-    item = ReadMedia("image", "key", EncoderInput({"pixels": np.zeros(1)}, ()))
+    item = ReadMedia("image", "key", EncoderInput({"pixels": np.zeros(1)}, ()), "image 0")
     expanded = [_Expanded(item, Expansion([IMAGE] * num_tokens, [True] * num_tokens))]
     for rest, expected in (([IMAGE] * num_tokens, [(expanded[0], 2000)]), ([IMAGE], None)):
         prompt = CountedTokens([TEXT] * 2000 + rest + [TEXT] * 2000)

@@ -35,6 +35,16 @@ def decode(brightness: int, max_pixels: int = 10**6):
     return work
 
 
+def tell_torch(needs_torch):
+    """Tells whether torch is there, as a job does whose image processor needs it or not."""
+    if needs_torch:
+        import torch  # noqa: F401
+    import transformers.utils
+
+    has_torch = transformers.utils.is_torch_available()
+    return lambda source: EncoderInput({"has_torch": np.array([has_torch])}, ())
+
+
 def answer(pixels, source=None) -> EncoderInput:
     tensors = {
         "pixels": pixels,

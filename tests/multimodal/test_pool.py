@@ -74,6 +74,21 @@ def test_a_file_becomes_tensors(workers):
     assert result.tensors["pixels"].flags.writeable
 
 
+@pytest.mark.parametrize("needs_torch", [False, True])
+def test_torch_is_only_imported_for_a_processor_that_needs_it(needs_torch):
+    workers = MediaWorkers(
+        "tests.multimodal.media_jobs:tell_torch",
+        {"needs_torch": needs_torch},
+        num_workers=1,
+        memory_limit_bytes=2**33,
+        timeout_s=120.0,
+    )
+    try:
+        assert workers.run_sync(source(PIXELS)).tensors["has_torch"][0] == needs_torch
+    finally:
+        workers.close()
+
+
 def test_pixels_are_given_as_they_are(workers):
     for pixels in (PIXELS, PIXELS[:, ::-1]):
         result = workers.run_sync(source(pixels))

@@ -96,7 +96,7 @@ class EncoderCache:
             CapacityError: states both numbers.
         """
         costliest = max(spec.media, key=lambda item: item.num_embeddings)
-        largest, one = costliest.num_embeddings, singular(costliest.modality)
+        largest, one = costliest.num_embeddings, _name_of(costliest)
         if _is_held_whole(spec):
             self._check_together(spec)
         elif largest > self.capacity:
@@ -104,10 +104,11 @@ class EncoderCache:
                 f"{one} has {largest} embeddings, but the encoder cache holds at most "
                 f"{self.capacity}. Send a smaller one"
             )
-        longest = max(0 if item.num_states else item.end - item.start for item in spec.media)
-        if self._most_whole is not None and longest > self._most_whole:
+        longest = max(spec.media, key=_num_tokens)
+        if self._most_whole is not None and _num_tokens(longest) > self._most_whole:
             raise CapacityError(
-                f"{one} has {longest} tokens, but at most {self._most_whole} fit into one step, "
+                f"{_name_of(longest)} has {_num_tokens(longest)} tokens, but at most "
+                f"{self._most_whole} fit into one step, "
                 "and they cannot be split over several steps (required by the model or "
                 "--disable-chunked-mm-input). Send a smaller one, or start the engine with a "
                 "larger --max-num-batched-tokens"
@@ -290,6 +291,18 @@ class EncoderCache:
             key = next(key for key, entry in self._entries.items() if not entry.holders)
             self._num_kept -= self._entries.pop(key).size
             self._dropped.append(key)
+
+
+def _name_of(item: MediaItem) -> str:
+    """Return how an error names an item, with its position in the request where it is known."""
+    name = singular(item.modality)
+    return f"{item.where}: {name}" if item.where else name
+
+
+def _num_tokens(item: MediaItem) -> int:
+    """Return the tokens from the first to the last one of an item; 0 if only cross-attention reads
+    it."""
+    return 0 if item.num_states else item.end - item.start
 
 
 def _is_held_whole(spec: EngineRequest) -> bool:

@@ -13,12 +13,15 @@ their description is sent through the connection.
 
 import asyncio
 import importlib
+import logging
 import math
 import os
 import queue
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -51,6 +54,8 @@ _MAX_REASON_CHARS = 200
 """Longest part of an unexpected error that is shown: it may have content of the item in it."""
 _LOOK_S = 0.05
 """Seconds between two attempts to stop the items that are being processed."""
+_IMPORT_TORCH = ("torch", "transformers")
+"""Packages that are imported once more if torch is needed."""
 _KINDS = "biuf"
 """Accepted kinds of dtypes: booleans, integers and floats. An object would be an address."""
 
@@ -322,8 +327,7 @@ def _make_handler(setup: bytes) -> Callable[[bytes, Sequence[int]], bytes]:
     """Make the handler of the worker; input and output are descriptions, with two files."""
     load_decoders()  # imported before the fork, so that children need not import it
     start = msgspec.msgpack.decode(setup, type=_Setup)
-    module, _, name = start.job.partition(":")
-    job: Job = getattr(importlib.import_module(module), name)(**start.settings)
+    job = _without_torch(partial(_make_job, start))
 
     def handle(argument: bytes, files: Sequence[int]) -> bytes:
         described = msgspec.msgpack.decode(argument, type=_Source)
@@ -339,3 +343,29 @@ def _make_handler(setup: bytes) -> Callable[[bytes, Sequence[int]], bytes]:
         return msgspec.msgpack.encode(answer)
 
     return handle
+
+
+def _make_job(start: _Setup) -> Job:
+    module, _, name = start.job.partition(":")
+    job: Job = getattr(importlib.import_module(module), name)(**start.settings)
+    return job
+
+
+def _without_torch(make: Callable[[], Job]) -> Job:
+    """Return what `make` returns, without torch if that works.
+
+    transformers imports torch where it is installed, which takes seconds and 400 MB, and its image
+    processors do not use it. Some classes of older releases need it nevertheless.
+    """
+    if "torch" in sys.modules:
+        return make()
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    logging.disable(logging.WARNING)  # transformers warns of the missing torch
+    try:
+        return make()
+    except (ImportError, ConfigError):
+        for name in [name for name in sys.modules if name.partition(".")[0] in _IMPORT_TORCH]:
+            del sys.modules[name]
+    finally:
+        logging.disable(logging.NOTSET)
+    return make()

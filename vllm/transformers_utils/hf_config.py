@@ -352,7 +352,8 @@ def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     wanted = TEXT_TYPES.get(name) if isinstance(name, str) else None
     if wanted is None or (text is None and raw.get("model_type") in text_types_of(str(name))):
         return dict(raw)
-    is_named = raw.get("model_type") == family_of_architecture(str(name)).model_type
+    family = family_of_architecture(str(name))
+    is_named = raw.get("model_type") in (family.model_type, *family.also_typed)
     if text is None and is_named and _SIZES & raw.keys():
         whole = {WHOLE_CONFIG: dict(raw)} if "vision_config" in raw else {}
         return {**raw, "model_type": wanted, **whole}

@@ -40,6 +40,27 @@ def client(engine):
         yield client
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "advice"),
+    [
+        ("/v1/completions", "multi_modal_data", "/v1/chat/completions"),
+        ("/v1/completions", "mm_processor_kwargs", "/v1/chat/completions"),
+        ("/v1/completions", "prompt_token_ids", "as prompt"),
+        ("/v1/completions", "sampling_params", "top of the body"),
+        ("/v1/chat/completions", "multi_modal_data", "parts of messages"),
+        ("/v1/chat/completions", "media_io_kwargs", "--media-io-kwargs"),
+        ("/v1/chat/completions", "prompt_embeds", "/v1/completions"),
+        ("/tokenize", "multi_modal_uuids", "uuid in the part"),
+    ],
+)
+def test_arguments_of_the_offline_api_are_refused_and_not_ignored(client, path, name, advice):
+    (base,) = (fields for route, _, fields in ROUTES if route == path)
+    body = {key: json.loads(value) for key, value in base.items()}
+    error = client.post(path, json=body | {name: {"image": []}}).json()["error"]
+    assert error["param"] == name and advice in error["message"]
+    assert client.post(path, json=body | {name: None, "unheard_of": 1}).is_success
+
+
 @pytest.mark.parametrize(("path", "model", "base"), ROUTES, ids=[path for path, *_ in ROUTES])
 def test_any_value_of_any_field_is_served_or_refused_by_name(client, engine, path, model, base):
     headers = {"content-type": "application/json"}

@@ -1230,6 +1230,17 @@ _WITH_MEDIA = (
         tokenizer="",
     ),
     Family(
+        model_type="phi4_multimodal",
+        also_typed=("phi4mm",),
+        module="text_of_images",
+        architectures=("Phi4MultimodalForCausalLM",),
+        also_published_as=("Phi4MMForCausalLM",),
+        text_only="its image processor in transformers needs torchvision, which is not used, and "
+        "its images and sounds need adapters of their own",
+        text_type="phi3",
+        tokenizer=_GENERIC,
+    ),
+    Family(
         model_type="mistral3",
         module="text_of_images",
         architectures=("Mistral3ForConditionalGeneration",),

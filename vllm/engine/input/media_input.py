@@ -216,9 +216,7 @@ class MediaInput:
             return found
         salt = cache_salt_of(prompt)
         return [
-            ReadMedia.of(
-                source.modality, media_key(source, salt), source.encoded or self._job(source)
-            )
+            ReadMedia.of(source, media_key(source, salt), source.encoded or self._job(source))
             for source in self.sources(prompt)
         ]
 

@@ -148,7 +148,7 @@ class MediaLane:
         sources = await loop.run_in_executor(self._thread, self._find_sources, given)
         found = await asyncio.gather(*(self._read_one(key, source) for key, source in sources))
         items = [
-            ReadMedia.of(source.modality, key, each)
+            ReadMedia.of(source, key, each)
             for (key, source), each in zip(sources, found, strict=True)
         ]
         if not items:

@@ -19,6 +19,7 @@ from vllm.multimodal.interface.family import (
     PlacedItem,
     TokenLookup,
 )
+from vllm.multimodal.interface.source import MediaSource
 from vllm.multimodal.media_file import MediaFile, inline_tensors
 
 if TYPE_CHECKING:
@@ -33,22 +34,25 @@ class ReadMedia:
     key: str
     """Identifies the item and all settings that decide its embeddings."""
     given: EncoderInput
+    where: str
+    """Its position in the request, for errors."""
     file: MediaFile | None = None
     """File from which other processes read its tensors; None: the request has them."""
 
     @classmethod
-    def of(cls, modality: str, source_key: str, given: EncoderInput) -> "ReadMedia":
+    def of(cls, source: MediaSource, source_key: str, given: EncoderInput) -> "ReadMedia":
         """Create an item with a key that contains its size.
 
         A client may give one id to items of several sizes. Each size gets its own key, because the
         prompt has a token for every embedding of an item.
 
         Args:
-            modality: modality of the item.
+            source: source of the item.
             source_key: key from `media_key`.
             given: encoder input of the item.
         """
-        return cls(modality, ":".join([source_key, *map(str, given.grid)]), given)
+        key = ":".join([source_key, *map(str, given.grid)])
+        return cls(source.modality, key, given, source.where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +216,7 @@ class MediaPlacer:
             MediaItem(
                 modality=each.item.modality,
                 key=each.item.key,
+                where=each.item.where,
                 runs=item.runs,
                 num_states=each.expansion.num_states,
                 seen_by=seen_by,

@@ -26,9 +26,6 @@ _WHY_NOT = {
     "granite_speech": (
         "its feature extractor in transformers needs torchaudio, which this engine does not use"
     ),
-    "phi4_multimodal": (
-        "its image processor in transformers needs torchvision, which this engine does not use"
-    ),
 }
 """Model types whose images or sounds were considered and left out, and why."""
 

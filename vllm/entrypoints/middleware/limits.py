@@ -24,7 +24,8 @@ from vllm.entrypoints.shared.scoped_cancel import ScopedCancel
 from vllm.utils.process.process_memory import MemoryTrim
 
 _HUGE_BODY_BYTES = 2**20
-"""After a request with a body of this size, memory is returned to the system."""
+"""A body of this size is joined outside the event loop, and memory is returned to the system after
+its request."""
 _LARGE_BODY_BYTES = 2**15
 """Compressed bodies of this size are unpacked outside the event loop."""
 _ANY_TYPE_PREFIX = "/v1/audio/"
@@ -147,7 +148,9 @@ class BodyLimits:
                 raise _TooLarge
             parts.append(part)
             if not message.get("more_body", False):
-                return b"".join(parts)
+                if num_bytes < _HUGE_BODY_BYTES:
+                    return b"".join(parts)
+                return await asyncio.to_thread(b"".join, parts)
 
     async def _unpack(
         self, scope: Scope, body: bytes, encoding: str, max_bytes: int

@@ -50,10 +50,20 @@ class DirectRoutes:
             await self.app(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive, send)
+        request = _Request(scope, receive, send)
         if not await request.body():  # let FastAPI report what is missing
             empty = {"type": "http.request", "body": b"", "more_body": False}
             await self.app(scope, replay(empty, receive), send)
             return
         response = await self._handlers[route_path(scope)](request)
         await response(scope, receive, send)
+
+
+class _Request(Request):
+    """A request whose body is not copied if it comes in one message, as `BodyLimits` sends it."""
+
+    async def body(self) -> bytes:
+        if not hasattr(self, "_body"):
+            parts = [part async for part in self.stream() if part]
+            self._body = b"".join(parts)
+        return self._body

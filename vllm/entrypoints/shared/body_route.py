@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from vllm.entrypoints.shared import off_loop
 from vllm.entrypoints.shared.context import get_context
+from vllm.entrypoints.shared.long_texts import CutJson
 from vllm.entrypoints.shared.request_limits import check_limits, check_num_values
 from vllm.entrypoints.shared.server_args import ServerArgs
 
@@ -76,9 +77,11 @@ class BodyRoute(APIRoute):
             RequestValidationError: it is not JSON, or does not fit the route.
         """
         assert self.body_field is not None
-        check_num_values(data, args)
+        text = CutJson(data)
+        del data
+        check_num_values(text.rest, args)
         try:
-            body = json.loads(data)
+            body = text.parse()
         except json.JSONDecodeError as error:
             raise _not_json(error.pos, error.msg) from None
         except UnicodeDecodeError as error:

@@ -99,47 +99,63 @@ async def fetch_media(
 ) -> list[MediaPart]:
     """Replace the URLs of media by their content. All are fetched at the same time.
 
-    An item that occurs several times is fetched once. If one fails, or the request is cancelled,
+    A URL that occurs several times is fetched once. If one fails, or the request is cancelled,
     the others are cancelled.
 
     Args:
         fetcher: fetcher of the server.
         parts: the media.
         fetched: content of media that need not be fetched again, by URL; newly fetched media are
-            added. None: fetch all, and keep nothing.
+            added, except data: URLs. None: fetch all, and keep nothing.
 
     Raises:
         RequestError: a URL is not allowed, or cannot be fetched; names the item.
     """
-    contents = {} if fetched is None else fetched
-    first = {part.source: part for part in reversed(parts) if isinstance(part.source, str)}
+    contents: dict[str | int, bytes] = dict((fetched or {}).items())
     budget = fetcher.make_budget()
     tasks = {
-        url: asyncio.create_task(fetcher.fetch(url, part.modality, part.where, budget))
-        for url, part in first.items()
-        if url not in contents
+        key: asyncio.create_task(fetcher.fetch(part.source, part.modality, part.where, budget))
+        for key, part in _by_url(parts).items()
+        if key not in contents
     }
     try:
         await asyncio.gather(*tasks.values())
     finally:
         for task in tasks.values():
             task.cancel()
-    contents.update((url, task.result()) for url, task in tasks.items())
+    contents.update((key, task.result()) for key, task in tasks.items())
+    if fetched is not None:
+        fetched.update((key, content) for key, content in contents.items() if isinstance(key, str))
     return _with_content(parts, contents)
 
 
 def fetch_media_sync(fetcher: "MediaFetcher", parts: Sequence[MediaPart]) -> list[MediaPart]:
     """Replace the URLs of media by their content, one after another. Blocks."""
-    first = {part.source: part for part in reversed(parts) if isinstance(part.source, str)}
     contents = {
-        url: fetcher.fetch_sync(url, part.modality, part.where) for url, part in first.items()
+        key: fetcher.fetch_sync(part.source, part.modality, part.where)
+        for key, part in _by_url(parts).items()
     }
     return _with_content(parts, contents)
 
 
-def _with_content(parts: Sequence[MediaPart], contents: Mapping[str, bytes]) -> list[MediaPart]:
+def _by_url(parts: Sequence[MediaPart]) -> dict[str | int, MediaPart]:
+    """Return the first part of each URL, by `_key_of`."""
+    return {_key_of(part.source): part for part in reversed(parts) if isinstance(part.source, str)}
+
+
+def _key_of(url: str) -> str | int:
+    """Return what identifies a URL in one request: for a data: URL the object, because the hash of
+    a file of megabytes would keep the event loop waiting."""
+    return id(url) if url[:5].lower() == "data:" else url
+
+
+def _with_content(
+    parts: Sequence[MediaPart], contents: Mapping[str | int, bytes]
+) -> list[MediaPart]:
     return [
-        replace(part, source=contents[part.source]) if isinstance(part.source, str) else part
+        replace(part, source=contents[_key_of(part.source)])
+        if isinstance(part.source, str)
+        else part
         for part in parts
     ]
 

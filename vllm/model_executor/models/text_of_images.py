@@ -29,6 +29,7 @@ from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.mixture import Qwen3MoeForCausalLM
 from vllm.model_executor.models.mllama import MllamaForCausalLM
+from vllm.model_executor.models.phi import Phi3ForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_next import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
@@ -182,6 +183,19 @@ class Llama4ForConditionalGeneration(_LanguageModel, Llama4ForCausalLM):
     """Llama 4 Scout and Maverick (Meta 2025) from multimodal checkpoints; only text input is
     supported.
     """
+
+
+class Phi4MultimodalForCausalLM(_LanguageModel, Phi3ForCausalLM):
+    """Phi-4-multimodal (Microsoft 2025, arXiv 2503.01743), of which text input is served.
+
+    Its checkpoint also has the adapters for images and sounds, which text does not use.
+    """
+
+    checkpoint_names: ClassVar[Mapping[str, str]] = {".base_layer.": "."}
+    ignored_prefixes: ClassVar[tuple[str, ...]] = ("model.embed_tokens_extend.",)
+
+    def is_ignored(self, name: str) -> bool:
+        return super().is_ignored(name) or ".lora_A." in name or ".lora_B." in name
 
 
 class Mistral3ForConditionalGeneration(_LanguageModel, MistralForCausalLM):

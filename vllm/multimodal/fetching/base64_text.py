@@ -7,8 +7,9 @@ from urllib.parse import unquote_to_bytes
 from vllm.errors import RequestError
 from vllm.multimodal.interface.source import refuse
 
-_PIECE = 2**18
+_PIECE = 2**16
 """Characters that are decoded in one call. A call keeps the interpreter, and other threads wait."""
+_MAX_PADS = 2
 _ALPHABET = "the standard base64 alphabet: letters, digits, '+' and '/'"
 
 
@@ -23,59 +24,83 @@ def read_data_url(url: str, *, where: str, max_bytes: int) -> bytes:
     Raises:
         RequestError: it is malformed, or too large.
     """
-    head, comma, text = url.partition(",")
-    if not comma:
+    comma = url.find(",")
+    if comma < 0:
         raise refuse(where, "a data: URL must have a comma before its content")
+    head, start = url[:comma], comma + 1
+    has_escapes = url.find("%", start) >= 0
     if head.rstrip().lower().endswith(";base64"):
-        if "%" in text:
-            text = unquote_to_bytes(text).decode("latin-1")
-        return decode_base64(text, where=where, max_bytes=max_bytes)
-    if len(data := unquote_to_bytes(text)) > max_bytes:
+        if has_escapes:
+            url, start = unquote_to_bytes(url[start:]).decode("latin-1"), 0
+        return decode_base64(url, start, where=where, max_bytes=max_bytes)
+    if len(data := unquote_to_bytes(url[start:])) > max_bytes:
         raise _too_large(where, max_bytes)
     return data
 
 
-def decode_base64(text: str, *, where: str, max_bytes: int) -> bytes:
+def decode_base64(text: str, start: int = 0, *, where: str, max_bytes: int) -> bytes:
     """Decode standard base64. Line breaks are ignored, and the padding may be missing.
 
     Args:
         text: to decode.
+        start: index of its first character; what is before it is ignored.
         where: name of the item in error messages.
         max_bytes: limit of the result.
 
     Raises:
         RequestError: it is not valid base64, or the result is too large.
     """
+    text = text.rstrip()
+    while text[start : start + 1].isspace():
+        start += 1
+    decoded: list[bytes] = []
+    num_bytes = num_pads = 0
+    digits = b""
+    for position in range(start, len(text), _PIECE):
+        more = _digits_of(text[position : position + _PIECE], where)
+        new = more.rstrip(b"=")
+        if b"=" in new or (new and num_pads):
+            num_pads = _MAX_PADS + 1
+        num_pads += len(more) - len(new)
+        if num_pads > _MAX_PADS:
+            raise refuse(where, "its base64 has '=' before its end, or more than two of them")
+        digits += new
+        whole = len(digits) // 4 * 4
+        decoded.append(_decode_digits(digits[:whole], where))
+        digits = digits[whole:]
+        num_bytes += len(decoded[-1])
+        if num_bytes > max_bytes:
+            raise _too_large(where, max_bytes)
+    if len(digits) == 1:
+        num_digits = num_bytes // 3 * 4 + 1
+        raise refuse(where, f"its base64 has {num_digits} digits: one is missing, or one too many")
+    decoded.append(_decode_digits(digits + b"=" * (-len(digits) % 4), where))
+    if num_bytes + len(decoded[-1]) > max_bytes:
+        raise _too_large(where, max_bytes)
+    return b"".join(decoded)
+
+
+def _digits_of(text: str, where: str) -> bytes:
+    """Return the digits and the padding of a piece.
+
+    Raises:
+        RequestError: it has other characters of which clients should know.
+    """
     try:
-        raw = text.strip().encode("ascii")
+        digits = text.encode("ascii").translate(None, b"\r\n\t")
     except UnicodeEncodeError:
         raise refuse(where, f"its base64 has a character that is not of {_ALPHABET}") from None
-    raw = b"".join(raw[i : i + _PIECE].translate(None, b"\r\n\t") for i in _pieces(len(raw)))
-    if len(raw) // 4 * 3 > max_bytes + 3:
-        raise _too_large(where, max_bytes)
     for name, found in (("URL-safe base64 ('-' and '_')", b"-_"), ("a space", b" ")):
-        if any(character in raw for character in found):
+        if any(character in digits for character in found):
             raise refuse(where, f"its base64 has {name}; accepted is {_ALPHABET}")
-    end = len(raw) - (2 if raw.endswith(b"==") else raw.endswith(b"="))
-    if raw.find(b"=", 0, end) >= 0:
-        raise refuse(where, "its base64 has '=' before its end, or more than two of them")
-    if end % 4 == 1:
-        raise refuse(where, f"its base64 has {end} digits: one is missing, or one too many")
+    return digits
+
+
+def _decode_digits(digits: bytes, where: str) -> bytes:
     try:
-        data = b"".join(_decode_digits(raw[i : min(i + _PIECE, end)]) for i in _pieces(end))
+        return base64.b64decode(digits, validate=True)
     except binascii.Error:
         raise refuse(where, f"its base64 has a character that is not of {_ALPHABET}") from None
-    if len(data) > max_bytes:
-        raise _too_large(where, max_bytes)
-    return data
-
-
-def _pieces(size: int) -> range:
-    return range(0, size, _PIECE)
-
-
-def _decode_digits(digits: bytes) -> bytes:
-    return base64.b64decode(digits + b"=" * (-len(digits) % 4), validate=True)
 
 
 def _too_large(where: str, max_bytes: int) -> RequestError:

@@ -5,6 +5,7 @@ are used, and the size in its header is checked before any pixel is decoded.
 """
 
 import io
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,8 @@ def load_decoders() -> None:
         from PIL import Image as pillow
 
         pillow.init()
+        # The limit of pixels is checked here, so the lower one of Pillow need not be told.
+        warnings.simplefilter("ignore", pillow.DecompressionBombWarning)
         from PIL import AvifImagePlugin
 
         AvifImagePlugin.DEFAULT_MAX_THREADS = 1

@@ -1,7 +1,6 @@
 """Define the base classes of the bodies of all routes."""
 
 import json
-import math
 import time
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -45,8 +44,38 @@ class RequestModel(BaseModel, LimitedBody):
         return self
 
 
+_AS_PARTS = (
+    "send images, sounds and videos as parts of messages to /v1/chat/completions, such as "
+    '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
+)
+_ELSEWHERE = {
+    "multi_modal_data": _AS_PARTS,
+    "multi_modal_uuids": "send a uuid in the part of the image, sound or video",
+    "mm_processor_kwargs": "send it to /v1/chat/completions, or start the server with "
+    "--mm-processor-kwargs",
+    "media_io_kwargs": "start the server with --media-io-kwargs",
+    "encoder_prompt": "send a file of sound to /v1/audio/transcriptions",
+    "decoder_prompt": "send a file of sound to /v1/audio/transcriptions",
+    "prompt_token_ids": "send token ids as prompt to /v1/completions",
+    "prompt_embeds": "send it to /v1/completions",
+    "sampling_params": "send its fields at the top of the body, such as temperature",
+    "lora_request": "send the name of the adapter as model",
+}
+"""Arguments and keys of `LLM.generate` that would change the answer -> what to do instead. A route
+whose body has a field of this name accepts it."""
+
+
 class RequestBody(RequestModel):
     """A complete request body. All its text must be valid Unicode, and all its numbers finite."""
+
+    @model_validator(mode="after")
+    def _check_elsewhere(self) -> "RequestBody":
+        for name, value in (self.model_extra or {}).items():
+            if name in _ELSEWHERE and value is not None:
+                raise field_error(
+                    name, f"must be left out, as this route has no such field: {_ELSEWHERE[name]}"
+                )
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -74,13 +103,26 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 def _check_encodable(value: Any) -> None:
-    """Raise an error if the value cannot be encoded as JSON. Fast for frequent types."""
+    """Raise an error if the value cannot be encoded as JSON. Fast for frequent types.
+
+    Strings are not copied, because one may be a file of several megabytes.
+    """
     if isinstance(value, str):
-        value.encode()
-    elif type(value) in _ALWAYS_ENCODABLE or (type(value) is float and math.isfinite(value)):
-        return
-    elif not (isinstance(value, list) and set(map(type, value)) == {int}):
-        _encode(value).encode()
+        if not value.isascii():
+            value.encode()
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_encodable(key)
+            _check_encodable(item)
+    elif isinstance(value, (list, tuple)):
+        kinds = set(map(type, value))
+        if not kinds.isdisjoint((dict, list, str)):
+            for item in value:
+                _check_encodable(item)
+        elif kinds - _ALWAYS_ENCODABLE:
+            _encode(value)
+    elif type(value) not in _ALWAYS_ENCODABLE:
+        _encode(value)
 
 
 def tag_by_type(value: Any, kinds: tuple[str, ...], other: str) -> str:
