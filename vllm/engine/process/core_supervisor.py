@@ -81,7 +81,7 @@ class Core(Protocol):
         ...
 
 
-def start_core() -> "asyncio.Future[Core]":
+def start_core_here() -> "asyncio.Future[Core]":
     """Launch a core on this machine, which imports modules. It is no task, so the end of the event
     loop does not cancel it and a process that is being made can be ended."""
     loop = asyncio.get_running_loop()
@@ -94,7 +94,7 @@ class CoreSupervisor:
     Args:
         num_restarts: how often a core that died is restarted.
         suffix: names the core in messages, such as " of replica 1".
-        start_core: starts a process, or waits for one on another machine.
+        start_core: waits for a process on another machine; None: one of this machine is started.
         first_phase: what it does until it has its config, for progress reports.
         changes: of all cores, which a core that is started again gets before any request.
         on_output: called with the output of each step.
@@ -111,7 +111,7 @@ class CoreSupervisor:
         self,
         num_restarts: int,
         suffix: str = "",
-        start_core: "Callable[[], asyncio.Future[Core]]" = start_core,
+        start_core: "Callable[[], asyncio.Future[Core]] | None" = None,
         first_phase: str = "importing PyTorch and the engine",
         *,
         changes: ReplayLog,
@@ -307,7 +307,7 @@ class CoreSupervisor:
         """Start a process that waits for its config. The future is done when it is ready."""
         self._failure = None
         self.startup.report(self._first_phase)
-        spawned = self._start_core()
+        spawned = (self._start_core or start_core_here)()
         try:
             core = await asyncio.shield(spawned)
         except asyncio.CancelledError:  # the event loop is closing
