@@ -30,7 +30,7 @@ class SlowWorker:
         self.threads: set[int] = set()
 
     def execute_model(self, step: SchedulerOutput) -> StepHandle:
-        assert self.may_run.wait(timeout=30)
+        assert self.may_run.wait(timeout=120)
         self.steps.append(step.step_id)
         self.threads.add(threading.get_ident())
         if step.step_id == 1:
@@ -135,11 +135,11 @@ def test_a_late_release_takes_nothing_from_a_request_that_has_the_id_now():
     assert executor.prepare(make_request("other")) is None, "only those ids wait for the step"
     assert not any(future is None or future.done() for future in again)
     worker.may_run.set()
-    assert again[0].result(timeout=30) is None
+    assert again[0].result(timeout=120) is None
     executor.collective_rpc("prepare", args=(make_request("last"),))  # after the jobs before it
     assert worker.held == {"a", "slow", "other", "last"} and not again[1].done()
     worker.is_loaded.set_result("no such file")
-    assert again[1].result(timeout=30) == "no such file"
+    assert again[1].result(timeout=120) == "no such file"
     executor.release(["a"])
     executor.shutdown()
 
@@ -150,9 +150,17 @@ def test_shutdown_waits_for_the_step_that_runs_and_cancels_the_next():
     handles = [thread.execute_model(make_step(i)) for i in (0, 2)]
     while not handles[0].running():
         threading.Event().wait(0.001)
-    threading.Timer(0.05, worker.may_run.set).start()
+
+    def run_when_the_next_is_cancelled():
+        while not handles[1].cancelled():
+            threading.Event().wait(0.001)
+        worker.may_run.set()
+
+    releasing = threading.Thread(target=run_when_the_next_is_cancelled)
+    releasing.start()
     thread.shutdown()
     thread.shutdown()
+    releasing.join()
     assert handles[0].result(timeout=0).step_id == 0 and worker.steps == [0]
     with pytest.raises(CancelledError):
         handles[1].result(timeout=0)
@@ -175,12 +183,12 @@ def test_a_thread_ends_with_its_owner_which_may_be_collected_in_a_step():
     try:
         del thread
         worker.may_run.set()
-        assert handle.result(timeout=30).step_id == 0 and is_gone.is_set()
+        assert handle.result(timeout=120).step_id == 0 and is_gone.is_set()
     finally:
         gc.enable()
     for runner in threading.enumerate():
         if runner.name == "step":
-            runner.join(30)
+            runner.join(120)
     assert not is_running()
 
 
