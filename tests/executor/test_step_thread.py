@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.core.helpers import make_request
+from tests.hpu import captured_log
 from tests.reach import replace_worker
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.executor.step_thread import StepThread
@@ -114,11 +115,16 @@ class HoldingWorker(SlowWorker):
         return self.is_loaded if request.request_id == "slow" else None
 
     def release(self, request_ids: Sequence[str]) -> None:
+        if "unknown" in request_ids:
+            raise KeyError("unknown")
         self.held.difference_update(request_ids)
 
+    def record_tokens(self, tokens: object) -> None:
+        raise KeyError("unknown")
 
-def test_a_late_release_takes_nothing_from_a_request_that_has_the_id_now():
-    worker = HoldingWorker()
+
+def executor_of(worker: HoldingWorker) -> UniProcExecutor:
+    """An executor whose worker runs in a step thread."""
     config = VllmConfig(
         model=ModelConfig(model="m"),
         cache=CacheConfig(block_size=4),
@@ -127,6 +133,32 @@ def test_a_late_release_takes_nothing_from_a_request_that_has_the_id_now():
     executor = UniProcExecutor(config)
     replace_worker(executor, worker)
     executor._thread = StepThread(worker)
+    return executor
+
+
+@pytest.mark.parametrize(
+    ("act", "name"),
+    [
+        (lambda executor: executor.release(["unknown"]), "releasing finished requests"),
+        (lambda executor: executor._record_tokens(None), "recording the tokens of another rank"),
+    ],
+)
+def test_a_failure_whose_result_nobody_reads_is_logged_and_ends_the_steps(act, name):
+    worker = HoldingWorker()
+    executor = executor_of(worker)
+    worker.may_run.set()
+    with captured_log() as lines:
+        act(executor)
+        with pytest.raises(RuntimeError, match="an earlier step failed: KeyError"):
+            executor.execute_model(make_step(0)).result()
+    assert lines == [f"{name} failed, so no step is run any more"]
+    assert worker.steps == []
+    executor.shutdown()
+
+
+def test_a_late_release_takes_nothing_from_a_request_that_has_the_id_now():
+    worker = HoldingWorker()
+    executor = executor_of(worker)
     requests = [make_request(name) for name in ("a", "slow")]
     assert executor.prepare(requests[0]) is None and executor.prepare(requests[1]) is not None
     executor.execute_model(make_step(0))
