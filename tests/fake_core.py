@@ -273,10 +273,18 @@ class FakeCoreClient:
 
 @contextmanager
 def fake_clients(*clients: FakeCoreClient) -> Iterator[None]:
-    """Engines that start inside the block get these, one after the other."""
-    left = iter(clients)
+    """Engines that start inside the block get these: one after the other, replicas in their order.
+
+    They come out of a thread, as real ones do.
+    """
+    left = deque(clients)
+
+    def start_core() -> "asyncio.Future[FakeCoreClient]":
+        client = left.popleft()  # here, as the threads of several replicas have no order
+        return asyncio.get_running_loop().run_in_executor(None, lambda: client)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core_supervisor, "CoreClient", lambda: next(left))
+        patch.setattr(core_supervisor, "start_core_here", start_core)
         yield
 
 

@@ -44,6 +44,16 @@ async def collect(engine, request_id="r", prompt="import os", **fields):
     return [out async for out in engine.generate(prompt, params(**fields), request_id)]
 
 
+async def until(condition):
+    """Wait for a state: how many turns of the event loop it needs is of no interest."""
+
+    async def wait():
+        while not condition():
+            await asyncio.sleep(0)
+
+    await asyncio.wait_for(wait(), 120)
+
+
 @pytest.fixture
 def run(monkeypatch):
     """Run `check(engine, client)` on an engine with a fake core."""
@@ -194,8 +204,7 @@ def test_an_id_that_is_used_again_gets_nothing_of_the_request_before(run):
         client.is_held = True  # the core has not heard yet that the first one has left
         await first.aclose()
         second = asyncio.create_task(collect(engine, "same"))
-        while not engine.num_unfinished_requests:
-            await asyncio.sleep(0)
+        await until(lambda: engine.num_unfinished_requests)
         late = EngineOutput(request_ids=[old], token_ids=[99], finished={old: STOPPED})
         client.tell(CoreOutput(output=late, stats=client.core.stats()))
         client.is_held = False
@@ -216,15 +225,15 @@ def test_a_consumer_that_leaves_aborts_its_request(run, how):
         else:
             task = asyncio.create_task(collect(engine, max_tokens=40))
             client.is_held = True
-            await asyncio.sleep(0.01)
+            await until(lambda: client.received)
             task.cancel()
             client.is_held = False
             with pytest.raises(asyncio.CancelledError):
                 await task
-        await asyncio.sleep(0.01)
-        assert client.core.aborted == list(client.core.added) != []
+        await until(lambda: client.core.aborted and not client.has_messages)
+        assert client.core.aborted == list(client.core.added)
         assert engine.num_unfinished_requests == 0
-        assert engine.stats.num_running == 0
+        await until(lambda: engine.stats.num_running == 0)
 
     run(check)
 
@@ -247,8 +256,9 @@ def test_a_request_that_takes_too_long_is_ended(run):
             await collect(engine)
         client.is_held = False
         client.turn()
+        await until(lambda: not client.has_messages)
         assert not client.core.running
-        engine._limits = AdmissionLimits(request_timeout=60)
+        engine._requests._timeout = 120.0
         assert (await collect(engine, "quick"))[-1].finished
 
     run(check, limits=AdmissionLimits(request_timeout=0.02))
@@ -265,7 +275,9 @@ def test_more_than_may_wait_is_refused_with_503(run, limits, message):
     async def check(engine, client):
         client.is_held = True
         tasks = [asyncio.create_task(collect(engine, f"r{i}", [1, 2])) for i in range(20)]
-        await asyncio.sleep(0.01)
+        await until(
+            lambda: sum(task.done() for task in tasks) + engine.num_unfinished_requests == 20
+        )
         refused = [task for task in tasks if task.done()]
         assert 0 < len(refused) < 20
         for task in refused:
@@ -288,7 +300,7 @@ def test_a_dead_core_ends_every_request_and_tells_once(run):
         client.core.reply = lambda request: [10]
         tasks = [asyncio.create_task(collect(engine, f"r{i}", max_tokens=50)) for i in range(3)]
         client.is_held = True
-        await asyncio.sleep(0.01)
+        await until(lambda: len(client.received) == 3)
         client.die()
         for task in tasks:
             with pytest.raises(EngineDeadError, match="signal 9"):
@@ -320,7 +332,7 @@ def test_a_core_that_died_is_started_again_as_often_as_allowed(run):
         for number, current in enumerate(clients[:2]):
             current.is_held = True
             task = asyncio.create_task(collect(engine, f"lost{number}"))
-            await asyncio.sleep(0.01)
+            await until(lambda current=current: current.received)
             current.die()
             assert not engine.is_running and not engine.errored
             with pytest.raises(EngineDeadError):
@@ -338,12 +350,17 @@ def test_a_core_that_cannot_be_started_again_is_given_up(run, monkeypatch):
         raise OSError("no memory for a process")
 
     async def check(engine, client):
+        loop = asyncio.get_running_loop()
         # Undone before `run` takes its fake clients back: they would come again after it.
         with monkeypatch.context() as patch:
-            patch.setattr(core_supervisor, "CoreClient", no_process)
+            patch.setattr(
+                core_supervisor,
+                "start_core_here",
+                lambda: loop.run_in_executor(None, no_process),
+            )
             client.die()
             with pytest.raises(EngineDeadError, match="no memory for a process"):
-                await asyncio.wait_for(collect(engine), 30)
+                await asyncio.wait_for(collect(engine), 120)
         assert engine.errored and engine.num_restarts_done == 2
 
     run(check, num_restarts=2)

@@ -1,5 +1,6 @@
 """What ranks of one machine share while they meet, and what is left of it."""
 
+import contextlib
 import gc
 import os
 import select
@@ -7,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -14,18 +16,30 @@ import torch
 
 from vllm.config import ParallelConfig
 from vllm.distributed import Rendezvous
+from vllm.distributed.store import _own_sockets
 from vllm.errors import CollectiveError
+from vllm.utils.process.blocking_sockets import set_socket_timeouts_of
+
+PARALLEL = ParallelConfig(tensor_parallel_size=2, distributed_timeout_s=60.0)
 
 
-def meetings_of_two(timeout_s: float) -> list[Rendezvous]:
-    parallel = ParallelConfig(tensor_parallel_size=2, distributed_timeout_s=timeout_s)
-    first = Rendezvous.create(parallel)
+def meetings_of_two() -> list[Rendezvous]:
+    first = Rendezvous.create(PARALLEL)
     assert first.arena_fd is not None
-    return [first, Rendezvous.of(parallel, 1, first.arena_fd, first.address[1])]
+    return [first, Rendezvous.of(PARALLEL, 1, first.arena_fd, first.address[1])]
+
+
+def lose_patience(meeting: Rendezvous) -> None:
+    """Let it wait for 0.5 s only, from now on: a busy machine may need longer to connect."""
+    meeting.store.set_timeout(timedelta(seconds=0.5))
+    meeting.timeout_s = 0.5
+    for descriptor in _own_sockets():
+        with contextlib.suppress(OSError):
+            set_socket_timeouts_of(descriptor, meeting.address[1], socket.SO_RCVTIMEO, 0.5)
 
 
 def test_all_ranks_agree_on_the_least_value():
-    meetings = meetings_of_two(30.0)
+    meetings = meetings_of_two()
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda each: each.least("bytes", 7 - each.rank), meetings))
     assert found == [6, 6]
@@ -37,10 +51,11 @@ def test_all_ranks_agree_on_the_least_value():
     "wait", [lambda each: each.least("free memory", 7), lambda each: each.join("gloo")]
 )
 def test_a_rank_that_does_not_come_is_named_when_time_is_up(wait):
-    first, second = meetings_of_two(0.5)
+    first, second = meetings_of_two()
     with ThreadPoolExecutor(1) as pool:
         opened = pool.submit(lambda: second.store)  # it comes to the store, and then no further
         assert first.store is not None and opened.result() is not None
+        lose_patience(first)
         message = r"exchange of .* on rank 0 failed: rank 1 did not arrive within 0.5 s$"
         with pytest.raises(CollectiveError, match=message):
             wait(first)
@@ -49,8 +64,7 @@ def test_a_rank_that_does_not_come_is_named_when_time_is_up(wait):
 
 
 def second_of_two(port: int) -> Rendezvous:
-    parallel = ParallelConfig(tensor_parallel_size=2, distributed_timeout_s=0.5)
-    return Rendezvous.at(parallel, 1, ("127.0.0.1", port), is_host=False)
+    return Rendezvous.at(PARALLEL, 1, ("127.0.0.1", port), is_host=False)
 
 
 def test_a_rank_that_nobody_answers_says_so_when_time_is_up():
@@ -58,7 +72,9 @@ def test_a_rank_that_nobody_answers_says_so_when_time_is_up():
         port = other.getsockname()[1]
         message = rf"^connection with .* on rank 1 failed: .* at 127.0.0.1:{port} has not answered"
         with pytest.raises(CollectiveError, match=message):
-            second_of_two(port).least("free memory", 7)
+            second = second_of_two(port)
+            second.timeout_s = 0.5
+            second.least("free memory", 7)
 
 
 class Wire:
@@ -101,7 +117,7 @@ class Wire:
 @pytest.fixture
 def wire() -> Iterator[tuple[Rendezvous, Wire]]:
     """The meeting of a rank that reaches rank 0 through a wire."""
-    first, _ = meetings_of_two(30.0)
+    first, _ = meetings_of_two()
     assert first.store is not None
     found = Wire(first.address[1])
     yield second_of_two(found.port), found
@@ -121,6 +137,7 @@ def test_a_rank_whose_host_is_not_reached_any_more_says_so_when_time_is_up(wire,
     meeting, connection = wire
     meeting.arrive("start")
     assert meeting.store.check(["start/1"])
+    lose_patience(meeting)
     connection.cut()
     with pytest.raises((CollectiveError, torch.distributed.DistError)) as found:
         use(meeting)
@@ -140,14 +157,19 @@ def test_a_rank_can_ask_whether_the_others_of_its_stage_are_at_the_same_place():
         list(pool.map(lambda each: each.store, meetings))
     for each in meetings[:3]:
         each.arrive("launch 1")
-    assert [each.is_stage_here("launch 1", 0.05) for each in meetings] == [True, True, False, False]
+    patience_s = (120.0, 120.0, 0.05, 0.05)  # of those who wait in vain it is all spent
+    found = [
+        each.is_stage_here("launch 1", seconds)
+        for each, seconds in zip(meetings, patience_s, strict=True)
+    ]
+    assert found == [True, True, False, False]
     for each in others:
         each.leave()
     first.close()
 
 
 def test_a_store_that_outlives_its_engine_touches_no_file_of_others(tmp_path: Path):
-    meetings = meetings_of_two(30.0)
+    meetings = meetings_of_two()
     with ThreadPoolExecutor(2) as pool:
         kept = list(pool.map(lambda each: each.store, meetings))
     meetings[1].leave()

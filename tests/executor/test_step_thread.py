@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.core.helpers import make_request
+from tests.hpu import captured_log
 from tests.reach import replace_worker
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.executor.step_thread import StepThread
@@ -30,7 +31,7 @@ class SlowWorker:
         self.threads: set[int] = set()
 
     def execute_model(self, step: SchedulerOutput) -> StepHandle:
-        assert self.may_run.wait(timeout=30)
+        assert self.may_run.wait(timeout=120)
         self.steps.append(step.step_id)
         self.threads.add(threading.get_ident())
         if step.step_id == 1:
@@ -114,11 +115,16 @@ class HoldingWorker(SlowWorker):
         return self.is_loaded if request.request_id == "slow" else None
 
     def release(self, request_ids: Sequence[str]) -> None:
+        if "unknown" in request_ids:
+            raise KeyError("unknown")
         self.held.difference_update(request_ids)
 
+    def record_tokens(self, tokens: object) -> None:
+        raise KeyError("unknown")
 
-def test_a_late_release_takes_nothing_from_a_request_that_has_the_id_now():
-    worker = HoldingWorker()
+
+def executor_of(worker: HoldingWorker) -> UniProcExecutor:
+    """An executor whose worker runs in a step thread."""
     config = VllmConfig(
         model=ModelConfig(model="m"),
         cache=CacheConfig(block_size=4),
@@ -127,6 +133,32 @@ def test_a_late_release_takes_nothing_from_a_request_that_has_the_id_now():
     executor = UniProcExecutor(config)
     replace_worker(executor, worker)
     executor._thread = StepThread(worker)
+    return executor
+
+
+@pytest.mark.parametrize(
+    ("act", "name"),
+    [
+        (lambda executor: executor.release(["unknown"]), "releasing finished requests"),
+        (lambda executor: executor._record_tokens(None), "recording the tokens of another rank"),
+    ],
+)
+def test_a_failure_whose_result_nobody_reads_is_logged_and_ends_the_steps(act, name):
+    worker = HoldingWorker()
+    executor = executor_of(worker)
+    worker.may_run.set()
+    with captured_log() as lines:
+        act(executor)
+        with pytest.raises(RuntimeError, match="an earlier step failed: KeyError"):
+            executor.execute_model(make_step(0)).result()
+    assert lines == [f"{name} failed, so no step is run any more"]
+    assert worker.steps == []
+    executor.shutdown()
+
+
+def test_a_late_release_takes_nothing_from_a_request_that_has_the_id_now():
+    worker = HoldingWorker()
+    executor = executor_of(worker)
     requests = [make_request(name) for name in ("a", "slow")]
     assert executor.prepare(requests[0]) is None and executor.prepare(requests[1]) is not None
     executor.execute_model(make_step(0))
@@ -135,11 +167,11 @@ def test_a_late_release_takes_nothing_from_a_request_that_has_the_id_now():
     assert executor.prepare(make_request("other")) is None, "only those ids wait for the step"
     assert not any(future is None or future.done() for future in again)
     worker.may_run.set()
-    assert again[0].result(timeout=30) is None
+    assert again[0].result(timeout=120) is None
     executor.collective_rpc("prepare", args=(make_request("last"),))  # after the jobs before it
     assert worker.held == {"a", "slow", "other", "last"} and not again[1].done()
     worker.is_loaded.set_result("no such file")
-    assert again[1].result(timeout=30) == "no such file"
+    assert again[1].result(timeout=120) == "no such file"
     executor.release(["a"])
     executor.shutdown()
 
@@ -150,9 +182,17 @@ def test_shutdown_waits_for_the_step_that_runs_and_cancels_the_next():
     handles = [thread.execute_model(make_step(i)) for i in (0, 2)]
     while not handles[0].running():
         threading.Event().wait(0.001)
-    threading.Timer(0.05, worker.may_run.set).start()
+
+    def run_when_the_next_is_cancelled():
+        while not handles[1].cancelled():
+            threading.Event().wait(0.001)
+        worker.may_run.set()
+
+    releasing = threading.Thread(target=run_when_the_next_is_cancelled)
+    releasing.start()
     thread.shutdown()
     thread.shutdown()
+    releasing.join()
     assert handles[0].result(timeout=0).step_id == 0 and worker.steps == [0]
     with pytest.raises(CancelledError):
         handles[1].result(timeout=0)
@@ -175,12 +215,12 @@ def test_a_thread_ends_with_its_owner_which_may_be_collected_in_a_step():
     try:
         del thread
         worker.may_run.set()
-        assert handle.result(timeout=30).step_id == 0 and is_gone.is_set()
+        assert handle.result(timeout=120).step_id == 0 and is_gone.is_set()
     finally:
         gc.enable()
     for runner in threading.enumerate():
         if runner.name == "step":
-            runner.join(30)
+            runner.join(120)
     assert not is_running()
 
 

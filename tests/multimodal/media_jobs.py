@@ -1,6 +1,7 @@
 """Jobs for the child processes of test_pool.py."""
 
 import os
+import signal
 import time
 
 import numpy as np
@@ -20,6 +21,8 @@ def decode(brightness: int, max_pixels: int = 10**6):
                 time.sleep(60)
             case b"exit":
                 os._exit(3)
+            case b"kill":
+                os.kill(os.getpid(), signal.SIGKILL)
             case b"raise":
                 raise KeyError("a bug")
             case b"value":

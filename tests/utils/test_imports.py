@@ -40,14 +40,14 @@ def test_threads_may_be_inside_at_the_same_time(first_out):
     def work(number):
         with without_collections():
             inside[number].set()
-            assert leave[number].wait(10)
+            assert leave[number].wait(120)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
     for number, thread in enumerate(threads):
         thread.start()
-        assert inside[number].wait(10)
+        assert inside[number].wait(120)
     for number in (first_out, 1 - first_out):
         assert not all(each.is_set() for each in leave)
         leave[number].set()
-        threads[number].join(10)
+        threads[number].join(120)
     assert gc.isenabled()

@@ -13,15 +13,15 @@ def test_turns_have_their_usual_length_again_when_the_last_of_several_threads_en
 
     def work(number: int) -> None:
         begun[number].set_result(threading.current_thread())
-        ends[number].wait(10)
+        ends[number].wait(120)
 
     for number in range(2):
         start_in_time_slices(lambda number=number: work(number), "test")
-    threads = [future.result(10) for future in begun]
+    threads = [future.result(120) for future in begun]
     for number in range(2):  # the first to begin is the first to end
         assert sys.getswitchinterval() == TURN_S
         ends[number].set()
-        threads[number].join(10)
+        threads[number].join(120)
     assert sys.getswitchinterval() == usual
 
 

@@ -7,9 +7,12 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.messages import ModelRunnerOutput, SchedulerOutput
 from vllm.platforms.cpu_threads import count_cores
 from vllm.worker.interface import Worker
+
+logger = init_logger(__name__)
 
 
 def has_core_to_spare(num_workers: int = 1) -> bool:
@@ -32,7 +35,8 @@ class _Job:
 
     Args:
         work: function to run in the thread.
-        is_step: whether the work is a step; after a failed step the state of the worker is unknown.
+        is_step: whether the work is a step or belongs to one; if it fails, the state of the worker
+            is unknown.
     """
 
     def __init__(self, work: Callable[[], Any], *, is_step: bool) -> None:
@@ -90,6 +94,24 @@ class StepThread:
     def call(self, work: Callable[[], Any]) -> "Future[Any]":
         """Queue a call that runs after earlier steps. If it fails, only the call fails."""
         return self._put(_Job(work, is_step=False))
+
+    def post(self, name: str, work: Callable[[], Any]) -> "Future[Any]":
+        """Queue a call whose result nobody reads. If it fails, the error is logged and no later
+        step is run.
+
+        Args:
+            name: of the call in the log.
+            work: function to run in the thread.
+        """
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException:
+                logger.error("%s failed, so no step is run any more", name, exc_info=True)
+                raise
+
+        return self._put(_Job(run, is_step=True))
 
     def _put(self, job: _Job) -> "Future[Any]":
         self._jobs.put(job)

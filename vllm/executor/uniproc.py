@@ -69,7 +69,9 @@ class UniProcExecutor(Executor):
         if self._thread is None:
             worker.record_tokens(tokens)
         else:
-            self._thread.call(lambda: worker.record_tokens(tokens))
+            self._thread.post(
+                "recording the tokens of another rank", lambda: worker.record_tokens(tokens)
+            )
 
     def prepare(self, request: EngineRequest) -> Future[str | None] | None:
         """Load what a request needs, in the background."""
@@ -88,7 +90,7 @@ class UniProcExecutor(Executor):
         if self._thread is None:
             worker.release(request_ids)
             return
-        last = self._thread.call(lambda: worker.release(request_ids))
+        last = self._thread.post("releasing finished requests", lambda: worker.release(request_ids))
         waiting = {name: each for name, each in self._releases.items() if not each.done()}
         self._releases = waiting | dict.fromkeys(request_ids, last)
 

@@ -15,6 +15,7 @@ from tests.entrypoints.bench.fake_server import (
     chunk,
     plain,
 )
+from vllm.entrypoints.bench import http_client
 from vllm.entrypoints.bench.http_client import HttpClient
 from vllm.errors import ConfigError
 
@@ -105,7 +106,7 @@ def test_a_body_without_a_length_ends_with_the_connection():
         ([STREAM_HEAD, chunk(b"a"), CLOSE], "payload is not completed"),
         ([b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nab", CLOSE], "payload is not completed"),
         ([b"220 smtp.example.com\r\n"], "220 smtp.example.com"),
-        ([STREAM_HEAD, b"zz\r\n"], "Invalid character in chunk size"),
+        ([STREAM_HEAD + b"zz\r\n"], "Invalid character in chunk size"),
     ],
 )
 def test_a_broken_response_is_a_connection_error(pieces, message):
@@ -113,6 +114,22 @@ def test_a_broken_response_is_a_connection_error(pieces, message):
         (error,) = post(server)
     assert isinstance(error, ConnectionError)
     assert message in str(error)
+
+
+@pytest.mark.parametrize("piece", [b"zz\r\n", CLOSE])
+def test_a_response_that_breaks_after_a_piece_was_read_is_a_connection_error(piece, monkeypatch):
+    monkeypatch.setattr(http_client, "_LOOK_S", 0.01)
+    has_come = threading.Event()
+
+    def pieces(request):
+        yield from (STREAM_HEAD, chunk(b"a"))
+        assert has_come.wait(120)
+        yield piece
+
+    with FakeServer(pieces) as server:
+        (error,) = post(server, on_body=lambda body, at_s: has_come.set())
+    assert isinstance(error, ConnectionError)
+    assert ("payload is not completed" if piece == CLOSE else "chunk size: b'zz'") in str(error)
 
 
 def test_a_request_on_a_connection_that_was_closed_meanwhile_is_sent_again():

@@ -163,7 +163,7 @@ async def open_stream(
         yield stream
     finally:
         stream.inbox.put_nowait({"type": "http.disconnect"})
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, 120)
 
 
 class OpenStream:
@@ -177,5 +177,5 @@ class OpenStream:
         """What came up to and with the message that holds this text."""
         read = b""
         while text not in read:
-            read += (await asyncio.wait_for(self.outbox.get(), 5)).get("body", b"")
+            read += (await asyncio.wait_for(self.outbox.get(), 120)).get("body", b"")
         return read

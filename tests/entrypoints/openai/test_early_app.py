@@ -39,7 +39,7 @@ def run(path, decide, root_path=""):
         await asyncio.sleep(0)
         before = call.status
         decide(app)
-        await asyncio.wait_for(call.task, 5)
+        await asyncio.wait_for(call.task, 120)
         return before, call.status, call.sent[-1]
 
     return asyncio.run(test())

@@ -138,7 +138,8 @@ def test_followers_get_all_events_from_where_they_wish():
         job = BackgroundJob(source.events(), is_log_kept=True, on_end=lambda: ends.append(1))
         early = asyncio.create_task(collect(job.follow()))
         source.queue.put_nowait(["a", "b"])
-        await asyncio.sleep(0.01)
+        while not job.num_bytes:
+            await asyncio.sleep(0)
         late = asyncio.create_task(collect(job.follow(1)))
         await asyncio.sleep(0)
         source.queue.put_nowait(["c"])
@@ -159,7 +160,8 @@ def test_a_cancelled_job_closes_its_source_and_tells_its_followers(is_begun):
         follower = asyncio.create_task(collect(job.follow()))
         if is_begun:
             source.queue.put_nowait(["a"])
-            await asyncio.sleep(0.01)
+            while not job.num_bytes:
+                await asyncio.sleep(0)
         await job.cancel()
         assert ends == [1]
         assert source.is_closed == is_begun

@@ -85,7 +85,7 @@ class Core(Protocol):
         ...
 
 
-def start_core() -> "asyncio.Future[Core]":
+def start_core_here() -> "asyncio.Future[Core]":
     """Launch a core on this machine, which begins to import modules.
 
     The result is not a task, so that the end of the event loop does not cancel it and the new
@@ -101,7 +101,8 @@ class CoreSupervisor:
     Args:
         num_restarts: how often a core that died is restarted.
         suffix: names the core in messages, such as " of replica 1".
-        start_core: starts a process, or waits for one on another machine.
+        start_core: waits for a process on another machine; None: a process of this machine is
+            started.
         first_phase: name of the phase before the config is sent, for progress reports.
         changes: changes in all cores, which a restarted core gets before any request.
         on_output: called with the output of each step.
@@ -118,7 +119,7 @@ class CoreSupervisor:
         self,
         num_restarts: int,
         suffix: str = "",
-        start_core: "Callable[[], asyncio.Future[Core]]" = start_core,
+        start_core: "Callable[[], asyncio.Future[Core]] | None" = None,
         first_phase: str = "importing PyTorch and the engine",
         *,
         changes: ReplayLog,
@@ -319,7 +320,7 @@ class CoreSupervisor:
         """
         self._failure = None
         self.startup.report(self._first_phase)
-        spawned = self._start_core()
+        spawned = (self._start_core or start_core_here)()
         try:
             core = await asyncio.shield(spawned)
         except asyncio.CancelledError:  # the event loop is closing

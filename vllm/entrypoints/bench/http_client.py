@@ -4,6 +4,7 @@ A body is passed on in the pieces in which it arrives. The client does not follo
 proxies, keep cookies or decompress anything.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from vllm.errors import ConfigError
+
+_LOOK_S = 1.0
+"""Seconds between two searches for connections that have failed."""
 
 OnBody = Callable[[bytes, float], None]
 """Called with each piece of a body and its arrival time, in seconds of `time.perf_counter()`."""
@@ -59,6 +63,9 @@ class HttpClient:
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
         )
+        self._reading: set[Any] = set()
+        """Responses whose body is being read."""
+        self._look: asyncio.TimerHandle | None = None
 
     async def request(
         self, method: str, path: str, body: bytes = b"", on_body: OnBody | None = None
@@ -86,6 +93,7 @@ class HttpClient:
             except self._aiohttp.ClientConnectionError:
                 response = await self._send(method, path, body)
             async with response:
+                self._watch(response)
                 if on_body is None or response.status != 200:
                     return Response(response.status, await response.read())
                 async for piece in response.content.iter_any():
@@ -98,8 +106,32 @@ class HttpClient:
             reason = getattr(error, "message", None) or error
             raise ConnectionError(" ".join(str(reason).split())) from None
 
+    def _watch(self, response: Any) -> None:
+        """End a response that aiohttp leaves unfinished, see `_end_failed`."""
+        self._reading.add(response)
+        if self._look is None:
+            self._look = asyncio.get_running_loop().call_later(_LOOK_S, self._end_failed)
+
+    def _end_failed(self) -> None:
+        """Tell the readers of bodies whose connection has failed.
+
+        aiohttp closes a connection on which something comes that is no chunk. If the chunk before
+        it has been read already, it does not tell the reader, who would wait for ever.
+        """
+        self._look = None
+        responses, self._reading = self._reading, set()
+        for response in responses:
+            if response.connection is None or response.content.exception() is not None:
+                continue  # its body has been read, or has failed
+            if (error := response.connection.protocol.exception()) is not None:
+                response.content.set_exception(self._aiohttp.ClientPayloadError(str(error)))
+            else:
+                self._watch(response)
+
     async def close(self) -> None:
         """Close the idle connections."""
+        if self._look is not None:
+            self._look.cancel()
         await self._session.close()
 
     async def _send(self, method: str, path: str, body: bytes) -> Any:

@@ -202,7 +202,7 @@ def test_a_client_that_leaves_stops_all_pieces(form: str) -> None:
             app.router.lifespan_context(app),
             open_stream(app, TRANSCRIPTIONS, data, content_type=headers),
         ):
-            await asyncio.wait_for(_running(engine, 3), 5)
+            await asyncio.wait_for(_running(engine, 3), 120)
         await engine.settle()
         assert len(engine.aborted) == 3 and not engine.core.running
 
@@ -233,7 +233,7 @@ def test_a_stream_that_a_client_leaves_stops_all_pieces() -> None:
             open_stream(app, TRANSCRIPTIONS, data, content_type=content_type) as stream,
         ):
             await stream.read_until(b'"delta":"a"')
-            await asyncio.wait_for(_running(engine, 3), 5)
+            await asyncio.wait_for(_running(engine, 3), 120)
         await engine.settle()
         assert len(engine.aborted) == 3 and not engine.core.running
 
@@ -250,7 +250,7 @@ def test_the_text_of_a_piece_that_was_aborted_is_not_taken_for_the_whole() -> No
             app.router.lifespan_context(app),
             open_stream(app, TRANSCRIPTIONS, data, content_type=content_type) as stream,
         ):
-            await asyncio.wait_for(_running(engine, 2), 5)
+            await asyncio.wait_for(_running(engine, 2), 120)
             await engine.abort(engine.seen[0][2])
             assert b"was aborted" in await stream.read_until(b"}}")
         await engine.settle()
