@@ -366,7 +366,7 @@ def test_a_version_without_a_known_format_has_no_template(tmp_path):
         ),
         ({"vocab": [5] * 300}, r"in base64 in vocab\[0\]"),
         ({"vocab": [{"rank": 0, "token_bytes": "A"}] * 300}, r"in base64 in vocab\[0\]"),
-        ({"vocab": [{"rank": 1, "token_bytes": "AA=="}] * 300}, "has a wrong 'rank' \(not 0\)"),
+        ({"vocab": [{"rank": 1, "token_bytes": "AA=="}] * 300}, r"has a wrong 'rank' \(not 0\)"),
         ({"default_vocab_size": 2**40}, "has default_vocab_size=1099511627776, which is no whole"),
         ({"default_vocab_size": 5}, "has 279 tokens and 30 special ones, and default_vocab_size=5"),
         ({"default_vocab_size": 1000}, "and default_vocab_size=1000"),

@@ -104,7 +104,7 @@ class ModelConfig:
 
     logits_processor_pattern: str | None = None
     """Regular expression for the names of logits processors that requests may use, such as
-    my_module\.my_function. It must match the whole name. Clients can call everything that matches,
+    my_module[.]my_function. It must match the whole name. Clients can call everything that matches,
     with any arguments, so allow only logits processors. Default: none are allowed."""
 
     generation_config: str = "auto"
