@@ -11,18 +11,18 @@ from vllm.bucketing.optimal.certificate import Floats, Ints
 from vllm.bucketing.optimal.problem import Problem
 
 _MAX_CHAIN = 2048
-"""Shapes of a chain: the memory of the programme is the square of it."""
+"""Limit of the shapes of a chain: the memory of the algorithm grows with their square."""
 
 
 def solve_chain(problem: Problem) -> tuple[Ints, float] | None:
-    """Solve a problem of one dimension exactly; None if it has more.
+    """Solve a problem exactly if its shapes are a chain and all prices are 1; else return None.
 
     The shapes are a chain if each candidate covers exactly the first n of them, for some n.
     """
     covers, prices, num_mandatory = problem.covers, problem.prices, problem.num_mandatory
     if problem.may_split or not (prices == 1).all() or len(problem.weights) > _MAX_CHAIN:
         return None
-    order = np.argsort(-covers.sum(1), kind="stable")  # candidates that cover more come first
+    order = np.argsort(-covers.sum(1), kind="stable")  # most covered shapes first
     covers = covers[order]
     num_covered = covers.sum(0)
     if not (covers == (np.arange(len(order))[:, None] < num_covered)).all():
@@ -31,7 +31,7 @@ def solve_chain(problem: Problem) -> tuple[Ints, float] | None:
     by_position = np.lexsort((problem.candidate_costs, num_covered))
     kept: list[int] = []
     least = np.inf
-    # Drop a candidate that costs as much as another and covers no more.
+    # Drop a candidate that costs at least as much as one that covers more.
     for index in by_position[::-1].tolist():
         if is_mandatory[index] or problem.candidate_costs[index] < least:
             kept.append(index)

@@ -10,9 +10,8 @@ from vllm.model_executor.models.llama import llama_options
 
 
 class ApertusForCausalLM(DecoderForCausalLM):
-    """Apertus 8B and 70B (Swiss AI 2025, arXiv 2509.14233).
-
-    A Llama with normed heads and an MLP without gate, whose activation has learned parameters.
+    """Apertus 8B and 70B (Swiss AI 2025, arXiv 2509.14233). A Llama with normed heads and an MLP
+    without gate, whose activation has learned parameters.
     """
 
     checkpoint_names: ClassVar[dict[str, str]] = {

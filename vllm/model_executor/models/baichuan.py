@@ -15,10 +15,9 @@ _VOCAB_SIZE_OF_1 = 64000
 
 
 class BaichuanForCausalLM(DecoderForCausalLM):
-    """Baichuan 1 and 2 (Yang et al. 2023, arXiv 2309.10305): a Llama.
-
-    The 13B models have ALiBi instead of rotary positions. The rows of the output head of Baichuan 2
-    are normalized to length 1.
+    """Baichuan 1 and 2 (Yang et al. 2023, arXiv 2309.10305): a Llama. The 13B models have ALiBi
+    instead of rotary positions. The rows of the output head of Baichuan 2 are normalized to length
+    1.
     """
 
     checkpoint_names: ClassVar[dict[str, str]] = {".W_pack.": ".qkv_proj."}

@@ -316,10 +316,8 @@ def deepseek_options(arch: ModelArch) -> DecoderOptions:
 
 
 class RoutedForCausalLM(DecoderForCausalLM):
-    """A decoder of `RoutedLayer`s.
-
-    Extra layers in the checkpoint predict draft tokens (multi-token prediction,
-    `vllm.model_executor.speculators.mtp`); they are not loaded here.
+    """A decoder of `RoutedLayer`s. Extra layers in the checkpoint predict draft tokens (multi-token
+    prediction, `vllm.model_executor.speculators.mtp`); they are not loaded here.
     """
 
     def convert(
@@ -349,7 +347,6 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
 
 class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
     """DeepSeek-V3.2 (DeepSeek-AI 2025, arXiv 2512.02556), with full instead of sparse attention.
-
     The original attends to all tokens only up to `index_topk` (2,048) tokens; in longer texts an
     indexer chooses tokens, so outputs differ.
     """
@@ -362,10 +359,8 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
 
 
 class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
-    """GLM-5 (Z.ai 2026), with full instead of sparse attention.
-
-    The original uses the sparse attention of DeepSeek-V3.2 after `index_topk` (2,048) tokens, so
-    outputs differ in longer texts.
+    """GLM-5 (Z.ai 2026), with full instead of sparse attention. The original uses the sparse
+    attention of DeepSeek-V3.2 after `index_topk` (2,048) tokens, so outputs differ in longer texts.
     """
 
 

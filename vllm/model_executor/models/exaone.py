@@ -43,10 +43,8 @@ class Exaone4Layer(Olmo2Layer):
 
 
 class Exaone4ForCausalLM(DecoderForCausalLM):
-    """EXAONE 4 (LG AI Research 2025, arXiv 2507.11407).
-
-    In the 32B model three of four layers have a sliding window; the others have no rotary
-    positions.
+    """EXAONE 4 (LG AI Research 2025, arXiv 2507.11407). In the 32B model three of four layers have
+    a sliding window; the others have no rotary positions.
     """
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:

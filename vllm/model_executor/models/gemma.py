@@ -63,10 +63,8 @@ class VaultGemmaForCausalLM(_Gemma):
 
 
 class Gemma3ForCausalLM(_Gemma):
-    """Gemma 3, text only (arXiv 2503.19786).
-
-    Five layers with a sliding window alternate with one without; each kind has its own rotary
-    parameters. Heads are normed.
+    """Gemma 3, text only (arXiv 2503.19786). Five layers with a sliding window alternate with one
+    without; each kind has its own rotary parameters. Heads are normed.
     """
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:

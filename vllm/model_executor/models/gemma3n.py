@@ -228,10 +228,8 @@ def _of_one_length(streams: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Gemma3nForCausalLM(Gemma4ForCausalLM):
-    """Gemma 3n E2B and E4B (Google 2025).
-
-    Several streams of hidden states, sparse MLPs, per-layer features of tokens, and layers that
-    read the keys and values of earlier ones.
+    """Gemma 3n E2B and E4B (Google 2025). Several streams of hidden states, sparse MLPs, per-layer
+    features of tokens, and layers that read the keys and values of earlier ones.
     """
 
     # Names of checkpoints saved by transformers 4, which adds this prefix also inside a name.

@@ -342,11 +342,9 @@ class Gemma4Decoder(Decoder):
 
 
 class Gemma4ForCausalLM(DecoderForCausalLM):
-    """Gemma 4 (Google 2026).
-
-    Layers with sliding windows and with full attention have heads of different sizes. It has
-    per-layer features of tokens, layers that read the keys and values of earlier ones, and experts
-    parallel to the MLP.
+    """Gemma 4 (Google 2026). Layers with sliding windows and with full attention have heads of
+    different sizes. It has per-layer features of tokens, layers that read the keys and values of
+    earlier ones, and experts parallel to the MLP.
     """
 
     decoder_type = Gemma4Decoder

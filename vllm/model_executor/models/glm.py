@@ -17,9 +17,8 @@ from vllm.model_executor.models.fused_weights import qkv_sizes, split_features
 
 
 class GlmForCausalLM(DecoderForCausalLM):
-    """GLM-4-9B (Team GLM 2024, arXiv 2406.12793).
-
-    Half of each head has rotary positions, in pairs of neighbouring elements.
+    """GLM-4-9B (Team GLM 2024, arXiv 2406.12793). Half of each head has rotary positions, in pairs
+    of neighbouring elements.
     """
 
     layer: ClassVar[type[Layer]] = DecoderLayer

@@ -73,9 +73,8 @@ class GPT2LMHeadModel(DecoderForCausalLM):
 
 
 class GPTBigCodeForCausalLM(GPT2LMHeadModel):
-    """StarCoder, Granite 20B and 34B Code (Li et al. 2023, arXiv 2305.06161).
-
-    A GPT-2 with one key/value head for all queries.
+    """StarCoder, Granite 20B and 34B Code (Li et al. 2023, arXiv 2305.06161). A GPT-2 with one
+    key/value head for all queries.
     """
 
     def convert(

@@ -32,9 +32,8 @@ class GptOssLayer(DecoderLayer):
 
 
 class GptOssForCausalLM(DecoderForCausalLM):
-    """GPT-OSS 20B and 120B (OpenAI 2025, arXiv 2508.10925), in MXFP4 or dense.
-
-    Attention has sinks, and in every second layer a sliding window.
+    """GPT-OSS 20B and 120B (OpenAI 2025, arXiv 2508.10925), in MXFP4 or dense. Attention has sinks,
+    and in every second layer a sliding window.
     """
 
     checkpoint_names: ClassVar[dict[str, str]] = {".mlp.router.": ".mlp.gate."}

@@ -104,9 +104,8 @@ class Llama4Layer(DecoderLayer):
 
 
 class Llama4ForCausalLM(DecoderForCausalLM):
-    """Llama 4 Scout and Maverick, text only (Meta 2025, "The Llama 4 herd").
-
-    It has experts, attention within chunks, and some layers without rotary positions.
+    """Llama 4 Scout and Maverick, text only (Meta 2025, "The Llama 4 herd"). It has experts,
+    attention within chunks, and some layers without rotary positions.
     """
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"language_model.": ""}

@@ -89,10 +89,8 @@ class MiMoV2Layer(BalancedLayer):
 
 
 class MiMoV2FlashForCausalLM(RoutedForCausalLM):
-    """MiMo-V2-Flash (Xiaomi 2026).
-
-    Layers with a sliding window have more key/value heads, and keep all tokens in the cache. Layers
-    that predict draft tokens are not loaded.
+    """MiMo-V2-Flash (Xiaomi 2026). Layers with a sliding window have more key/value heads, and keep
+    all tokens in the cache. Layers that predict draft tokens are not loaded.
     """
 
     checkpoint_names: ClassVar[Mapping[str, str]] = {".attention_sink_bias": ".sinks"}

@@ -45,9 +45,8 @@ class _MiniCPM(DecoderForCausalLM):
 
 
 class MiniCPMForCausalLM(_MiniCPM):
-    """MiniCPM 1B, 2B and 4 (arXiv 2404.06395 and 2506.07900), with full attention.
-
-    The sparse attention of MiniCPM 4 in long texts is not implemented.
+    """MiniCPM 1B, 2B and 4 (arXiv 2404.06395 and 2506.07900), with full attention. The sparse
+    attention of MiniCPM 4 in long texts is not implemented.
     """
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:

@@ -10,9 +10,8 @@ from vllm.model_executor.models.decoder import (
 
 
 class MistralForCausalLM(DecoderForCausalLM):
-    """Mistral 7B, Nemo, Small (Jiang et al. 2023, arXiv 2310.06825).
-
-    The sliding windows are in `arch.layer_windows`.
+    """Mistral 7B, Nemo, Small (Jiang et al. 2023, arXiv 2310.06825). The sliding windows are in
+    `arch.layer_windows`.
     """
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:

@@ -113,9 +113,8 @@ class FlexOlmoLayer(Olmo2Layer):
 
 
 class FlexOlmoForCausalLM(DecoderForCausalLM):
-    """FlexOlmo 7x7B (Shi et al.
-
-    2025, arXiv 2507.07024): an OLMo 2 of separately trained experts.
+    """FlexOlmo 7x7B (Shi et al. 2025, arXiv 2507.07024): an OLMo 2 with separately trained
+    experts.
     """
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:

@@ -41,9 +41,8 @@ class PhiForCausalLM(DecoderForCausalLM):
 
 
 class Phi3ForCausalLM(DecoderForCausalLM):
-    """Phi 3, 3.5 and 4 (Abdin et al.
-
-    2024, arXiv 2404.14219): a Llama with fused checkpoint tensors.
+    """Phi 3, 3.5 and 4 (Abdin et al. 2024, arXiv 2404.14219): a Llama with fused checkpoint
+    tensors.
     """
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:

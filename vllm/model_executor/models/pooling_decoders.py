@@ -109,9 +109,8 @@ class Qwen2ForRewardModel(DecoderPooling):
 
 
 class Qwen2ForProcessRewardModel(Qwen2ForRewardModel):
-    """A process reward model: two logits, wrong and right, at the last token of each step.
-
-    Used by Qwen2.5-Math-PRM.
+    """A process reward model: two logits, wrong and right, at the last token of each step. Used by
+    Qwen2.5-Math-PRM.
     """
 
     num_rewards: ClassVar[int] = 2

@@ -16,9 +16,8 @@ class Qwen2ForCausalLM(DecoderForCausalLM):
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
-    """MiMo 7B (Xiaomi 2025, arXiv 2505.07608).
-
-    Its layers for multi-token prediction are loaded only by `vllm.model_executor.speculators.mtp`.
+    """MiMo 7B (Xiaomi 2025, arXiv 2505.07608). Its layers for multi-token prediction are loaded
+    only by `vllm.model_executor.speculators.mtp`.
     """
 
     ignored_prefixes: ClassVar[tuple[str, ...]] = ("model.mtp_layers.",)

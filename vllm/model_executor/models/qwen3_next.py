@@ -61,9 +61,8 @@ class DeltaNetMixtureLayer(_DeltaNetOrAttention, MixtureLayer):
 
 
 class Qwen3NextForCausalLM(DecoderForCausalLM):
-    """Qwen3-Next 80B-A3B and Coder-Next (Qwen team 2025).
-
-    Layers for multi-token prediction are loaded only by `vllm.model_executor.speculators.mtp`.
+    """Qwen3-Next 80B-A3B and Coder-Next (Qwen team 2025). Layers for multi-token prediction are
+    loaded only by `vllm.model_executor.speculators.mtp`.
     """
 
     layer_type: ClassVar[type[Layer]] = DeltaNetMixtureLayer

@@ -23,9 +23,8 @@ _HEAD_NORM = re.compile(r"(?P<layer>.*)\.(?P<kind>[qk])_layernorm\.norms\.(?P<he
 
 
 class StableLmForCausalLM(DecoderForCausalLM):
-    """StableLM 3B and 2 (Bellagente et al. 2024, arXiv 2402.17834).
-
-    A Llama with layer norms, in which only a part of each head has rotary positions.
+    """StableLM 3B and 2 (Bellagente et al. 2024, arXiv 2402.17834). A Llama with layer norms, in
+    which only a part of each head has rotary positions.
     """
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:

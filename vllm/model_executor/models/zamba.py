@@ -192,10 +192,9 @@ class Zamba2Decoder(Decoder):
 
 
 class Zamba2ForCausalLM(DecoderForCausalLM):
-    """Zamba2 1.2B, 2.7B and 7B (Zyphra 2024, arXiv 2411.15242).
-
-    Some mixers also get the output of one or two blocks of attention and MLP. These layers share
-    the block's weights, and each changes them by low-rank adapters.
+    """Zamba2 1.2B, 2.7B and 7B (Zyphra 2024, arXiv 2411.15242). Some mixers also get the output of
+    one or two blocks of attention and MLP. These layers share the block's weights, and each changes
+    them by low-rank adapters.
     """
 
     decoder_type: ClassVar[type[Decoder]] = Zamba2Decoder

@@ -144,8 +144,7 @@ class LaterWarmUp:
         self._replaced = frozenset(held.difference(self._replacing))
         self._every.update(self._left)
         self._launches.allow_buckets(len(self._every))
-        # Padding costs choose among all buckets here; measured seconds have already chosen the
-        # wanted ones.
+        # Compare buckets by predicted seconds, the cost by which the wanted ones were chosen.
         self._catalog = Catalog(
             present.prefill, present.decode, bucket_cost(self._limits.block_size)
         )
@@ -272,7 +271,7 @@ class LaterWarmUp:
             if shape.bucket in self._replaced and shape.bucket.phase is phase
         ]
         if graphs:
-            # The last graph: graphs are captured in the order of their use.
+            # The graph that was captured last is needed least.
             self._release_graph(graphs[-1])
         return bool(graphs)
 

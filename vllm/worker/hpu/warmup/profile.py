@@ -98,7 +98,7 @@ def _largest_within(
     while True:
         buckets = catalog.prefill if phase is Phase.PREFILL else catalog.decode
         ladder = _ProfileOrder(attempts, most_bytes, num_scores)
-        # Begin with the launch of the highest cost and the one with the largest attention scores.
+        # Both must fit: the shape with the highest cost, and the one with most attention scores.
         heaviest = {max(buckets, key=size) for size in (padded_cost, num_scores)}
         while (bucket := ladder.next_bucket(buckets, heaviest)) is not None:
             attempts[bucket] = run(bucket)

@@ -6,8 +6,8 @@ than the profiling run has measured come before these, the smallest first, so th
 not fit are predicted and not tried. If the bridge supports it, all shapes are compiled without
 running, and then each runs once: only running shows how much memory it takes, and a first run is
 slower than later ones. Phase 2, with HPU graphs, captures them in the configured order and memory.
-A shape that does not fit in memory is given up, with its cost in the log, and batches that would
-have used it are padded to a larger one or split.
+A shape that does not fit in memory is given up with a warning, and batches that would have used it
+are padded to a larger one or split.
 
 Each forward pass is a step: the caller decides when it runs and, as several ranks may warm up
 together, whether it is kept. Ranks with the same decisions go through the same steps.
