@@ -138,7 +138,7 @@ def by_place(cores: Iterable[int], system: Path = _SYSTEM) -> list[int]:
     caches.
 
     Args:
-        cores: to sort.
+        cores: ids of the cores.
         system: folder where the system describes the cores; cores without a description keep their
             order.
     """

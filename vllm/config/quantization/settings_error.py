@@ -56,7 +56,7 @@ def naming_settings_file(config: Mapping[str, Any]) -> Iterator[None]:
     """Let errors about settings that are raised within name the file.
 
     Args:
-        config: of the checkpoint.
+        config: config of the checkpoint.
     """
     try:
         yield

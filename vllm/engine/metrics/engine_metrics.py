@@ -107,7 +107,7 @@ class EngineMetrics:
 
     Args:
         model_name: value of the label `model_name` of every sample.
-        config: of the engine.
+        config: config of the engine.
         history: tokens per second; None: create one.
         replica: index of the replica that is measured.
 

@@ -111,8 +111,8 @@ def check_media_settings(arch: ModelArch, folder: Path, config: MultiModalConfig
 
     Args:
         arch: architecture from config.json, not completed.
-        folder: of the model.
-        config: of the engine.
+        folder: folder of the model.
+        config: config of the engine.
 
     Raises:
         ConfigError: a setting cannot be used; names the file and the key.

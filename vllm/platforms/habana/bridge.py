@@ -468,7 +468,7 @@ class HabanaBridge(Protocol):
 
         Args:
             function: a function or a module; it does not change.
-            options: of `torch.compile`, without the backend.
+            options: options of `torch.compile`, without the backend.
         """
 
     def compile_module(self, module: "nn.Module", **options: object) -> None:
