@@ -190,8 +190,7 @@ def log_states(layout: KVCacheLayout, num_rows: int, num_kept: int = 0) -> None:
     """Log the size of recurrent states of requests and of prefixes; nothing if there are none."""
     if layout.state_bytes:
         logger.info(
-            "Recurrent (Mamba) states: room for %d requests and %d cached prefixes, %.2f MiB "
-            "each (%.2f GiB)",
+            "Mamba state: room for %d requests and %d cached prefixes, %.2f MiB each (%.2f GiB)",
             num_rows,
             num_kept,
             layout.state_bytes / 2**20,
