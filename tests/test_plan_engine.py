@@ -22,7 +22,10 @@ def plan(launch_gib: float = 1, **settings):
 @pytest.mark.parametrize(
     "settings, says",
     [
-        ({"launch_gib": 95}, r"weights of 0.01 GiB and launches of 95.00 GiB do not fit a gaudi2"),
+        (
+            {"launch_gib": 95},
+            r"0.01 GiB of weights and 95.00 GiB for forward passes do not fit into a gaudi2",
+        ),
         ({"quantization": "fp8"}, "the bytes of fp8 weights are known only once they are loaded"),
         (
             {"speculative_config": {"method": "draft_model", "model": None}},

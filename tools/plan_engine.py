@@ -67,9 +67,9 @@ def plan(config: VllmConfig, card: str, launch_bytes: int) -> dict[str, Any]:
     total_bytes = CARDS[card].pool_bytes
     if weight_bytes + launch_bytes >= total_bytes:
         raise ConfigError(
-            f"weights of {weight_bytes / GIB:.2f} GiB and launches of {launch_bytes / GIB:.2f} GiB "
-            f"do not fit a {card} with {total_bytes / GIB:.2f} GiB. Use more cards "
-            f"(--tensor-parallel-size) or FP8"
+            f"{weight_bytes / GIB:.2f} GiB of weights and {launch_bytes / GIB:.2f} GiB for forward "
+            f"passes do not fit into a {card} with {total_bytes / GIB:.2f} GiB. Use more cards "
+            "(--tensor-parallel-size) or FP8"
         )
     layout = cache_layout(config, layers_with_cache(model), cache_dtype(config), keeps_all=True)
     state_bytes = layout.state_bytes * (config.scheduler.max_num_seqs + 1)

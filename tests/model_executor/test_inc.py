@@ -410,7 +410,7 @@ def test_files_of_more_ranks_are_not_taken_for_one(measured, tmp_path):
 def test_scales_of_a_wider_range_than_the_device_has_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(NativeOps, "fp8_max", 240.0)
     config = IncConfig(path="quant.json", mode="QUANTIZE", device_for_scales="GAUDI3")
-    with pytest.raises(ConfigError, match="ends at 448, but e4m3 of this device ends at 240"):
+    with pytest.raises(ConfigError, match="end at 448, but on this device they end at 240"):
         Inc(config).start(TPGroup())
 
 

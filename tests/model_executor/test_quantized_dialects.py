@@ -411,7 +411,7 @@ def test_the_log_says_what_layers_are_kept_as(checkpoint, monkeypatch, name, sto
     with captured_log() as messages:
         load(checkpoint(name)[0])
     stored, kept = stored.rsplit(" and kept as ", 1)
-    line = f"8 layers are stored as {stored} in the checkpoint and kept as {kept}, in 0.1 MiB"
+    line = f"8 layers: stored as {stored} in the checkpoint, kept as {kept} in memory (0.1 MiB)"
     assert line in messages
 
 
@@ -423,5 +423,5 @@ def test_the_log_says_what_dense_layers_have_become(checkpoint, monkeypatch):
     config = replace(config, model=replace(config.model, quantization="bitsandbytes"))
     with captured_log() as messages:
         load_model(config, TPGroup(), torch.device("cpu"))
-    stored = "8 layers are stored as bfloat16 in the checkpoint and kept as 4 bits with a table"
+    stored = "8 layers: stored as bfloat16 in the checkpoint, kept as 4 bits with a table"
     assert stored in "\n".join(messages)

@@ -176,7 +176,8 @@ def log_cache(
     num_tokens = _num_tokens(num_blocks, layout.block_size, len(layout.groups))
     max_model_len = config.scheduler.max_model_len
     logger.info(
-        "KV cache: %d blocks of %d tokens (%.2f GiB, %.1f x max_model_len %d)",
+        "KV cache: %d blocks of %d tokens (%.2f GiB), room for %.1f requests of max_model_len=%d "
+        "tokens",
         num_blocks,
         layout.block_size,
         num_blocks * layout.block_bytes / _GIB,
@@ -189,7 +190,7 @@ def log_states(layout: KVCacheLayout, num_rows: int, num_kept: int = 0) -> None:
     """Log the size of recurrent states of requests and of prefixes; nothing if there are none."""
     if layout.state_bytes:
         logger.info(
-            "Mamba states: %d requests and %d prefixes, %.2f MiB each (%.2f GiB)",
+            "Mamba state: room for %d requests and %d cached prefixes, %.2f MiB each (%.2f GiB)",
             num_rows,
             num_kept,
             layout.state_bytes / 2**20,

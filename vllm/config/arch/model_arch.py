@@ -102,7 +102,10 @@ class ModelArch:
         check_sizes(config)
         architectures = config.get("architectures") or ()
         if not architectures:
-            raise ConfigError("config.json has no 'architectures'")
+            raise ConfigError(
+                "config.json has no 'architectures', the list with the class of the model. Add "
+                "it, or give it with hf_overrides"
+            )
         hidden_size = _number(config, *_HIDDEN_SIZE)
         num_heads = _read_num_heads(config, hidden_size)
         head_size = _first(config, _HEAD_SIZE) or _divide(config, hidden_size, num_heads)
@@ -360,7 +363,9 @@ def _first(config: Mapping[str, Any], names: Sequence[str]) -> Any:
 def _number(config: Mapping[str, Any], *names: str) -> int:
     value = _first(config, names)
     if value is None:
-        raise ConfigError(f"config.json has no {' or '.join(names)}")
+        raise ConfigError(
+            f"config.json has no {' or '.join(names)}. Add it, or give it with hf_overrides"
+        )
     return int(value)
 
 

@@ -185,14 +185,18 @@ class _Scheme:
             self.format = f"{kind}-quantized"
         is_float = self.format == "float-quantized"
         if is_float != (kind == "float"):
-            raise wrong("config_groups.weights.type", kind, f"what fits the format {self.format}")
+            raise wrong(
+                "config_groups.weights.type", kind, f"the type that the format {self.format} has"
+            )
         self.bits = choice(weights, "num_bits", (4, 8) if self.format == _FORMATS[0] else (8,))
         strategies = ("tensor", "channel", "block" if is_float else "group")
         strategy = choice(weights, "strategy", strategies)
         self.has_one_scale = strategy == "tensor"
         self.is_symmetric = choice(weights, "symmetric", (True, False), True)
         if self.format != _FORMATS[0] and not self.is_symmetric:
-            raise wrong("config_groups.weights.symmetric", False, f"true, in {self.format}")
+            raise wrong(
+                "config_groups.weights.symmetric", False, f"true, with the format {self.format}"
+            )
         self.group_size = group_size_of(weights, "group_size") if strategy == "group" else -1
         order = choice(weights, "actorder", ("group", "weight", "static", "dynamic", False), False)
         self.has_order = order in ("group", "dynamic")

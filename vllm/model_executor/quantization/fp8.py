@@ -61,7 +61,7 @@ class Fp8(CheckpointFormat[bool]):
         self.has_input_scale = scheme == "static"
         self.block = block_of(settings, "weight_block_size")
         if self.block and self.has_input_scale:
-            raise wrong("activation_scheme", scheme, "dynamic, where weight_block_size is set")
+            raise wrong("activation_scheme", scheme, "dynamic, because weight_block_size is set")
         self.ignored = names(settings, "ignored_layers", "modules_to_not_convert")
 
     def storage_of(self, names: Names) -> bool | None:

@@ -32,6 +32,6 @@ def log_kept(model: nn.Module) -> None:
             num_bytes[key] += method.kept.num_bytes
     for key, count in counts.items():
         logger.info(
-            "%d layers are stored as %s in the checkpoint and kept as %s, in %.1f MiB",
+            "%d layers: stored as %s in the checkpoint, kept as %s in memory (%.1f MiB)",
             *(count, *key, num_bytes[key] / 2**20),
         )

@@ -50,7 +50,13 @@ def discard(address: int, num_bytes: int) -> None:
     ctypes.memset(end, 0, address + num_bytes - end)
     if _libc().madvise(first, end - first, mmap.MADV_DONTNEED):
         error = ctypes.get_errno()
-        raise OSError(error, f"madvise of {end - first} bytes: {os.strerror(error)}")
+        raise OSError(
+            error,
+            (
+                f"cannot advise the kernel about {end - first} bytes of memory (madvise): "
+                f"{os.strerror(error)}"
+            ),
+        )
 
 
 def release_freed_memory() -> bool:

@@ -100,8 +100,8 @@ class Inc(Quantization):
             if limit > self._limit:
                 raise ConfigError(
                     f"QUANT_CONFIG {config.path}: device_for_scales is "
-                    f"{config.device_for_scales!r}, whose e4m3 ends at {limit:g}, but e4m3 of "
-                    f"this device ends at {self._limit:g}. Calibrate for this device"
+                    f"{config.device_for_scales!r}, whose FP8 values (e4m3) end at {limit:g}, but "
+                    f"on this device they end at {self._limit:g}. Calibrate for this device"
                 )
             self._limit = limit
         if config.is_dynamic:

@@ -29,6 +29,6 @@ def log_widened(config: VllmConfig, model: nn.Module) -> None:
         found.append(f"the KV cache in {str(dtype).removeprefix('torch.')}")
     if found:
         logger.info(
-            "Each forward pass converts to %s before it multiplies: %s",
+            "Before each matmul, a forward pass converts to %s: %s",
             *(config.model.dtype_name, " and ".join(found)),
         )
