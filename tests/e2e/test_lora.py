@@ -206,8 +206,12 @@ def broken(folder: Path, kind: str) -> Path:
         ("r=64", "the rank r is 64, and max_lora_rank is 16"),
         ('r="8"', "r must be an integer above 0, got '8'"),
         ("lora_alpha=null", "lora_alpha must be a number between -1e6 and 1e6, got None"),
-        ("use_dora=true", "use_dora is True; DoRA"),
-        ('peft_type="IA3"', "peft_type is 'IA3'"),
+        ("use_dora=true", "use_dora is True; DoRA is not supported. Merge the adapter into"),
+        ("alora_invocation_tokens=[5]", "activated LoRA is not supported. Train a LoRA adapter"),
+        ('kasa_config={"beta": 1}', "adapters with singular values are not supported. Merge"),
+        ('peft_type="IA3"', "peft_type is 'IA3'; only LORA is supported. Merge the adapter"),
+        ('peft_type="PREFIX_TUNING"', "only LORA is supported. Train a LoRA adapter in its place"),
+        ('init_lora_weights="LoftQ"', "modified base weights, .* Merge the adapter into the"),
         (
             'target_parameters=["mlp.bias"]',
             "only weights, and gate_up_proj, up_proj and down_proj of experts",
@@ -354,11 +358,13 @@ def test_no_step_reads_an_adapter(adapters, monkeypatch):
     assert runner.parts.find(RaggedRows)._host.adapters == [None, None], "an adapter is kept"
 
 
-def test_an_adapter_of_another_model_is_warned_of(llm, tmp_path, caplog):
+def test_an_adapter_of_another_model_or_with_unknown_keys_is_warned_of(llm, tmp_path, caplog):
     base = {"base_model_name_or_path": "org/some-other-model"}
-    folder = make(tmp_path / "foreign", 3, 4, ("q_proj",), **base)
+    new = {"use_newlora": True, "newlora_config": None}
+    folder = make(tmp_path / "foreign", 3, 4, ("q_proj",), **base, **new)
     assert llm.llm_engine.add_lora(LoRARequest("foreign", 20, str(folder)))
     assert "was trained on 'org/some-other-model', and this model is" in caplog.text
+    assert "not known and are ignored: ['use_newlora']." in caplog.text
 
 
 def test_without_lora_an_adapter_is_refused(adapters):

@@ -37,24 +37,65 @@ _MOST_HASHES = 1024
 _hashes: dict[tuple[tuple[Path, ...], tuple[tuple[int, ...], ...]], str] = {}
 """By files and their versions."""
 _hash_lock = threading.Lock()
-_REFUSED: Mapping[str, str] = {
-    "use_dora": "DoRA",
-    "modules_to_save": "modules that are saved whole",
-    "trainable_token_indices": "trained token embeddings",
-    "lora_bias": "biases of the adapter",
-    "layer_replication": "replicated layers",
-    "alora_invocation_tokens": "activated LoRA",
-    "arrow_config": "adapters that choose among adapters",
-    "use_qalora": "adapters with pooled inputs",
+_MERGE = "Merge the adapter into the weights of its model (merge_and_unload of peft)"
+_TRAIN = "Train a LoRA adapter without it"
+_REFUSED: Mapping[str, tuple[str, str]] = {
+    "use_dora": ("DoRA is", _MERGE),
+    "modules_to_save": ("modules that are saved whole are", _MERGE),
+    "trainable_token_indices": ("trained token embeddings are", _MERGE),
+    "lora_bias": ("biases of the adapter are", _MERGE),
+    "layer_replication": ("replicated layers are", _MERGE),
+    "alora_invocation_tokens": ("activated LoRA is", _TRAIN),
+    "arrow_config": (
+        "adapters that choose among adapters are",
+        "Name one of these adapters in each request",
+    ),
+    "use_qalora": ("adapters with pooled inputs are", _TRAIN),
+    "use_bdlora": ("adapters of diagonal blocks are", _MERGE),
+    "kasa_config": ("adapters with singular values are", _MERGE),
+    "velora_config": ("VeLoRA is", _MERGE),
+    "monteclora_config": ("MonteCLoRA is", _MERGE),
 }
-"""Keys of adapter_config.json that ask for what is not supported."""
+"""Keys of adapter_config.json that ask for what is not supported; its name, and what to do."""
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
+        *("revision", "inference_mode", "target_modules", "exclude_modules", "lora_dropout"),
+        *("layers_to_transform", "layers_pattern", "megatron_config", "megatron_core"),
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+        *("qalora_group_size", "runtime_config", "ensure_weight_tying"),
+    }
+)
+"""Keys for the training, or which the tensors say as well."""
+_READ = frozenset(
+    {
+        *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out"),
+        *("bias", "init_lora_weights", "target_parameters"),
+    }
+)
+_MERGED_TYPES = frozenset(
+    {
+        *("ADALORA", "BOFT", "BONE", "C3A", "DELORA", "FOURIERFT", "GRALORA", "HRA", "IA3"),
+        *("LN_TUNING", "LOHA", "LOKR", "MISS", "OFT", "RANDLORA", "ROAD", "SHIRA"),
+        *("TRAINABLE_TOKENS", "VBLORA", "VERA", "WAVEFT"),
+    }
+)
+"""Values of peft_type of adapters that peft can merge."""
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 """Parameters of all experts of a layer, in the order in which peft wraps them; experts without
 gates have `up_proj` instead of `gate_up_proj`."""
 ACCEPTED_PARAMETERS = f"{', '.join(EXPERT_PARAMETERS[:-1])} and {EXPERT_PARAMETERS[-1]}"
 """The parameters as messages list them."""
-_CHANGE_WEIGHTS = ("pissa", "olora", "corda", "loftq")
-"""Values of init_lora_weights with which peft has also changed the weights of the model."""
+_CONVERT = (
+    "Save it with path_initial_model_for_weight_conversion of peft's save_pretrained, which makes "
+    "an adapter for the original weights"
+)
+_CHANGE_WEIGHTS = {
+    **dict.fromkeys(("pissa", "olora", "corda", "lora_ga"), _CONVERT),
+    "loftq": f"{_MERGE} as they were in training",
+}
+"""Values of init_lora_weights with which peft has also changed the weights of the model, and what
+to do."""
 _MAX_PATTERN_CHARS = 256
 _MAX_REPEATS = 2
 """In a pattern of modules: with more of them, a pattern could take minutes to compare."""
@@ -75,6 +116,8 @@ class AdapterConfig:
     """Ends of the names of parameters that have the matrices of all experts of a layer."""
     base: str = ""
     """Name or folder of the model that it was trained on; empty: not known."""
+    unknown: tuple[str, ...] = ()
+    """Keys that have a value, and that nothing here reads."""
 
     def scale_of(self, module: str, rank: int) -> float:
         """Return the factor on B @ A of a module (alpha / rank; alpha / sqrt(rank) with rsLoRA).
@@ -173,15 +216,16 @@ def shown(value: Any) -> str:
 def _read_config(path: Path, given: Any) -> AdapterConfig:
     if not isinstance(given, dict):
         raise RequestError(f"{path} must be a JSON object, got {type(given).__name__}")
-    if str(given.get("peft_type", "LORA")).upper() != "LORA":
+    peft_type = str(given.get("peft_type") or "LORA").upper()
+    if peft_type != "LORA":
+        todo = _MERGE if peft_type in _MERGED_TYPES else "Train a LoRA adapter in its place"
         raise RequestError(
-            f"{path}: peft_type is {shown(given['peft_type'])}; only LORA is supported"
+            f"{path}: peft_type is {shown(given['peft_type'])}; only LORA is supported. {todo}"
         )
-    for key, what in _REFUSED.items():
+    for key, (what, todo) in _REFUSED.items():
         if given.get(key):
             raise RequestError(
-                f"{path}: {key} is {shown(given[key])}; {what} are not supported. Merge the "
-                f"adapter into the weights of its model (merge_and_unload of peft)"
+                f"{path}: {key} is {shown(given[key])}; {what} not supported. {todo}"
             )
     if given.get("bias", "none") != "none" and _may_have_biases(weights_file(path.parent)):
         raise RequestError(
@@ -190,13 +234,12 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
             f"(merge_and_unload of peft)"
         )
     start = given.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(_CHANGE_WEIGHTS):
-        raise RequestError(
-            f"{path}: init_lora_weights is {shown(start)}: this adapter was trained against "
-            "modified base weights, so it does not fit the original ones. Save it with "
-            "path_initial_model_for_weight_conversion of peft's save_pretrained, which makes an "
-            "adapter for the original weights"
-        )
+    for begin, todo in _CHANGE_WEIGHTS.items() if isinstance(start, str) else ():
+        if start.lower().startswith(begin):
+            raise RequestError(
+                f"{path}: init_lora_weights is {shown(start)}: this adapter was trained against "
+                f"modified base weights, so it does not fit the original ones. {todo}"
+            )
     for key in ("use_rslora", "fan_in_fan_out"):
         if not isinstance(given.get(key) or False, bool):
             raise RequestError(f"{path}: {key} must be true or false, got {shown(given[key])}")
@@ -223,6 +266,7 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
         )
     for key in (key for pattern in patterns for key in pattern):
         _check_pattern(path, key)
+    known = _READ | _WITHOUT_EFFECT | _REFUSED.keys()
     base = given.get("base_model_name_or_path")
     return AdapterConfig(
         rank=rank,
@@ -233,6 +277,7 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
         is_transposed=bool(given.get("fan_in_fan_out")),
         parameters=_read_parameters(path, given.get("target_parameters") or []),
         base=base if isinstance(base, str) else "",
+        unknown=tuple(key for key, value in given.items() if value and key not in known),
     )
 
 

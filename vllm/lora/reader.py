@@ -101,6 +101,12 @@ class AdapterReader:
         """
         config = check_files(folder, self._max_rank)
         self._compare_base(folder, config.base)
+        if config.unknown:
+            logger.warning(
+                "the LoRA adapter %s has keys in its config that are not known and are ignored: "
+                "%s. If they change how it is computed, outputs are wrong",
+                *(folder, shown(list(config.unknown))),
+            )
         path = weights_file(folder)
         parts: list[LoRAWeights | None] = [None] * self.places.num_parts
         try:
