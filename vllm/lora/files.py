@@ -234,8 +234,8 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
             f"(merge_and_unload of peft)"
         )
     start = given.get("init_lora_weights")
-    for begin, todo in _CHANGE_WEIGHTS.items() if isinstance(start, str) else ():
-        if start.lower().startswith(begin):
+    for begin, todo in _CHANGE_WEIGHTS.items():
+        if isinstance(start, str) and start.lower().startswith(begin):
             raise RequestError(
                 f"{path}: init_lora_weights is {shown(start)}: this adapter was trained against "
                 f"modified base weights, so it does not fit the original ones. {todo}"
