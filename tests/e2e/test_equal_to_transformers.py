@@ -74,6 +74,8 @@ CHUNKS = {"enable_chunked_prefill": True, "max_num_batched_tokens": 32}
 WHOLE_PROMPTS = {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024}
 FEWEST_BLOCKS = MAX_MODEL_LEN // 16
 TINY_CACHE = {"num_gpu_blocks_override": FEWEST_BLOCKS + 2}
+TINY_CACHE_OF_64 = {"block_size": 64, "num_gpu_blocks_override": 4}
+"""Three blocks and the null block: two of the last prompts cannot both get their second block."""
 NO_PREFIXES = {"enable_prefix_caching": False}
 EMBEDDINGS = {"enable_prompt_embeds": True}
 PROMPT_SIZES = [f"VLLM_PROMPT_SEQ_BUCKET_{end}" for end in ("MIN", "STEP", "MAX")]
@@ -158,11 +160,9 @@ SETTINGS = {
         WHOLE_PROMPTS | NO_PREFIXES | {"num_gpu_blocks_override": 14},
         dict.fromkeys(PROMPT_SIZES, 128),
     ),
-    LARGE_BLOCKS: Setting(
-        CHUNKS | {"block_size": 64, "num_gpu_blocks_override": 5}, has_logprobs=True
-    ),
+    LARGE_BLOCKS: Setting(CHUNKS | TINY_CACHE_OF_64, has_logprobs=True),
     "contiguous, chunks, preemption, blocks of 64": Setting(
-        CHUNKS | {"block_size": 64, "num_gpu_blocks_override": 5}, {"VLLM_CONTIGUOUS_PA": True}
+        CHUNKS | TINY_CACHE_OF_64, {"VLLM_CONTIGUOUS_PA": True}
     ),
     "merged prompts, blocks of 64": Setting(
         CHUNKS | {"block_size": 64}, {"VLLM_MERGED_PREFILL": True}
