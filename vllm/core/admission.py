@@ -127,7 +127,7 @@ class Admission:
             if running.is_full or preemption.num_lacking(request, shared) > 0:
                 self._lacks_room = request if preemption.by_priority else None
                 break
-            if self._media is not None:
+            if self._media is not None and media.used:
                 self._media.commit(media)
             num_partial += is_partial
             num_long += is_long

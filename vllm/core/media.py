@@ -14,6 +14,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vllm.errors import CapacityError
 from vllm.inputs import singular
 from vllm.messages import END_OF_REQUEST, EngineRequest, MediaItem, MediaStats
@@ -128,9 +131,18 @@ class EncoderCache:
                 "or start the engine with more memory"
             )
 
-    def begin_step(self) -> None:
-        """Start to plan a step: reset the budget of the encoder."""
+    def begin_step(self, num_computed: NDArray[np.int32]) -> None:
+        """Start to plan a step: reset the budget of the encoder, and release images whose tokens
+        have all been scheduled.
+
+        Args:
+            num_computed: computed tokens of each request, by its batch index.
+        """
         self._step_budget = self.budget
+        if not self._held:  # most steps of requests without media
+            return
+        for request in self.holders:
+            self._pass_items(request, int(num_computed[request.row]))
 
     def limit_to_one(self) -> None:
         """Limit the step that is planned to one new image, or to the images of one request, because
@@ -239,20 +251,12 @@ class EncoderCache:
         """Return the images to encode in this step as (batch index, item index), and the keys of
         the images to drop.
         """
+        if not self._encoded and not self._dropped:
+            return [], []
         encoded = [(request.row, index) for request, index in self._encoded]
         dropped, self._encoded, self._dropped = self._dropped, [], []
         self._num_encoded = 0
         return encoded, dropped
-
-    def pass_items(self, request: Request, num_computed: int) -> None:
-        """Release the images of a request whose tokens have all been scheduled."""
-        _, indices = self._held[request.request_id]
-        passed = {index for index in indices if request.spec.media[index].end <= num_computed}
-        for index in passed:
-            self._let_go(request, index)
-        indices -= passed
-        if not indices:
-            del self._held[request.request_id]
 
     def release(self, request: Request) -> None:
         """Release all images of a request that leaves the batch."""
@@ -278,6 +282,15 @@ class EncoderCache:
     def holders(self) -> list[Request]:
         """The requests that hold images until the tokens of the images have run."""
         return [each for each, _ in self._held.values() if not _is_held_whole(each.spec)]
+
+    def _pass_items(self, request: Request, num_computed: int) -> None:
+        _, indices = self._held[request.request_id]
+        passed = {index for index in indices if request.spec.media[index].end <= num_computed}
+        for index in passed:
+            self._let_go(request, index)
+        indices -= passed
+        if not indices:
+            del self._held[request.request_id]
 
     def _let_go(self, request: Request, index: int) -> None:
         entry = self._entries[request.spec.media[index].key]

@@ -218,9 +218,7 @@ class Scheduler:
         for victim in self._admission.take_preempted():
             self._preempt(victim)
         if self.media is not None:
-            self.media.begin_step()
-            for request in self.media.holders:
-                self.media.pass_items(request, int(self.running.num_computed[request.row]))
+            self.media.begin_step(self.running.num_computed)
         plan = self._plan_running()
         self.cache.begin_step()
         self._remember_prefills(plan)
@@ -381,7 +379,7 @@ class Scheduler:
                 continue
             self._warn_of_preemption(running.last)
             self._preempt(running.last)
-        if self.media is not None:
+        if self.media is not None and media.used:
             self.media.commit(media)
         block_rows, block_ids = _NO_ROWS, []
         if len(short):
