@@ -126,6 +126,17 @@ def settings_of_the_bridge_end_with_the_test() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def handlers_of_signals_end_with_the_test() -> Iterator[None]:
+    """A server in this process leaves those of its closed event loop behind: a later test that
+    interrupts itself would not notice it."""
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for signum, handler in before.items():
+        if is_main and handler is not None and signal.getsignal(signum) != handler:
+            signal.signal(signum, handler)
+
+
+@pytest.fixture(autouse=True)
 def same_numbers_in_each_run() -> None:
     """What a test draws without a generator of its own."""
     import numpy as np

@@ -157,6 +157,7 @@ def test_a_step_that_fails_ends_this_engine_and_no_other(runs_ahead, waits, monk
     assert len(steps) == 4 and not llm.llm_engine.has_unfinished_requests()
     other = make_llm()
     assert tokens_of(other, PROMPTS, greedy()) == tokens_of(waits, PROMPTS, greedy())
+    gc.collect()  # engines of other tests
     threads, engine = count_step_threads(), weakref.ref(llm.llm_engine)
     monkeypatch.undo()
     del llm, runner, fail

@@ -49,8 +49,13 @@ def engine_hold(tmp_path):
     return EngineHold(tmp_path)
 
 
-def test_the_socket_answers_before_the_engine_does_and_early_requests_wait(engine_hold):
-    with start_server(is_awaited=False, variables=engine_hold.variables) as server:
+@pytest.mark.parametrize(
+    "signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)]
+)
+def test_early_requests_wait_for_the_engine_and_a_signal_lets_running_ones_end(engine_hold, signum):
+    """The life of one server, as each costs seconds of the processor."""
+    variables = engine_hold.variables
+    with start_server("--shutdown-timeout", "300", is_awaited=False, variables=variables) as server:
         server.wait_for("/livez")
         status, _, body = server.request("GET", "/readyz")
         assert status == 503 and json.loads(body)["status"] == "starting"
@@ -68,6 +73,21 @@ def test_the_socket_answers_before_the_engine_does_and_early_requests_wait(engin
             r"ready in [\d.]+ s: stdlib-llama-5m, max_model_len 2048, .*", steps[-1]
         )
 
+        running = [Background(server, {**LONG, "max_tokens": 400})]
+        wait_for_running(server, 1)
+        core = server.engine_process()
+        core.suspend()  # no request shall end before all is asked
+        running += [Background(server, {**LONG, "max_tokens": 100}) for _ in range(16)]
+        wait_until(server, lambda: server.get_json("/load")["server_load"] == len(running))
+        server.send_signal(signum)
+        wait_until_it_ends(server)
+        status, headers, _ = server.request("POST", "/v1/completions", PROMPT)
+        assert (status, headers["connection"]) == (503, "close")
+        core.resume()
+        for status, _, body in (each.result() for each in running):
+            assert status == 200 and json.loads(body)["usage"]["completion_tokens"] in (100, 400)
+        assert server.wait_for_exit() == 0
+
 
 def test_early_requests_may_be_rejected(engine_hold):
     flags = ("--early-requests", "reject")
@@ -75,26 +95,6 @@ def test_early_requests_may_be_rejected(engine_hold):
         server.wait_for("/livez")
         status, headers, _ = server.request("POST", "/v1/completions", PROMPT)
         assert status == 503 and int(headers["retry-after"]) >= 1
-
-
-@pytest.mark.parametrize(
-    "signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)]
-)
-def test_a_signal_lets_running_requests_end(signum):
-    with start_server("--shutdown-timeout", "300") as server:
-        running = [Background(server, {**LONG, "max_tokens": 100}) for _ in range(64)]
-        wait_until(server, lambda: server.get_json("/load")["server_load"] == len(running))
-        wait_for_running(server, 1)
-        core = server.engine_process()
-        core.suspend()  # no request shall end before all is asked
-        server.send_signal(signum)
-        wait_until_it_ends(server)
-        status, headers, _ = server.request("POST", "/v1/completions", PROMPT)
-        assert (status, headers["connection"]) == (503, "close")
-        core.resume()
-        for status, _, body in (each.result() for each in running):
-            assert status == 200 and json.loads(body)["usage"]["completion_tokens"] == 100
-        assert server.wait_for_exit() == 0
 
 
 def test_requests_that_do_not_end_in_time_are_told():

@@ -4,7 +4,6 @@ client that leaves.
 The model is random and reads 2 s at a time. The expected text is computed with transformers.
 """
 
-import os
 import runpy
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import transformers
 
 from tests.e2e.server import ROOT, Server, start_server, wait_until
 from tests.multimodal.sound_models import make_sound
+from tests.shared_memory import assert_no_new_files, named_files
 from tests.sound_files import FORMS, Samples, sound_file
 from tests.tiny_speech import RATE, Reference, make_tiny_whisper
 from vllm.entrypoints.openai.audio.pieces import split_audio
@@ -42,11 +42,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    before = set(os.listdir("/dev/shm"))
+    before = named_files()
     flags = ("--dtype", "float32", "--served-model-name", "whisper", "--max-num-seqs", "8")
     with start_server(str(folder), *flags) as server:
         yield server
-    assert set(os.listdir("/dev/shm")) <= before
+    assert_no_new_files(before)
 
 
 @pytest.fixture(scope="module")

@@ -39,11 +39,11 @@ class KeptProcess:
 
 def test_a_core_that_does_not_end_does_not_hold_up_the_event_loop(monkeypatch, caplog):
     monkeypatch.setattr(subprocess, "Popen", KeptProcess)
-    client = core_client.CoreClient()
+    client, before = core_client.CoreClient(), set(threading.enumerate())
     client.close()
     assert client.process.is_killed and "4711" in caplog.text
     assert not client.process.stdin.closed  # a thread may still write to it
-    (reaper,) = (t for t in threading.enumerate() if t.name == "core-reaper")
+    (reaper,) = (t for t in set(threading.enumerate()) - before if t.name == "core-reaper")
     client.process.released.set()
     reaper.join()
     assert client.process.stdin.closed

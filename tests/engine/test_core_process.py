@@ -88,7 +88,7 @@ def test_a_killed_core_is_noticed_at_once_and_may_be_started_again():
             core.kill()
             with pytest.raises(EngineDeadError, match="signal 9"):
                 await task
-            assert time.monotonic() - began < 10  # by no time limit
+            assert time.monotonic() - began < 60  # by no time limit
             assert await generate(engine, "after", max_tokens=5) == expected
             os.kill(engine.core_pid, signal.SIGKILL)
             with pytest.raises(EngineDeadError):

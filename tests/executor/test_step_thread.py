@@ -56,12 +56,13 @@ def make_step(step_id: int) -> SchedulerOutput:
     )
 
 
-def is_running(name: str = "step") -> bool:
-    return any(thread.name == name for thread in threading.enumerate())
+def step_threads() -> set[threading.Thread]:
+    """Those that run; an engine of another test may have one too."""
+    return {thread for thread in threading.enumerate() if thread.name == "step"}
 
 
 def test_steps_are_queued_at_once_and_run_one_after_the_other():
-    worker = SlowWorker()
+    worker, before = SlowWorker(), step_threads()
     thread = StepThread(worker)
     handles = [thread.execute_model(make_step(i)) for i in (0, 2, 3)]
     assert worker.steps == []  # the caller did not wait
@@ -70,7 +71,7 @@ def test_steps_are_queued_at_once_and_run_one_after_the_other():
     thread.shutdown()
     assert worker.steps == [0, 2, 3]
     assert len(worker.threads) == 1 and threading.get_ident() not in worker.threads
-    assert not is_running()
+    assert not step_threads() - before
 
 
 def test_no_step_runs_after_one_that_failed():
@@ -205,7 +206,7 @@ def test_a_thread_ends_with_its_owner_which_may_be_collected_in_a_step():
             gc.collect()
             return handle
 
-    worker = CollectingWorker()
+    worker, before = CollectingWorker(), step_threads()
     thread = StepThread(worker)
     handle = thread.execute_model(make_step(0))
     thread.itself = thread  # only the garbage collector can find that nobody holds it
@@ -218,10 +219,9 @@ def test_a_thread_ends_with_its_owner_which_may_be_collected_in_a_step():
         assert handle.result(timeout=120).step_id == 0 and is_gone.is_set()
     finally:
         gc.enable()
-    for runner in threading.enumerate():
-        if runner.name == "step":
-            runner.join(120)
-    assert not is_running()
+    for runner in step_threads() - before:
+        runner.join(120)
+    assert not step_threads() - before
 
 
 def test_steps_run_while_other_threads_of_the_program_do():

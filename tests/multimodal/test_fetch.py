@@ -496,7 +496,7 @@ def test_nothing_stays_open():
     for answer in (OK + b"\r\nab", OK + b"Content-Length: 9\r\n\r\n", chunked(b"abcdef")):
         with contextlib.suppress(RequestError):
             serve_and_fetch([answer], max_bytes=3)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_all_files_of_a_request_have_a_limit_together(monkeypatch, tmp_path):

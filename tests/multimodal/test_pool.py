@@ -101,7 +101,7 @@ def test_megabytes_come_back_and_no_file_stays_open(workers):
     np.testing.assert_array_equal(
         result.tensors["pixels"], np.arange(2**20, dtype=np.int32).reshape(2, -1)
     )
-    assert num_open_files() == before
+    assert num_open_files() <= before
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,7 @@ def test_a_trace_that_is_off_takes_the_same_calls(tmp_path):
         NULL_TRACE.instant("a", track="x", b=1)
         NULL_TRACE.counter("utils", a=1)
     NULL_TRACE.close()
-    assert not NULL_TRACE.is_on and threading.active_count() == before
+    assert not NULL_TRACE.is_on and threading.active_count() <= before
     with pytest.raises(KeyError), NULL_TRACE.span("step"):
         raise KeyError
 

@@ -238,8 +238,12 @@ def test_a_trickled_body_that_was_refused_ends(monkeypatch):
 
 
 def test_empty_lines_between_requests_do_not_keep_a_connection(monkeypatch):
-    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.1)
-    answer = asyncio.run(trickle(REQUEST % (3, b"keep-alive") + b"abc", b"\r\n"))
+    async def hurry_afterwards(scope, receive, send):
+        monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.1)
+        await app(scope, receive, send)
+
+    head = REQUEST % (3, b"keep-alive") + b"abc"
+    answer = asyncio.run(trickle(head, b"\r\n", application=hurry_afterwards))
     assert answer.endswith(b"\r\n\r\n3")
 
 

@@ -17,7 +17,7 @@ import pytest
 import uvicorn
 
 from tests.entrypoints.openai.server_fakes import ControlledEngine, make_app
-from vllm.entrypoints.server import uvicorn_server
+from vllm.entrypoints.server import tls, uvicorn_server
 from vllm.entrypoints.server.tls import check_certificates, refresh_certificate
 from vllm.entrypoints.server.uvicorn_server import bind, serve
 from vllm.entrypoints.shared.server_args import ServerArgs
@@ -288,17 +288,19 @@ def test_a_certificate_that_changes_is_loaded_again(make_certificate, monkeypatc
     assert seen == ["first", "second"]
 
 
-def test_a_certificate_that_cannot_be_loaded_leaves_the_old_one(make_certificate):
+def test_a_certificate_that_cannot_be_loaded_leaves_the_old_one(make_certificate, monkeypatch):
     key, certificate = make_certificate("first")
     config = uvicorn.Config(None, ssl_keyfile=key, ssl_certfile=certificate, log_config=None)
     config.load()
 
     async def test():
-        task = asyncio.create_task(refresh_certificate(config, 0.01))
-        await asyncio.sleep(0.03)
+        is_refused = asyncio.Event()
+        monkeypatch.setattr(tls.logger, "warning", lambda *args: is_refused.set())
+        task = asyncio.create_task(refresh_certificate(config, 0.001))
+        await asyncio.sleep(0)  # it has seen the files as they are
         with open(certificate, "w") as file:
             file.write("nonsense")
-        await asyncio.sleep(0.1)
+        await asyncio.wait_for(is_refused.wait(), 120)
         assert not task.done()
         task.cancel()
 
