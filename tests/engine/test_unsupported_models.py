@@ -36,7 +36,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         _with_parts("VipLlavaForConditionalGeneration", "vipllava", {"model_type": "mistral"}),
-        r"its language model \(MistralForCausalLM\) can run if it is saved as a checkpoint "
+        r"Its language model \(MistralForCausalLM\) can run if it is saved as a checkpoint "
         r"without the other parts",
     ),
     (
@@ -66,7 +66,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     (
         _named("KimiV9ForConditionalGeneration", "kimi_v9", auto_map=_AUTO_MAP)
         | {"text_config": {"model_type": "deepseek_v3"}, "vision_config": _VISION},
-        r"its language model \(DeepseekV3ForCausalLM\)",
+        r"Its language model \(DeepseekV3ForCausalLM\)",
     ),
     (
         _with_parts("Step3VLForConditionalGeneration", "step3_vl", {"model_type": "step3_text"}),

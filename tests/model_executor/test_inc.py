@@ -190,9 +190,12 @@ def test_inputs_are_rounded_with_the_scale(table, limit, scale):
         ({"blocklist": ["lm_head"]}, "blocklist is .*; it must be {"),
         ({"blocklist": {"names": ["("]}}, "the name '\\(' is not a regular expression"),
         ({"scale_params": {"input_backoff": 0}}, "input_backoff must be above 0 and at most 1"),
-        ({"scale_params": {"input_backof": 0.5}}, "the keys input_backoff and weight_backoff"),
+        (
+            {"scale_params": {"input_backof": 0.5}},
+            "its keys can only be input_backoff and weight_backoff",
+        ),
         ({"device_for_scales": "GAUDI1"}, "device_for_scales is 'GAUDI1'; supported: GAUDI2, GAU"),
-        ({"calibration_sample_interval": 2}, "calibration_sample_interval is 2; 1 is supported"),
+        ({"calibration_sample_interval": 2}, "calibration_sample_interval is 2; it must be 1"),
         ({"dump_stats_path": 3}, "dump_stats_path is 3; it must be the beginning of a path"),
     ],
 )

@@ -39,8 +39,8 @@ _IN_PROCESS = (
     "socket file that it names itself"
 )
 _NO_TIMEOUTS = (
-    "a step has no time limit on one device, and --distributed-timeout-s on several; a dead "
-    "engine is noticed at once; --request-timeout limits a request"
+    "a step may take any time, or --distributed-timeout-s on several devices; a dead engine is "
+    "noticed at once; --request-timeout limits a request"
 )
 _QUANTIZATION = "quantization on a card has no such setting"
 _IMAGE_SIZES = (
@@ -63,7 +63,7 @@ _DISAGGREGATED = "kv_transfer_config chooses where KV blocks are kept and shared
 _ONE_SUM = "the results of several devices are always added in one collective operation"
 _REPLICAS = "--data-parallel-size starts the replicas of the engine and gives each its index"
 _RAY = "each Ray actor is always one worker with one device"
-_OTHER_DEVICE = "it is for a device that this version does not support"
+_OTHER_DEVICE = "it is for a different kind of device"
 _OTHER_BUILD = "it belongs to the build and the container images of the Gaudi fork"
 _OTHER_TESTS = "it belongs to the tests of the Gaudi fork"
 _DETECTED = "the engine detects the value that it overrides"
@@ -148,7 +148,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         "VLLM_DISABLE_COMPILE_CACHE VLLM_USE_STANDALONE_COMPILE VLLM_TEST_STANDALONE_COMPILE",
     ),
     *_ignored(
-        "models always get the tokens of a batch as one flat list",
+        "models always get the flattened tokens of a batch",
         "VLLM_FLATTEN_INPUT",
         same_as=True,
     ),
