@@ -125,7 +125,6 @@ class ScaleAndShift(nn.Module):
 
 class MLPSpeculator(Speculator):
     """A recurrent network with its own weights for each draft (Wertheimer et al.
-
     2024, arXiv 2404.19124).
 
     A step computes state = gelu(norm(proj(state) + c * emb(token))), where c balances the weight of

@@ -1,5 +1,4 @@
 """Idefics3 (Laurençon et al.
-
 2024, arXiv 2408.12637) and SmolVLM: tiles and a small copy of the image.
 """
 

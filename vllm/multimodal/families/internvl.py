@@ -1,5 +1,4 @@
 """InternVL 3 (Zhu et al.
-
 2025, arXiv 2504.10479) in transformers: tiles and a small copy of the image.
 """
 

@@ -1,5 +1,4 @@
 """Whisper (Radford et al.
-
 2022, arXiv 2212.04356): sounds of 30 seconds, and transcription rules.
 """
 

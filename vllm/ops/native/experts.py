@@ -159,7 +159,6 @@ def choices_of(
 
 def _mixed_sparsely(logits: Tensor, ids: Tensor, tolerance: float) -> Tensor:
     """Compute the weights [T, k] of the routing `sparse_mixer` (Liu et al.
-
     2024, arXiv 2409.12136).
     """
     weights, left = [], logits
