@@ -37,9 +37,7 @@ class LogMelFeatures:
     def __call__(
         self, samples: npt.NDArray[np.float32], num_samples: int
     ) -> npt.NDArray[np.float32]:
-        """Return the features [feature_size, num_samples
-
-        hop_length] of a sound.
+        """Return the features [feature_size, num_samples // hop_length] of a sound.
 
         Args:
             samples: [n] from -1 to 1, at least one.
@@ -74,9 +72,7 @@ class LogMelFeatures:
 
     @cached_property
     def _mel_filters(self) -> npt.NDArray[np.float32]:
-        """The weight [feature_size, n_fft
-
-        2 + 1] of each frequency in each mel bin.
+        """The weight [feature_size, n_fft // 2 + 1] of each frequency in each mel bin.
 
         They are triangles of equal width in mels and of equal area in hertz.
         """
