@@ -287,7 +287,8 @@ inline void attend_heads(const TileWork& work, int64_t head, const Tile<T>& tile
   add_tile<Dot, kHeads>(work.weights, tile, next, work.value_size, states + kHeader, state_stride);
 }
 
-// One tile for `num_heads` query heads of its kv head, in steps of as many as the registers hold.
+// Attend to one tile of keys with `num_heads` query heads of its key/value head. Each step takes as
+// many heads as the registers hold.
 template <class Dot, typename T>
 inline void attend_tile(const TileWork& work, int64_t head, int64_t num_heads,
                         const Tile<T>& tile, const Fetch* next, const ScoreOptions& options) {

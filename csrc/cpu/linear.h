@@ -119,7 +119,8 @@ void panel_sums(const LinearWeight& weight, int64_t panel, const typename Tile::
   panel_sums(Tile{}, weight, panel, 1, x, x_stride, rows, total);
 }
 
-// How a product is shared: units of some panels that follow each other and block_rows rows.
+// How a matmul is divided among threads: a unit is `unit_panels` consecutive panels of the weight
+// times `block_rows` rows of the input.
 struct Shares {
   int64_t num_blocks, block_rows, unit_panels, units_per_turn;
   vllm_cpu::Threads threads;
@@ -128,15 +129,15 @@ struct Shares {
   int64_t sum_bytes() const { return threads.useful * unit_panels * block_rows * kPanel * 4; }
 };
 
-// The threads that a product is worth. num_words: words of weights of an output, of all panels
-// together; num_products: the same, each as often as there are rows for it.
+// The number of threads that a matmul is worth. num_words: words of weights of one output, summed
+// over all panels; num_products: the same, times the number of rows that use each word.
 inline vllm_cpu::Threads threads_for(int64_t num_words, int64_t num_products, int num_threads) {
-  // Cycles, about: four cache lines of weights per word, and a product of each with every row.
+  // Estimated cycles: four cache lines of weights per word, each multiplied with every row.
   const int64_t cycles = 8 * num_words + 4 * num_products;
   return {num_threads, 1 + cycles / 10000};  // 3 us for each
 }
 
-// row_unit: rows that are best multiplied together; max_panels: the most panels of a unit.
+// row_unit: number of rows that are best multiplied together; max_panels: maximum panels of a unit.
 inline Shares share_out(const LinearWeight& weight, int64_t rows, int64_t row_unit, int64_t max_panels,
                         int of_threads) {
   const int64_t panels = vllm_cpu::num_panels(weight);

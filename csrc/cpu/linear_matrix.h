@@ -253,7 +253,8 @@ struct Int4Matrix : Int4Tile<Code> {
 
  private:
   static constexpr int64_t kMaxBlocks = Vectors::kStretchInputs / vllm_cpu::kMinBlockInputs;
-  // Inputs whose sums are made before they are scaled: blocks of 32 have sums of 16 KiB then.
+  // Number of inputs that are summed before the sums are scaled. With blocks of 32 inputs, the sums
+  // take 16 KiB.
   static constexpr int64_t kBatchInputs = vllm_cpu::kMaxBlockInputs;
   static constexpr int64_t kMaxBatch = 4;  // blocks
 
@@ -263,7 +264,7 @@ struct Int4Matrix : Int4Tile<Code> {
     Vec minimums[Code::kHasMinimums ? kMaxBlocks : 1][kPanel / kLanes];
   };
 
-  // Block n of a stretch: `size` inputs, zeros after the first `count`.
+  // Unpack block n of a segment of inputs: `size` inputs, zeros after the first `count`.
   static void unpack(Int4Block<Code> block, int64_t n, int64_t size, int64_t count, Unpacked& to) {
     Bits (*const quads)[kPanel / kLanes] = to.quads + n * size / 4;
     for (int v = 0; v < kPanel / kLanes; ++v) {
@@ -281,7 +282,7 @@ struct Int4Matrix : Int4Tile<Code> {
     }
   }
 
-  // Byte by byte.
+  // Subtract the bytes of b from the bytes of a.
   static VLLM_INLINE Bits minus_bytes(Bits a, Bits b) {
     typedef uint8_t Bytes __attribute__((vector_size(kLanes * 4)));
     return reinterpret_cast<Bits>(reinterpret_cast<Bytes>(a) - reinterpret_cast<Bytes>(b));

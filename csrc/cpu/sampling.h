@@ -86,7 +86,7 @@ int64_t draw(const Row<T>& row, const RowNumbers& random, const Weighing& weigh,
   return token < row.vocab_size ? token : row.vocab_size - 1;
 }
 
-// ---- rows and launches --------------------------------------------------------------------
+// ---- rows and batches ---------------------------------------------------------------------
 
 // A parameter of row `index`.
 template <typename T>
@@ -112,7 +112,7 @@ void penalise(const SampleArgs<T>& args, int64_t index, float* row) {
   }
 }
 
-// Row `index` after edits, mask and penalties, in this order, in scratch.row.
+// Copy the logits of request `index` to `row`, then apply edits, mask and penalties, in this order.
 template <typename T>
 void change_row(const SampleArgs<T>& args, const T* logits, int64_t index, float* row) {
   const int64_t vocab_size = args.vocab_size;
@@ -136,7 +136,7 @@ void change_row(const SampleArgs<T>& args, const T* logits, int64_t index, float
   if (args.num_penalties > 0) penalise(args, index, row);
 }
 
-// The token of a row; -1 if its logits allow none.
+// Sample the token of request `index`. Returns -1 if its logits allow none.
 template <typename T, typename Logit>
 int64_t sample_row(const SampleArgs<T>& args, const Logit* logits, int64_t index,
                    const SamplingScratch& scratch) {
@@ -169,7 +169,7 @@ int64_t sample_row(const SampleArgs<T>& args, const Logit* logits, int64_t index
   return draw(row, random, weigh, scratch);
 }
 
-// The first `count` random numbers of each key at a position; out: [num_rows, count].
+// The first `count` random numbers for each key and its position; out: [num_rows, count].
 inline void draw_exponentials(const uint64_t* keys, const int64_t* positions, int64_t num_rows,
                               int64_t count, float* out, int num_threads) {
   parallel_rows(num_rows, count, num_threads, [&](int64_t row) {
