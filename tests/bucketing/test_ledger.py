@@ -121,10 +121,10 @@ def test_budgets_cannot_exceed_the_device_or_drop_below_what_is_booked():
     ledger.assign(MemoryClass.WEIGHTS, 70)
     ledger.book(MemoryClass.WEIGHTS, 50)
     with pytest.raises(
-        ValueError, match=r"between 0 B \(in use\) and 30 B \(unassigned\), got .*; total 100 B"
+        ValueError, match=r"at least 0 B .* and at most 30 B .*, got .*; there are 100 B"
     ):
         ledger.assign(MemoryClass.KV_CACHE, 31)
-    with pytest.raises(ValueError, match=r"between 50 B \(in use\)"):
+    with pytest.raises(ValueError, match=r"at least 50 B \(in use now\)"):
         ledger.assign(MemoryClass.WEIGHTS, 49)
     with pytest.raises(ValueError, match="21 B from weights: only 20 B are left"):
         ledger.move(MemoryClass.WEIGHTS, MemoryClass.KV_CACHE, 21)

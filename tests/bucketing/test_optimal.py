@@ -148,7 +148,7 @@ def test_time_that_is_up_gives_a_set_with_a_bound_that_holds() -> None:
 @pytest.mark.parametrize(
     ("mandatory", "count", "words"),
     [
-        ([decode(4, 20), decode(4, 30)], 1, "the mandatory 2 buckets take 2 buckets"),
+        ([decode(4, 20), decode(4, 30)], 1, "the 2 mandatory buckets take 2 buckets"),
         ([], 0, "no set"),
     ],
 )

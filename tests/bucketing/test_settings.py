@@ -136,7 +136,9 @@ def test_a_bad_variable_is_named_with_its_value(given, message):
 def test_the_advice_for_a_range_that_is_upside_down_helps():
     name = "VLLM_PROMPT_SEQ_BUCKET"
     given, limits = {f"{name}_MIN": 512, f"{name}_MAX": 256}, make_limits()
-    with pytest.raises(ConfigError, match=r"Lower .* or raise .*\. Or unset one of them") as caught:
+    with pytest.raises(
+        ConfigError, match=r"Lower .* or raise .*\. Or unset one of the two"
+    ) as caught:
         BucketSettings.resolve(limits, given)
     assert "VLLM_SKIP_WARMUP" not in str(caught.value)
     for changes in ({f"{name}_MIN": 256}, {f"{name}_MAX": 512}):
