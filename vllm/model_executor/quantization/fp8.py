@@ -98,7 +98,7 @@ class ModelOptFp8(Fp8):
             ConfigError: a setting is not supported.
         """
         settings = read_modelopt_settings(settings or {})
-        self.algorithm = choice(settings, "quant_algo", MODELOPT_FP8)
+        self.algorithm = choice(settings, "quant_algo", tuple(MODELOPT_FP8))
         choice(settings, "kv_cache_quant_algo", ("FP8", None), None)
         super().__init__(None)
         self.ignored = names(settings, "ignore", "exclude_modules")
