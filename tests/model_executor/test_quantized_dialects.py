@@ -127,6 +127,56 @@ def test_other_dialects_mean_the_same_weights(checkpoint, tmp_path, dialect):
         assert torch.equal(weight_of(layer), twins[path].weight), path
 
 
+@pytest.mark.parametrize("keeps_dimensions", [False, True])
+def test_fp8_blocks_of_modelopt_are_those_of_fp8(checkpoint, tmp_path, keeps_dimensions):
+    folder, _ = checkpoint("fp8-block")
+    settings = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "ignore": ["lm_head"]}
+    copy = changed_settings(folder, tmp_path, lambda s: settings)
+    tensors = {}
+    for name, tensor in load_file(copy / FILE).items():
+        if name.endswith("_scale_inv"):
+            name = name.removesuffix("_inv")
+            tensor = tensor[:, None, :, None] if keeps_dimensions else tensor
+        tensors[name] = tensor.contiguous()
+    save_file(tensors, copy / FILE)
+    stored, twin = (
+        [weight_of(m) for m in load(each).modules() if isinstance(m, ParallelLinear)]
+        for each in (copy, folder)
+    )
+    assert len(stored) == 8
+    assert all(torch.equal(a, b) for a, b in zip(stored, twin, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("method", "instead"),
+    [
+        *((name, "use a GPTQ or AWQ checkpoint") for name in ("aqlm", "vptq", "spqr", "higgs")),
+        ("bitnet", "use a GPTQ or AWQ checkpoint"),
+        *((name, "use an FP8 or compressed-tensors checkpoint") for name in ("eetq", "quanto")),
+        ("gptq_marlin_24", "use the GPTQ checkpoint that it was made of"),
+        ("gguf", "give the GGUF file as the model"),
+        ("new", r"use a checkpoint of a supported format \(auto-round, awq"),
+    ],
+)
+def test_a_format_that_is_not_supported_is_named_with_another(
+    checkpoint, tmp_path, method, instead
+):
+    copy = changed_settings(checkpoint("gptq-4")[0], tmp_path, lambda s: {"quant_method": method})
+    with pytest.raises(
+        ConfigError, match=rf"quantized with '{method}', .*not supported; {instead}"
+    ):
+        load(copy)
+
+
+@pytest.mark.parametrize("algorithm", ["W4A16_AWQ", "W4A8_AWQ", "W8A8_SQ_PER_CHANNEL"])
+def test_an_algorithm_of_modelopt_that_is_not_supported_is_named(checkpoint, tmp_path, algorithm):
+    copy = changed_settings(
+        checkpoint("modelopt")[0], tmp_path, lambda s: s | {"quant_algo": algorithm}
+    )
+    with pytest.raises(ConfigError, match=rf"quant_algo is '{algorithm}'; supported: .*FP8_PB_WO"):
+        load(copy)
+
+
 def test_settings_without_a_name_are_completed_by_the_file_beside_them(checkpoint, tmp_path):
     folder, _ = checkpoint("modelopt")
     copy = changed_settings(folder, tmp_path, lambda s: {"ignore": ["lm_head"]})

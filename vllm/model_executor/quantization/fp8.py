@@ -46,6 +46,15 @@ _E4M3 = ("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn")
 """Names of the one element type that such checkpoints have."""
 
 
+MODELOPT_FP8: dict[str, tuple[int, int] | None] = {
+    "FP8": None,
+    "FP8_PER_CHANNEL_PER_TOKEN": None,
+    "FP8_PB_WO": (128, 128),
+}
+"""Algorithms of ModelOpt, and how many outputs and inputs share a scale; None: see the shape of its
+tensor. The first one has a static scale of inputs."""
+
+
 class Fp8(CheckpointFormat[bool]):
     """The quantization format of `quant_method: fp8` and `fbgemm_fp8`."""
 
@@ -89,11 +98,23 @@ class ModelOptFp8(Fp8):
             ConfigError: a setting is not supported.
         """
         settings = read_modelopt_settings(settings or {})
-        algorithm = choice(settings, "quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
+        self.algorithm = choice(settings, "quant_algo", tuple(MODELOPT_FP8))
         choice(settings, "kv_cache_quant_algo", ("FP8", None), None)
-        is_static = algorithm == "FP8"
-        super().__init__({"activation_scheme": "static" if is_static else "dynamic"})
+        super().__init__(None)
         self.ignored = names(settings, "ignore", "exclude_modules")
+
+    def method(self, name: str, storage: bool) -> LinearMethod:
+        return modelopt_fp8_linear(name, self.algorithm)
+
+
+def modelopt_fp8_linear(name: str, algorithm: str) -> "Fp8Linear":
+    """Return the method of a layer of ModelOpt.
+
+    Args:
+        name: of the layer.
+        algorithm: one of `MODELOPT_FP8`.
+    """
+    return Fp8Linear(name, MODELOPT_FP8[algorithm], algorithm == "FP8")
 
 
 def block_of(settings: Settings, key: str) -> tuple[int, int] | None:
@@ -190,7 +211,8 @@ class Fp8Linear(StoredLinear):
         accepted = [(), (1,), (1, 1), (num_out,), (num_out, 1)]
         if self.block:
             num_in = num_blocks * self.block_inputs
-            accepted = [(-(-num_out // self.block[0]), -(-num_in // self.block[1]))]
+            blocks = -(-num_out // self.block[0]), -(-num_in // self.block[1])
+            accepted = [blocks, (blocks[0], 1, blocks[1], 1)]  # ModelOpt keeps the dimensions
         if tuple(source.shape) not in accepted:
             raise WeightLoadError(
                 f"tensor {name} has shape {list(source.shape)} in the checkpoint, the layer needs "
@@ -199,6 +221,7 @@ class Fp8Linear(StoredLinear):
 
         def expand(scales: Tensor) -> Tensor:
             if self.block:
+                scales = scales.reshape(accepted[0])
                 repeats = self.block[1] // self.block_inputs
                 scales = scales.repeat_interleave(repeats, dim=1)[:, :num_blocks]
                 return scales.repeat_interleave(self.block[0], dim=0)[:num_out]

@@ -11,7 +11,7 @@ from vllm.model_executor.quantization.float_groups import (
     described,
     float_linear,
 )
-from vllm.model_executor.quantization.fp8 import Fp8Linear, ModelOptFp8
+from vllm.model_executor.quantization.fp8 import MODELOPT_FP8, ModelOptFp8, modelopt_fp8_linear
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.model_executor.quantization.settings import (
     Settings,
@@ -30,7 +30,6 @@ _FLOATS: dict[str, FloatKind] = {
     "MXFP8": "MXFP8",
 }
 """Algorithms with scales of small groups, and the kinds of their elements."""
-_FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 _MIXED = "MIXED_PRECISION"
 
 
@@ -41,8 +40,8 @@ def create_modelopt(settings: Settings) -> Quantization:
         ConfigError: a setting is not supported.
     """
     settings = read_modelopt_settings(settings)
-    algorithm = choice(settings, "quant_algo", (*_FP8, *_FLOATS, _MIXED))
-    return ModelOptFp8(settings) if algorithm in _FP8 else ModelOpt(settings)
+    algorithm = choice(settings, "quant_algo", (*MODELOPT_FP8, *_FLOATS, _MIXED))
+    return ModelOptFp8(settings) if algorithm in MODELOPT_FP8 else ModelOpt(settings)
 
 
 class ModelOpt(CheckpointFormat[str]):
@@ -78,8 +77,8 @@ class ModelOpt(CheckpointFormat[str]):
         return self.has_tensor(names, "weight_scale")
 
     def method(self, name: str, storage: str) -> LinearMethod:
-        if storage in _FP8:
-            return Fp8Linear(name, None, storage == _FP8[0])
+        if storage in MODELOPT_FP8:
+            return modelopt_fp8_linear(name, storage)
         return float_linear(name, _FLOATS[storage], FloatNames())
 
     def described(self, storage: str) -> str:
@@ -94,7 +93,7 @@ def _algorithms(layers: Any) -> dict[str, str]:
     found = {}
     for name, settings in layers.items():
         within = f"quantized_layers.{name}."
-        found[name] = choice(settings, "quant_algo", (*_FP8, *_FLOATS), within=within)
+        found[name] = choice(settings, "quant_algo", (*MODELOPT_FP8, *_FLOATS), within=within)
         if found[name] in _FLOATS:
             _check_group(settings, _FLOATS[found[name]], within)
     return found

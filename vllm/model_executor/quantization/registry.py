@@ -69,14 +69,28 @@ _formats: dict[str, Format] = {
     "compressed-tensors": Format(f"{_PACKAGE}.compressed_tensors:CompressedTensors"),
 }
 
+_FEW_BITS = (
+    "use a GPTQ or AWQ checkpoint of the model, or the unquantized one with --quantization int4"
+)
+_8_BITS = (
+    "use an FP8 or compressed-tensors checkpoint of the model, or the unquantized one with "
+    "--quantization int8"
+)
 _INSTEAD = {
-    "exl2": "use a GPTQ or AWQ checkpoint of the model, or the unquantized one with "
-    "--quantization int4",
-    "exl3": "use a GPTQ or AWQ checkpoint of the model, or the unquantized one with "
-    "--quantization int4",
+    **dict.fromkeys(
+        (
+            *("exl2", "exl3", "aqlm", "vptq", "spqr", "higgs", "quip", "quip_sharp", "qtip"),
+            *("squeezellm", "owq", "fp_quant", "four_over_six", "sinq", "bitnet"),
+        ),
+        _FEW_BITS,
+    ),
+    **dict.fromkeys(
+        ("eetq", "quanto", "tpu_int8", "experts_int8", "deepspeedfp", "neuron_quant"), _8_BITS
+    ),
+    "gguf": "give the GGUF file as the model",
     "inc": "use the unquantized checkpoint with --quantization inc and the QUANT_CONFIG that "
     "`vllm calibrate` writes",
-    "marlin": f"use {NOT_MARLIN}",
+    **dict.fromkeys(("marlin", "gptq_marlin_24"), f"use {NOT_MARLIN}"),
 }
 """Advice about formats that are not supported on purpose."""
 
