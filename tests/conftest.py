@@ -127,8 +127,8 @@ def settings_of_the_bridge_end_with_the_test() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def handlers_of_signals_end_with_the_test() -> Iterator[None]:
-    """A server in this process leaves those of its closed event loop behind: a later test that
-    interrupts itself would not notice it."""
+    """uvloop does not remove its handlers when a loop is closed: a later test that interrupts
+    itself would get no KeyboardInterrupt."""
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     yield
     for signum, handler in before.items():
