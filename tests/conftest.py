@@ -129,8 +129,8 @@ def settings_of_the_bridge_end_with_the_test() -> Iterator[None]:
 def handlers_of_signals_end_with_the_test() -> Iterator[None]:
     """Restore signal handlers after each test.
 
-    A server in this process leaves handlers of its closed event loop, so a later test that
-    interrupts itself would not notice the signal.
+    uvloop does not remove its handlers when a loop is closed, so a later test that interrupts
+    itself would get no KeyboardInterrupt.
     """
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     yield
