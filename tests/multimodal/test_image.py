@@ -235,6 +235,42 @@ def test_damaged_metadata_does_not_matter():
         assert decode(save(PICTURE, "JPEG", exif=damaged)).shape == PIXELS.shape
 
 
+def circular_tiff():
+    """A file whose first directory names itself as the next one."""
+    data = bytearray(save(PICTURE, "TIFF"))
+    (first,) = struct.unpack_from("<I", data, 4)
+    (count,) = struct.unpack_from("<H", data, first)
+    struct.pack_into("<I", data, first + 2 + 12 * count, first)
+    return bytes(data)
+
+
+LINES = zlib.compress(bytes(8 * (8 * 3 + 1)))
+BOMB = zlib.compress(bytes(2**26), 9)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (circular_tiff(), PIXELS.shape),
+        (save(PICTURE, "JPEG") * 2, PIXELS.shape),
+        (save(PICTURE, "JPEG") + bytes(2**20), PIXELS.shape),
+        (save(PICTURE, "MPO", save_all=True, append_images=[PICTURE] * 3), PIXELS.shape),
+        (png(8, 8, (b"IDAT", LINES + bytes(2**20))), (8, 8, 3)),
+        (png(8, 8, (b"zTXt", b"k\0\0" + BOMB), (b"IDAT", LINES)), "PNG file cannot be decoded"),
+        (png(8, 8, (b"iCCP", b"k\0\0" + BOMB), (b"IDAT", LINES)), "PNG file cannot be decoded"),
+        (png(8, 8, (b"IDAT", LINES[:5])), "PNG file cannot be decoded"),
+        (save(PICTURE, "ICNS"), "it is no image; accepted are"),
+        (save(PICTURE, "DDS"), "it is no image; accepted are"),
+    ],
+)
+def test_files_that_claim_more_than_a_picture(data, expected):
+    if isinstance(expected, tuple):
+        assert decode(data).shape == expected
+    else:
+        with pytest.raises(RequestError, match=expected):
+            decode(data)
+
+
 @pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG", "TIFF", "AVIF"])
 def test_an_animation_is_its_first_frame(format):
     assert np.abs(decode(animation(format)).astype(int) - PIXELS).mean() < 5
