@@ -22,13 +22,14 @@ import pytest
 from tests.e2e.server import Server
 from tests.hpu import captured_log, needs_simulated_device, simulated_hpu
 from tests.readme_commands import PAGES, ROOT, Command, read_commands, read_tables
-from tools.plan_engine import plan
 from vllm.assets import BUNDLED_MODEL
-from vllm.bucketing import MemoryClass, plan_buckets, prove
-from vllm.config import VllmConfig
+from vllm.bucketing import Catalog, MemoryClass, plan_buckets, prove
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.main import _create_parser
 from vllm.entrypoints.openai.cli_args import read_args
+from vllm.planning.engine_plan import EnginePlan, make_engine_plan
+from vllm.planning.plan import plan_memory
+from vllm.worker.hpu.launches.planner import launch_shapes
 from vllm.worker.hpu.memory.memory import divide_memory, make_ledger
 
 README, GAUDI, BUCKETS, TUNING = PAGES
@@ -218,8 +219,8 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 
 @contextmanager
-def engine_of(command: Command, models: dict[str, Path]) -> Iterator[VllmConfig]:
-    """The config of a command's engine on a simulated card, inside."""
+def engine_of(command: Command, models: dict[str, Path]) -> Iterator[EngineArgs]:
+    """The arguments of a command's engine, inside with its variables and a simulated card."""
     variables = dict(command.variables)
     if "QUANT_CONFIG" in variables:
         variables["QUANT_CONFIG"] = str(ROOT / "tests" / "seeds" / "maxabs_quant_g3.json")
@@ -234,17 +235,18 @@ def engine_of(command: Command, models: dict[str, Path]) -> Iterator[VllmConfig]
             engine.model, engine.skip_tokenizer_init = str(models[engine.model]), True
         elif engine.model in PLACEHOLDERS:
             engine.model = str(BUNDLED_MODEL)
-        yield engine.create_engine_config()
+        yield engine
 
 
-def planned(command: Command, models: dict[str, Path], launch_gib: float = 1) -> dict[str, Any]:
-    with engine_of(command, models) as config:
-        return plan(config, "gaudi2", int(launch_gib * GIB))
+def planned(command: Command, models: dict[str, Path]) -> EnginePlan:
+    """The plan of a command's engine, made like by `vllm plan`."""
+    with engine_of(command, models) as args:
+        return make_engine_plan(args, "gaudi2", args.tensor_parallel_size)
 
 
-def buckets(found: dict[str, Any]) -> str:
+def buckets(catalog: Catalog) -> str:
     """As the pages write them."""
-    return f"{found['prompt_buckets']} + {found['decode_buckets']}"
+    return f"{len(catalog.prefill)} + {len(catalog.decode)}"
 
 
 def command_of(text: str) -> Command:
@@ -279,18 +281,29 @@ def test_a_command_has_flags_that_exist(command):
 
 @pytest.mark.parametrize("command", ENGINES, ids=name)
 def test_a_command_starts_with_few_buckets_that_hold_every_step(command, models):
-    """The table of recipes has what is planned."""
-    row = table_of_recipes().get(command.title, [])
-    assumed_gib = float(row[2]) if row else 1.0
-    with engine_of(command, models) as config:
+    with engine_of(command, models) as args:
+        config = args.create_engine_config()
         assert config.device.device == "hpu"
-        found = plan(config, "gaudi2", int(assumed_gib * GIB))
-        catalog = plan_buckets(config, found["kv_blocks"])
+        catalog = plan_buckets(config, num_blocks_of(command))
         assert prove(catalog.catalog, catalog.limits).is_covered
         assert catalog.warnings == ()
-    assert 0 < found["launch_shapes"] <= MAX_LAUNCH_SHAPES
-    if row:
-        assert recipe_row(found) == row
+    every = (*catalog.catalog.prefill, *catalog.catalog.decode)
+    num_shapes = sum(len(launch_shapes(bucket, catalog.limits)) for bucket in every)
+    assert 0 < num_shapes <= MAX_LAUNCH_SHAPES
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        # A plan of FP8 weights converts a layer of each shape, and 405B has 126 layers.
+        pytest.param(each, id=name(each), marks=pytest.mark.exhaustive)
+        if "FP8" in each.title or "405B" in each.title or "70B" in each.title
+        else pytest.param(each, id=name(each))
+        for each in RECIPES
+    ],
+)
+def test_the_table_of_recipes_has_what_is_planned(command, models):
+    assert recipe_row(planned(command, models)) == table_of_recipes()[command.title]
 
 
 def test_every_recipe_is_in_the_table():
@@ -300,35 +313,49 @@ def test_every_recipe_is_in_the_table():
 def table_of_recipes() -> dict[str, list[str]]:
     """The cells of each recipe by its name."""
     rows = read_tables(TUNING, "## Recipes")
-    assert rows[0][3] == "forward passes, assumed GiB"
+    assert rows[0][3] == "forward passes, GiB"
     return {row[0]: row[1:] for row in rows[2:] if len(row) == len(rows[0])}
 
 
-def recipe_row(found: dict[str, Any]) -> list[str]:
+def num_blocks_of(command: Command) -> int:
+    """The KV blocks of a command's engine: of the table of recipes, or of the bundled model."""
+    if command.title:
+        return int(table_of_recipes()[command.title][5].replace(",", ""))
+    (blocks,) = re.findall(r"# HPU blocks: (\d+)", (ROOT / BUCKETS).read_text())
+    return int(blocks)
+
+
+def recipe_row(plan: EnginePlan) -> list[str]:
+    memory = plan_memory(plan)
     return [
-        str(found["cards"]),
-        f"{found['weights_gib']:.2f}",
-        f"{found['assumed_launch_gib']:g}",
-        f"{found['graphs_gib']:.2f}",
-        f"{found['kv_block_mib']:.2f}",
-        f"{found['kv_blocks']:,}",
-        f"{found['kv_tokens'] / found['max_model_len']:.0f} of {found['max_num_seqs']}",
-        buckets(found),
-        str(found["launch_shapes"]),
+        str(plan.config.parallel.world_size),
+        f"{plan.ledger.budget(MemoryClass.WEIGHTS) / GIB:.2f}",
+        f"{plan.report.launch_bytes / GIB:.2f}",
+        f"{plan.report.warm_up_bytes / GIB:.2f}",
+        f"{memory.block_bytes / MIB:.2f}",
+        f"{memory.num_blocks:,}",
+        f"{memory.num_sequences:.0f} of {plan.config.scheduler.max_num_seqs}",
+        buckets(plan.catalog),
+        str(len(plan.shapes)),
     ]
 
 
 def test_counts_in_the_text_are_those_of_the_plans(models):
     eight = RECIPES[0].text
-    usual = buckets(planned(RECIPES[0], models))
-    few = buckets(planned(command_of(f"{eight} --max-num-seqs 16"), models))
-    fine = buckets(planned(command_of(f"VLLM_DECODE_BS_BUCKET_STEP=8 {eight}"), models))
+
+    def catalog_of(text: str) -> Catalog:
+        with engine_of(command_of(text), models) as args:
+            return plan_buckets(args.create_engine_config(), num_blocks_of(RECIPES[0])).catalog
+
+    usual = buckets(catalog_of(eight))
+    few = buckets(catalog_of(f"{eight} --max-num-seqs 16"))
+    fine = buckets(catalog_of(f"VLLM_DECODE_BS_BUCKET_STEP=8 {eight}"))
     assert f"with 16 instead of 128: {few} buckets instead of {usual}" in TEXT
     assert f"8 instead of 32, the 8B recipe has {fine} buckets instead of {usual}" in TEXT
     dense, fp8 = (table_of_recipes()[title][6].split()[0] for title in ("8B", "8B, FP8"))
     assert f"{fp8} of the longest instead of {dense}" in TEXT
-    long = planned(command_of(eight.replace("8192", "131072")), models)
-    more = long["prompt_buckets"] - int(usual.split()[0])
+    long = catalog_of(eight.replace("8192", "131072"))
+    more = len(long.prefill) - int(usual.split()[0])
     assert f"a model of 131,072 tokens has {more} more than one of 8192" in TEXT
 
     default, sparse = (
@@ -336,10 +363,11 @@ def test_counts_in_the_text_are_those_of_the_plans(models):
         for end in (f"{SIMULATED}{GENERATE} --max-tokens 16", "VLLM_BUCKETING_STRATEGY=sparse")
     )
     found = planned(default, models)
-    says = f"{found['prompt_buckets']} for prompts and {found['decode_buckets']} for decodes"
+    catalog = found.catalog
+    says = f"{len(catalog.prefill)} for prompts and {len(catalog.decode)} for decodes"
     assert f"has the default buckets, {says}" in TEXT
-    assert f"third command has {buckets(planned(sparse, models))} buckets" in TEXT
-    mib = found["weights_gib"] * 1024
+    assert f"third command has {buckets(planned(sparse, models).catalog)} buckets" in TEXT
+    mib = found.ledger.budget(MemoryClass.WEIGHTS) / MIB
     assert f"model weights took in total {mib:.4g} MiB of device memory" in TEXT
 
 
@@ -358,7 +386,8 @@ def test_the_table_of_strategies_is_generated():
 def test_the_example_of_memory_is_computed(models):
     """Llama-3.1-8B, of whose card 15.4 GiB are taken after the profiling run."""
     rows = {row[0]: row for row in reversed(read_tables(GAUDI, "## Memory"))}
-    with engine_of(RECIPES[0], models) as config:
+    with engine_of(RECIPES[0], models) as args:
+        config = args.create_engine_config()
         free = 94.62 - 15.4
         report = divide_memory(
             config, free_bytes=int(free * GIB), launch_bytes=0, block_bytes=16 * MIB
@@ -407,7 +436,8 @@ def test_the_buckets_of_a_log_are_those_that_are_planned(each, models):
     (blocks,) = re.findall(r"# HPU blocks: (\d+)", (ROOT / BUCKETS).read_text())
     command = Command(*each)
     num_blocks = 33 if "--no-enable-prefix-caching" in command.text else int(blocks)
-    with engine_of(command, models) as config:
+    with engine_of(command, models) as args:
+        config = args.create_engine_config()
         assert_in_order(patterns, list(plan_buckets(config, num_blocks).info))
 
 

@@ -96,7 +96,10 @@ def test_pipeline_stages_have_no_throughput(flags, capsys):
             "--num-buckets 9 needs --traffic FILE, the traffic for which so many",
         ),
         (["--goal-ttft", "5", "--device", "cpu"], "goals need a card whose speed is known"),
-        (["--measured", "/no/file"], "/no/file cannot be read: No such file or directory"),
+        (
+            ["--measured", "/no/file"],
+            "--measured /no/file cannot be read: No such file or directory",
+        ),
         (["--measured", "/no/file", "--device", "cpu"], "--measured needs a card, one of gaudi2"),
         (
             ["--goal-ttft", "5", "--num-cards", "8"],

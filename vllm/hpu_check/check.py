@@ -48,7 +48,7 @@ class CheckResult:
     advice: str = ""
     """Advice; empty unless the check failed."""
     rates: Mapping[str, float] = field(default_factory=dict)
-    """See `Outcome`."""
+    """Rates that the check has measured, by their names in `vllm.cost_model.measured.RATES`."""
 
 
 class Comparison:

@@ -7,7 +7,7 @@ nothing. It knows no model, format or size, and returns only values that the wor
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,16 +69,6 @@ class LaunchWork:
             {**self.recipes, **work.recipes},
         )
 
-    @cached_property
-    def flops(self) -> float:
-        """Number of FLOPs of all operators."""
-        return sum(work.flops for work in self.operators)
-
-    @cached_property
-    def num_bytes(self) -> int:
-        """Number of bytes that the operators read and write in HBM."""
-        return sum(work.num_bytes for work in self.operators)
-
     def seconds(self, spec: CardSpec) -> float:
         """Return the seconds that the operators take one after another."""
         return sum(work.seconds(spec) for work in self.operators)
@@ -134,7 +124,6 @@ class EnginePlan:
             self.report = worker.measure()
             worker.allocate(self.report.num_blocks)
         self.stages: tuple[StageRoom, ...] = (self._room(),)
-        self._works: dict[PaddedShape, LaunchWork] = {}
 
     def _room(self) -> StageRoom:
         stage, report = self.worker.stage, self.report
@@ -191,14 +180,6 @@ class EnginePlan:
     def bridge(self) -> HabanaBridge:
         """The simulated card."""
         return self._platform.bridge
-
-    def launch_work(self, shape: PaddedShape) -> LaunchWork:
-        """Return the work of a forward pass on each card, without sampling."""
-        work = self._works.get(shape)
-        if work is None:
-            run = self.worker.runner.launches.run_padding
-            work = self._works[shape] = self.record(partial(run, shape))[1]
-        return work
 
     def record(self, run: Callable[[], Result]) -> tuple[Result, LaunchWork]:
         """Call a function that launches operators, without computing their values.

@@ -90,9 +90,17 @@ def is_recorded(path: Path) -> bool:
         with path.open(encoding="utf-8", errors="replace") as file:
             beginning = file.read(200)
     except OSError as error:
-        raise ConfigError(f"--traffic {path} cannot be read: {error}") from None
+        raise _unreadable(path, error) from None
     # Any of the first keys, because another program may have sorted them.
     return any(f'"{key}"' in beginning for key in ("format", "cells", "columns"))
+
+
+def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> ConfigError:
+    reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+    return ConfigError(
+        f"--traffic {path} cannot be read: {reason}. Name a file that --record-traffic has "
+        f"written, or a file with lengths of requests"
+    )
 
 
 def read_lengths(path: Path, max_requests: int = MAX_REQUESTS) -> RequestLengths:
@@ -110,7 +118,7 @@ def read_lengths(path: Path, max_requests: int = MAX_REQUESTS) -> RequestLengths
         with path.open(encoding="utf-8", newline="") as file:
             return _read(file, str(path), max_requests)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--traffic {path} cannot be read: {error}") from None
+        raise _unreadable(path, error) from None
 
 
 def _read(file: TextIO, source: str, max_requests: int) -> RequestLengths:

@@ -202,7 +202,10 @@ def _write(flag: str, path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{flag} {path} cannot be written: {error}") from None
+        raise ConfigError(
+            f"{flag} {path} cannot be written: {error.strerror}. Name a file in a folder that "
+            f"exists and can be written"
+        ) from None
 
 
 def _traffic_path(source: str, device: str) -> Path:
@@ -270,7 +273,10 @@ def _measured(path: str, device: str) -> Measured:
     """
     if device not in CARDS:
         raise ConfigError(f"--measured needs a card, one of {', '.join(CARDS)}; got {device}")
-    return read_measured(Path(path), device)
+    try:
+        return read_measured(Path(path), device)
+    except ConfigError as error:
+        raise ConfigError(f"--measured {error}") from None
 
 
 def _goals(args: argparse.Namespace) -> "Goals | None":
