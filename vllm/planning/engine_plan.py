@@ -69,19 +69,6 @@ class LaunchWork:
             {**self.recipes, **work.recipes},
         )
 
-<<<<<<< HEAD
-    @cached_property
-    def flops(self) -> float:
-        """Number of FLOPs of all operators."""
-        return sum(work.flops for work in self.operators)
-
-    @cached_property
-    def num_bytes(self) -> int:
-        """Number of bytes that the operators read and write in HBM."""
-        return sum(work.num_bytes for work in self.operators)
-
-=======
->>>>>>> 5e392604 (Remove the second program that plans engines)
     def seconds(self, spec: CardSpec) -> float:
         """Return the seconds that the operators take one after another."""
         return sum(work.seconds(spec) for work in self.operators)
