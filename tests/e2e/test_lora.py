@@ -365,7 +365,7 @@ def test_an_adapter_of_another_model_or_with_unknown_keys_is_warned_of(llm, tmp_
     new = {"use_newlora": True, "newlora_config": None}
     folder = make(tmp_path / "foreign", 3, 4, ("q_proj",), **base, **new)
     assert llm.llm_engine.add_lora(LoRARequest("foreign", 20, str(folder)))
-    assert "was trained on 'org/some-other-model', and this model is" in caplog.text
+    assert "was trained on 'org/some-other-model', but this model is" in caplog.text
     assert "not known and are ignored: ['use_newlora']." in caplog.text
 
 

@@ -373,6 +373,8 @@ class TransformersForCausalLM(CausalLM):
             for path, module in self.base_model.named_modules()
             if hasattr(module, "layer_idx") and _attends(module)
         }
+        if self.arch.hf_config.get("num_kv_shared_layers"):
+            raise ConfigError("its layers read the keys and values of earlier layers")
         if len(found) != self.arch.num_layers:
             raise ConfigError(
                 f"only {len(found)} of its {self.arch.num_layers} layers have attention that can "
