@@ -20,13 +20,13 @@ from vllm.env.bridge import BRIDGE_SETTINGS
 from vllm.envs import BRIDGE_SETTINGS_MARK
 from vllm.utils.process.process_memory import keep_for_good
 
-# The tests start some hundred processes. Each would compile all of the package again if nobody may
-# keep the bytecode.
+# The tests start some hundred processes. Without files of bytecode, each of these processes would
+# compile the whole package again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# No test fails by chance: examples are the same in each run, however slow the machine is.
-# `--hypothesis-profile default` looks for new ones.
+# No test fails by chance: the generated examples are the same in each run, and a slow machine has
+# no time limit. `--hypothesis-profile default` generates new examples.
 settings.register_profile(
     "repeatable",
     deadline=None,
@@ -35,7 +35,8 @@ settings.register_profile(
 )
 settings.load_profile("repeatable")
 
-# A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that.
+# A shell starts its background processes with Ctrl-C ignored, and their children inherit this.
+# Restore the usual handler.
 is_main = threading.current_thread() is threading.main_thread()
 if is_main and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -43,7 +44,8 @@ if is_main and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Test processes run side by side: more threads than cores would only wait for each other."""
-    if session.config.getoption("dist", "no") == "no":  # the process that distributes runs none
+    # With pytest-xdist, the process that distributes the tests runs no test itself.
+    if session.config.getoption("dist", "no") == "no":
         import torch
 
         torch.set_num_threads(1)
@@ -69,7 +71,7 @@ def _pass_on_what_torch_logs() -> None:
     Sixty of them pass nothing on, so pytest would give each a handler of its own and take it away
     again, six times for each test.
     """
-    if "torch" not in sys.modules:  # the process that distributes the tests
+    if "torch" not in sys.modules:  # this is the process that only distributes the tests
         return
     for name, logger in logging.root.manager.loggerDict.items():
         if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
@@ -147,8 +149,9 @@ def same_numbers_in_each_run() -> None:
 
     random.seed(0)
     np.random.seed(0)
-    # Of the CPU, which simulated cards draw from too. `torch.manual_seed` would format the stack
-    # for each other device, for a start that never comes: a third of the time around a test.
+    # Seed only the generator of the CPU: simulated cards use it too. `torch.manual_seed` would also
+    # format the stack for every other device, for an initialization that never happens; this took a
+    # third of the time around a test.
     torch.default_generator.manual_seed(0)
 
 

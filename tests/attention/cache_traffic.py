@@ -19,7 +19,8 @@ class CacheTraffic(TorchDispatchMode):
 
     def __init__(self, *caches: Tensor) -> None:
         super().__init__()
-        self._kept = list(caches)  # an address must not be used twice
+        # While the caches are held, no other tensor can get their addresses.
+        self._kept = list(caches)
         self._addresses = {x.untyped_storage().data_ptr() for x in caches}
         self.read_bytes = self.written_bytes = 0
 
@@ -42,7 +43,8 @@ class CacheTraffic(TorchDispatchMode):
             return result
         is_gather = name.startswith("aten::index_select")
         self.read_bytes += result.nbytes if is_gather else sum(x.nbytes for x in cached)
-        if not name.startswith("aten::bmm"):  # whose result is a score, or a weighted sum
+        # The result of bmm holds scores or a weighted sum, not keys or values.
+        if not name.startswith("aten::bmm"):
             self.written_bytes += result.nbytes
             self._kept.append(result)
             self._addresses.add(result.untyped_storage().data_ptr())

@@ -70,7 +70,8 @@ def random_cache(
     for row in np.argsort(-lengths, kind="stable"):
         for index in range(-(-int(lengths[row]) // block_size)):
             block = int(tables[row, index])
-            if block not in written:  # a shared block is complete with the longest request
+            # The longest request that shares a block fills the most of it, so write the block once.
+            if block not in written:
                 count = min(block_size, int(lengths[row]) - index * block_size)
                 keys[block, :count] = torch.randn(count, *shape[2:]).to(dtype)
                 values[block, :count] = torch.randn(count, *shape[2:]).to(dtype)

@@ -108,7 +108,8 @@ def test_what_the_kernel_does_not_know_is_masked_or_computed_plainly(case, relea
     bridge = SimBridge("gaudi2", is_lazy=True, is_strict=True, release=release)
     launch, got = attend(bridge_sdpa(bridge.kernels), "hpu", window, sinks, query_len=query_len)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-    is_taken = release == (1, 22) and sinks is None  # which knows windows and no sinks
+    # The kernel of 1.22 accepts windows but no sinks.
+    is_taken = release == (1, 22) and sinks is None
     assert [mask is None for mask in launch.masks.values()] == [window is None or is_taken]
 
 

@@ -43,7 +43,7 @@ TOLERANCES = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     torch.bfloat16: {"rtol": 2**-6, "atol": 2**-6},
 }
-# (tokens in the cache, new tokens) of each row
+# (tokens in the cache, new tokens) of each request
 ROWS = {
     "prompts": [(0, 1), (0, 16), (0, 37), (0, 0)],
     "prefix hits": [(16, 5), (32, 30), (48, 1)],

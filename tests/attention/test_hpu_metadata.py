@@ -21,7 +21,7 @@ def decodes(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
     lengths = np.array(draw(st.lists(st.integers(0, 6 * block_size), min_size=1, max_size=8)))
     ids = draw(st.permutations(range(1, 6 * len(lengths) + 1)))
     tables = np.array(ids).reshape(len(lengths), 6)
-    # A block is shared at the same index of several tables.
+    # Let several tables share a block, at the same index of each table.
     for row in range(1, len(lengths)):
         tables[row, : draw(st.integers(0, 6))] = -1
         tables[row] = np.where(tables[row] < 0, tables[row - 1], tables[row])

@@ -149,6 +149,6 @@ def test_a_cache_of_fp8_is_near_the_exact_one(ops, dtype, scale):
     layer.set_cache_scales(scale, scale)
     got = attend_in_pieces(layer, query, key, value)
     stored = keys.float().flatten(0, 1)[:LENGTH] * scale
-    # Half a step: 3 or 2 bits after the first one.
+    # The allowed error is half of the distance between two numbers of this dtype.
     torch.testing.assert_close(stored, key, rtol=torch.finfo(dtype).eps / 2, atol=1e-3)
     torch.testing.assert_close(got, want, rtol=0, atol=0.2 if dtype == torch.float8_e4m3fn else 0.4)

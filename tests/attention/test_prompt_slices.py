@@ -129,7 +129,8 @@ MASK = Sight.mask
 @pytest.mark.parametrize("context", [0, 200])
 @pytest.mark.parametrize("name", LAYERS)
 def test_slices_give_what_all_queries_give_at_once(name, context, is_merged, masks):
-    # A release whose kernel takes no windows, so that they need masks without a context too.
+    # Use a release whose kernel does not support windows, so that layers with windows need masks
+    # even without a context.
     release = (1, 24) if name == "sinks" else (1, 21)
     bridge = SimBridge("gaudi2", is_lazy=True, is_strict=True, release=release)
     launch = Launch(context, LAYERS[name], is_merged=is_merged)
@@ -166,7 +167,8 @@ def test_tokens_see_all_of_their_image(name, context, image, is_merged):
     bridge = SimBridge("gaudi2", is_lazy=True, is_strict=True, release=release)
     launch = Launch(context, LAYERS[name], is_merged=is_merged, image=image)
     found = [launch.run(bridge, slicing)[1] for slicing in (UNSLICED, SLICING)]
-    # By the rule for all tokens of each prompt: the tokens of the context are cached.
+    # Compute the expected result from all tokens of each prompt. The tokens of the context are in
+    # the cache.
     assert launch.last_keys is not None
     layer, cache = launch.layer, launch.cache
     query, key, value = (x.cpu()[launch.is_real] for x in launch.inputs)

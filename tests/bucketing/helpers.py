@@ -12,7 +12,8 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 SEED_PROMPTS = [prefill(batch, seq) for batch in (1, 2, 4) for seq in range(128, 1025, 128)]
-# The seeds of that time count the length of one sequence where we count blocks of the batch.
+# In the seeds' list of buckets, a decode bucket has the length of one sequence; here it has the
+# number of blocks of the whole batch.
 SEED_DECODES = [decode(batch, seq) for batch in (1, 2, 4) for seq in range(128, 2049, 128)]
 
 

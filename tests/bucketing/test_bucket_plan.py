@@ -67,7 +67,7 @@ def test_variables_that_a_strategy_ignores_are_warned_of(strategy):
     )
 
 
-# ---- a file ---------------------------------------------------------------------------------
+# ---- buckets from a file -------------------------------------------------------------------------
 
 
 def test_a_file_takes_the_place_of_a_strategy(tmp_path):
@@ -130,7 +130,7 @@ def test_beyond_the_default_range_decode_buckets_grow_by_a_quarter():
     ]
 
 
-# ---- limits of a launch ---------------------------------------------------------------------
+# ---- limits of one forward pass ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_beyond_the_default_range_decode_buckets_grow_by_a_quarter():
         ({"bucket_variables": (("VLLM_PROMPT_SEQ_BUCKET_MAX", 32),)}, 32),
         ({"bucket_variables": (("VLLM_PROMPT_SEQ_BUCKET_MAX", 512),)}, 128),
         ({"long_prefill_token_threshold": 20}, 20),
-        # Without chunked prefill the threshold means nothing.
+        # Without chunked prefill the threshold has no effect.
         ({"long_prefill_token_threshold": 20, "enable_chunked_prefill": False}, 128),
         ({"bucketing_strategy": "exponential"}, 128),
         ({"bucketing_strategy": "sparse"}, 128),
@@ -197,7 +197,7 @@ def test_the_default_catalog_is_small(max_model_len, num_blocks, num_prefill, nu
 
 
 SHAPES = {
-    # Longest sequence, requests, tokens of a step, KV blocks of 128 tokens.
+    # (longest sequence, requests, tokens of a step, KV blocks of 128 tokens)
     "a small model on a large card": (8192, 128, 8192, 208859),
     "0.5 billion parameters": (32768, 256, 2048, 48700),
     "two requests": (2048, 2, 2048, 26500),

@@ -15,8 +15,9 @@ from vllm.bucketing.ledger import MemoryClass, MemoryLedger, split_graph_memory
 from vllm.bucketing.log_lines import captured_line
 from vllm.errors import ConfigError
 
-# The seed's prompt graphs take 55.43 - 47.51 GiB for 5632 tokens, and as much for each token
-# after the decodes; its 48 decode graphs take 161.9 MiB.
+# The log of the seed shows 55.43 - 47.51 GiB for the prompt graphs of 5632 tokens. Prompts that
+# come after the decodes need as much for each token. The 48 decode graphs of the seed need 161.9
+# MiB.
 SEED_BYTES_PER_TOKEN = int((55.43 - 47.51) * GIB / 5632)
 SEED_BYTES_PER_DECODE = int(161.9 * MIB / 48)
 SEED_GRAPH_BYTES = int(15.85 * GIB)
@@ -173,7 +174,8 @@ def test_the_second_pass_ends_with_nothing_left():
 def test_what_prompts_leave_goes_to_decodes_too():
     decodes = [decode(b, 8) for b in (1, 2, 3)]
     found, device, ledger = run([prefill(1, 8)], decodes, (60, 25), lambda _: 10)
-    # The third is expected to take 4 of the 5 that are left, takes 10, and has to wait.
+    # The third decode graph is expected to need 4 of the 5 bytes that are left. It needs 10, so it
+    # has to wait.
     assert [(str(step.phase), step.index) for step in device.steps] == [
         ("prefill", 1),
         ("decode", 1),

@@ -61,7 +61,7 @@ def decodes_of(limits: StepLimits) -> set[Bucket]:
             if distinct > limits.usable_blocks:
                 continue
             found |= {decode(count, refs, query_len) for query_len in lens}
-            if limits.contiguous_pa:  # the slice of blocks 1 to `distinct` and the null block
+            if limits.contiguous_pa:  # the slice has blocks 1 to `distinct` and the null block
                 found |= {decode(count, distinct + 1, query_len) for query_len in lens}
     return found
 
@@ -134,7 +134,7 @@ def test_the_proof_agrees_with_enumeration(limits, catalog):
     if limits.max_prefill_batch == 1:
         assert list(report.uncovered) == smallest(uncovered)
         assert report.is_covered == (not uncovered)
-    else:  # in a batch the bound on context is one, not the reach of each query length
+    else:  # in a batch, the largest context is the same for all query lengths
         assert not uncovered or not report.is_covered
     assert all(any(s.covers(t) for t in report.uncovered) for s in uncovered)
 
@@ -152,7 +152,7 @@ def test_closing_covers_everything_with_no_bucket_too_many(limits, catalog):
     for bucket in missing:
         others, own_limits = closed.without([bucket]), limits
         if bucket.phase is Phase.DECODE and bucket.query_len == 1:
-            # Buckets with drafts have room for launches without, which have buckets of their own.
+            # A batch without drafts would also fit into the buckets with drafts: remove them.
             others = others.without([b for b in others.decode if b.query_len > 1])
             own_limits = replace(limits, max_draft_tokens=0)
         assert not prove(others, own_limits).is_covered
@@ -186,7 +186,8 @@ def test_every_strategy_can_be_closed(strategy, prefix_caching, chunked_prefill)
     catalog = Catalog(found.prefill, found.decode)
     closed = close(catalog, limits)
     assert prove(closed, limits).is_covered
-    # One for each length that no bucket had with all its context, and a corner or two.
+    # The closed catalog has one more bucket for each query length whose longest context had none,
+    # and one or two more at the largest sizes.
     assert len(closed) - len(catalog) <= 64
 
 
@@ -215,7 +216,7 @@ def test_a_chunk_limit_spares_the_long_buckets():
 
 
 def test_shared_blocks_count_once_for_each_sequence():
-    # 3 sequences of 4 blocks; 6 blocks in all: a prefix of 3 shared, and one block each.
+    # 3 sequences of 4 blocks need 6 blocks in all: a shared prefix of 3 blocks, and one block each.
     limits = make_limits(
         max_num_seqs=3, max_model_len=512, num_blocks=7, enable_prefix_caching=True
     )

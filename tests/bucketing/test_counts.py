@@ -23,7 +23,7 @@ PUBLISHED = make_limits(
     max_num_batched_tokens=8192,
     max_model_len=32768,
     max_num_seqs=256,
-    num_blocks=4128,  # 4127 that can be used
+    num_blocks=4128,  # of which 4127 can be used: block 0 is the null block
     enable_chunked_prefill=True,
 )
 

@@ -19,7 +19,8 @@ from vllm.bucketing.log_lines import (
 )
 from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheSpec, plan_layout
 
-# The seeds print rounded numbers; these are unrounded ones that print so.
+# The logs of the seeds have rounded numbers. When these exact numbers are rounded, the same lines
+# come out.
 CARD = int(94.6216 * GIB)
 USED_2024_09 = int(15.3969 * GIB)
 USED_2024_08 = int(15.4656 * GIB)
@@ -91,7 +92,7 @@ def test_graph_memory_is_what_is_free_less_the_margin():
     assert prompt / GIB == pytest.approx(4.755)
     assert decode / GIB == pytest.approx(11.095)
     assert prompt + decode == int(15.85 * GIB)
-    # The seed prints 11.095 GiB here, five digits where every other number has four.
+    # The log of the seed has 11.095 GiB here: five digits, where all other numbers have four.
     line = graph_memory_line(graphs, int(55.43 * GIB), prompt, decode, 0.3)
     assert line == (
         "Using 15.85 GiB/55.43 GiB of free device memory for HPUGraphs, 4.755 GiB for prompt and "

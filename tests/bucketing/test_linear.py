@@ -104,24 +104,27 @@ def counts_by_length(buckets: list[Bucket], batch: int) -> dict[int, list[int]]:
     ("batch", "limits", "expected"),
     [
         (1, {"enable_prefix_caching": False}, {128: [0], 256: [0], 384: [0]}),
-        # A hit is whole blocks: 1 + 7 * 128 tokens, 129 + 6 * 128, 257 + 5 * 128.
+        # A cached prefix has whole blocks: prompts of 1 + 7 * 128, 129 + 6 * 128 and 257 + 5 * 128
+        # tokens have the longest ones.
         (1, {}, {128: [0, 7], 256: [0, 6], 384: [0, 5]}),
-        # A chunk may end anywhere: up to 1023, 895 and 767 tokens before it.
+        # A chunk may end anywhere, so up to 1023, 895 and 767 tokens may be computed before the
+        # next chunk.
         (
             1,
             {"enable_chunked_prefill": True},
             {128: [0, 8], 256: [0, 7], 384: [0, 6]},
         ),
-        # 2 * (128 + 3 * 128) and 2 * (384 + 128) tokens are the budget.
-        # Beside others, a prompt with context has one of the lengths that double.
+        # The budget of tokens is 2 * (128 + 3 * 128) or 2 * (384 + 128). In a batch of several
+        # prompts, the query length of a prompt with context is one of the lengths that double.
         (2, {}, {128: [0, 3], 256: [0], 384: [0, 1]}),
-        # Where the budget would allow more, no row can have more.
+        # The budget allows more context than one request can have.
         (
             2,
             {"max_num_batched_tokens": 8192},
             {128: [0, 7], 256: [0], 384: [0, 7]},
         ),
-        # Beyond the budget as it is: left for the filter, which says so.
+        # This bucket is above the budget even with the smallest context. A later filter removes and
+        # reports it.
         (4, {}, {128: [0, 1], 256: [0], 384: [0]}),
     ],
 )
@@ -142,7 +145,8 @@ def test_context_has_few_sizes_and_doubles_where_it_is_long():
     )
     buckets = linear_prefill_buckets(make_settings(prompt_bs=(1, 1, 1)), limits)
     counts = counts_by_length(buckets, 1)
-    assert counts[128] == [0, 8, 32, 64, 156]  # 128 is nearly 156
+    # 128 is nearly 156, so 156 comes right after 64 and 128 is left out.
+    assert counts[128] == [0, 8, 32, 64, 156]
     assert counts[1024] == [0, 8, 32, 64, 149]
 
 

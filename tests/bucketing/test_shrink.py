@@ -59,7 +59,8 @@ def test_parts_of_prompts_get_context_where_there_was_none():
     assert found is not None
     catalog, limits = found
     assert limits.max_query_len == 32
-    # The second half of 64 tokens after 32 of them, and shorter ones after more.
+    # A prompt of 64 tokens now runs as 32 tokens and then 32 more with the first 32 as context. The
+    # same bucket serves shorter chunks with more context.
     assert prefill(1, 32, 4) in catalog.prefill
     assert prove(catalog, limits).is_covered
 
@@ -107,7 +108,7 @@ def test_giving_up_what_is_too_large_ends_in_a_proof_or_in_nothing(seed):
     catalog, given_up, tried = close(Catalog([], []), limits), [], set()
     while too_large := [b for b in (*catalog.prefill, *catalog.decode) if not fits(b)]:
         given_up.append(too_large[-1])
-        assert given_up[-1] not in tried  # it comes to an end
+        assert given_up[-1] not in tried  # every bucket is given up once at most, so the loop ends
         tried.add(given_up[-1])
         found = shrink_launches(catalog.without(given_up[-1:]), limits, given_up)
         if found is None:

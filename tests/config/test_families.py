@@ -15,7 +15,7 @@ from vllm.config.families import FAMILIES, family_of, family_of_architecture
 PACKAGE = Path(__file__).parents[2] / "vllm"
 MODELS = "vllm.model_executor.models"
 
-# Where names of families are keys of something else, and of what.
+# In these files, names of families are keys of something else: file -> what the keys are.
 ALLOWED = {
     "entrypoints/openai/tool_parsers/manager.py": "values of --tool-call-parser",
     "reasoning/manager.py": "values of --reasoning-parser",

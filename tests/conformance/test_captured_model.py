@@ -56,7 +56,7 @@ _PREFILLS = (
 _ALL_CASES = [
     *((_FIRST, shape) for shape in SHAPES),
     *((name, "decode") for name in GENERATORS if name != _FIRST),
-    # With windows, with ALiBi, with a soft cap, with sinks, with chunks, with a latent cache, with
+    # Prompts with context and: windows, ALiBi, a soft cap, sinks, chunks, a latent cache, recurrent
     # states.
     *((name, "prefill with context") for name in _PREFILLS if name in GENERATORS),
     *((name, "prefill") for name in _POOLERS if name not in GENERATORS),
@@ -80,7 +80,7 @@ CASES = [
 
 def test_every_architecture_is_captured():
     names = set(ModelRegistry.supported()) - _ALIASES - _FOREIGN - _SAME_LAYERS - _WITH_ITEMS
-    if is_version_4():  # which does not have all
+    if is_version_4():  # transformers 4 does not have all of these classes
         names = {name for name in names if hasattr(transformers, name) or name in _POOLERS}
     assert names - NOT_SAVED == {name for name, _ in _ALL_CASES}
 

@@ -226,7 +226,7 @@ class FakeRunner:
             (row, index, self.rows[row].spec.media[index]) for row, index in step.encoded_media
         ]
         work = sum(item.num_embeddings for _, _, item in found)
-        # Items that a request needs together are made in one step.
+        # The items that one request needs at the same time are encoded in one step.
         together = {(row, 0 if item.num_states else index) for row, index, item in found}
         assert len(together) < 2 or work <= self.max_encoded, "a step encodes too much"
         for row, _, item in found:

@@ -148,7 +148,7 @@ def num_scheduled(scheduler: Scheduler, step: SchedulerOutput) -> dict[str, int]
     return dict(zip(names, step.num_scheduled_tokens.tolist(), strict=True))
 
 
-# ---- the loop -------------------------------------------------------------------------------
+# ---- run the scheduler ---------------------------------------------------------------------------
 
 
 @dataclass
@@ -373,7 +373,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert running.num_tokens[row] >= len(request.token_ids)
         assert running.num_tokens[row] <= running.limit[row]
         assert request.num_cached_blocks <= len(request.block_ids)
-    # A request that shares a failed image is preempted wherever it is in the order.
+    # Requests that share an image whose encoding failed are preempted at any position of the queue:
+    # leave them out of the check of the order.
     first = [r.sort_key for r in waiting if not (r.num_preemptions and r.spec.media)]
     if (
         not scheduler._preemption.by_priority

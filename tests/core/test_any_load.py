@@ -22,7 +22,8 @@ from vllm.core.pacing.step_bound import StepBound
 from vllm.errors import CapacityError
 from vllm.messages import END_OF_REQUEST, EngineRequest, Finished, FinishReason
 
-# Tiny alphabets and few stems make equal prefixes, equal prompts and equal continuations common.
+# A small vocabulary and a few fixed beginnings make equal prefixes, equal prompts and equal outputs
+# common.
 STEMS = ([1, 2, 1, 1, 2, 2, 1, 2] * 4, [1, 2, 1, 1, 2, 2, 2, 1] * 4, [3] * 32)
 MAX_MODEL_LEN = 48
 WINDOWS = [*[(None,)] * 4, (5,), (None, 5), (None, None, 16), (None, 9, 9), (7, 12), (1,)]
@@ -351,7 +352,7 @@ def test_requests_whose_images_fail_end_and_leave_nothing_to_others(seed, add_it
     for _ in range(120):
         program.append(add(rng, random_event(rng)))
         if program[-1][0] == "add" and rng.random() < 0.5:
-            # The same again, which shares blocks and images.
+            # Add the same request again: it shares blocks and images with the first one.
             program += [("step", 1)] * rng.randrange(2) + [program[-1]]
     loop = run_program(setup, program)
     ends = [result.finished.error for result in loop.results.values() if result.finished]

@@ -50,10 +50,12 @@ def test_a_request_tells_its_prompt_when_it_starts_and_its_output_when_it_leaves
     loop.step()
     assert len(loop.follower.blocks) == 2
     loop.run()
-    assert len(loop.follower.blocks) == 4  # 16 of the 17 tokens, of which the last was not computed
+    # 4 blocks of 4 tokens: the last of the 17 tokens was not computed.
+    assert len(loop.follower.blocks) == 4
     loop.add(make_request("b", prompt=24, max_tokens=1))
     loop.run()
-    assert len(loop.follower.blocks) == 8  # of 8 there are, 6 for b, 2 of a are left
+    # The cache has 8 blocks: 6 belong to b now, and 2 of a are left.
+    assert len(loop.follower.blocks) == 8
     assert loop.scheduler.cache.pool.forget_all()
     loop.follow()
     assert not loop.follower.blocks

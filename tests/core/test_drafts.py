@@ -164,7 +164,7 @@ def test_right_drafts_save_steps_and_the_last_token_is_no_draft():
     scheduled = []
     while loop.scheduler.num_unfinished_requests:
         scheduled.append(loop.step()["a"])
-    # The prompt brings token 1; then 4 tokens, 4 tokens, and the tenth.
+    # The prefill step samples token 1. Later steps give 4 tokens, 4 tokens, and the tenth token.
     assert scheduled == [8, 4, 4, 1]
     assert loop.results["a"].token_ids == expected_result(make_request("a", 8, max_tokens=10))[0]
 
@@ -210,7 +210,8 @@ def test_drafts_take_only_the_budget_and_the_blocks_that_are_left():
     loop = Loop(scheduler)
     loop.add(make_request("a", 5, max_tokens=11))
     loop.step()
-    # A block is left alone: 3 of 4 blocks hold 12 tokens, 5 of which are computed.
+    # The step leaves one block free: the other 3 of 4 blocks hold 12 tokens, 5 of which are
+    # computed.
     assert loop.step() == {"a": 7}, "the blocks"
     assert scheduler.num_preemptions == 0
 

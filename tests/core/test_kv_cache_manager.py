@@ -173,7 +173,7 @@ def test_blocks_are_computed_once_the_step_that_computes_them_is_over():
     assert cache.are_computed(new.block_ids)
 
 
-# ---- room -----------------------------------------------------------------------------------
+# ---- free blocks for a request -------------------------------------------------------------------
 
 
 def test_blocks_that_are_held_by_others_cost_nothing_and_free_ones_do():
@@ -227,7 +227,7 @@ def test_a_window_that_has_passed_gives_its_blocks_back():
     cache = make_grouped([None, 6])
     request = computed(cache, range(20))
     first, second = request.more_block_ids[0][:2]
-    # A query at 8 sees 3 to 8, one at 9 sees 4 to 9.
+    # A query at position 8 sees positions 3 to 8, and a query at position 9 sees 4 to 9.
     assert cache.free_out_of_window(request, 8) == []
     assert cache.free_out_of_window(request, 9) == [(1, 1)]
     assert cache.free_out_of_window(request, 9) == []
@@ -247,12 +247,13 @@ def test_a_hit_needs_only_the_blocks_in_the_window_at_its_end():
     cache.free_out_of_window(first, 24)
     gone, kept = first.more_block_ids[0][:4], first.more_block_ids[0][4:]
     assert gone == [NULL_BLOCK_ID] * 4
-    # What was given back can still be found, until somebody takes the blocks.
+    # Freed blocks can still be found as a prefix, until another request takes them.
     cache.pool.allocate(cache.pool.num_free)
     shared = cache.find_prefix(make_entry([*range(24), 99]))
     assert shared == [*first.block_ids, *[NULL_BLOCK_ID] * 4, *kept]
     assert cache.num_tokens_in(shared) == 24
-    # One that ends earlier lacks a block of its window, whatever the other group has.
+    # A prefix that ends earlier needs a block of the window that is gone, so nothing is found,
+    # although the other group has all blocks.
     assert cache.find_prefix(make_entry([*range(20), 99])) == []
 
 
@@ -276,7 +277,7 @@ def test_a_hit_ends_where_the_window_of_every_group_is_there():
 
     assert num_found() == 10
     assert num_found((9, 0)) == num_found((9, 1)) == num_found((9, 2)) == 9
-    assert num_found((8, 1)) == 8  # 35 to 39 are seen from 40
+    assert num_found((8, 1)) == 8  # a query at 40 sees positions 35 to 39
     assert num_found((7, 1)) == 10
     assert num_found((7, 2)) == 7
     assert num_found((6, 2)) == 10

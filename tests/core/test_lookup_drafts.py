@@ -43,7 +43,7 @@ def test_the_index_finds_the_latest_of_the_longest_matches():
         index.append(text[cut:])
         most = rng.randint(n, 6)
         want = best_place(text, n, most)
-        # Only the latest places are compared; short texts have few.
+        # The index compares only the latest positions; these short texts do not have more.
         assert index.find(text, most) == want, (text, n, most)
         if want[1]:
             found = index.continuation(want[0], 5)

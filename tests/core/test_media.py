@@ -62,7 +62,7 @@ def test_an_image_behind_cached_blocks_is_not_encoded_again():
     loop.add(make_request("a", prompt, max_tokens=1, media=[(1, 6, "x")]))
     loop.run()
     loop.add(make_request("b", 8, max_tokens=1, media=[(0, 8, "y")]))
-    loop.run()  # drops x
+    loop.run()  # drops image x from the encoder cache
     loop.add(make_request("c", prompt, max_tokens=1, media=[(1, 6, "x")]))
     loop.run()
     assert loop.results["c"].num_cached_tokens == [8]
@@ -209,7 +209,7 @@ def test_requests_with_the_same_failed_image_end_although_they_run_in_different_
     for _ in range(5):
         if results:
             ended += scheduler.update(results.pop(0)).finished
-        # Those that shared blocks of a failed one have been preempted, and run again.
+        # Requests that shared blocks with a failed request have been preempted, and run again here.
         step = scheduler.schedule()
         if len(step.rows):
             names = [request.request_id for request in scheduler.running.at(step.rows)]
@@ -270,7 +270,7 @@ def test_an_item_that_only_tokens_of_a_cached_prefix_see_is_not_needed():
     loop.add(make_request("a", prompt[:9], max_tokens=1, seen=[first]))
     loop.run()
     loop.add(make_request("b", 8, max_tokens=1, seen=[(0, END_OF_REQUEST, 12, "y")]))
-    loop.run()  # drops x
+    loop.run()  # drops image x from the encoder cache
     loop.add(make_request("c", prompt, max_tokens=1, seen=[first, (8, 12, 6, "z")]))
     assert loop.step() == {"c": 4}
     assert loop.runner.images == {"z": 6}

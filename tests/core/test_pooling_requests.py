@@ -81,7 +81,7 @@ def test_one_failure_ends_one_request():
     (failed,) = [name for name, end in output.finished.items() if end.error == "not finite"]
     (other,) = output.pooled
     assert {failed, other} == {"a", "b"}
-    scheduler.add_request(request(failed, 3))  # the id is free again
+    scheduler.add_request(request(failed, 3))  # the id of the failed request can be used again
     only = run(scheduler, errors=[0, 1])
     assert only.finished[failed].reason is FinishReason.ERROR and not only.pooled
 

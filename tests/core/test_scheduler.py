@@ -20,7 +20,7 @@ def running(loop: Loop) -> list[str]:
     return names(loop.scheduler.running.requests)
 
 
-# ---- coming and going -----------------------------------------------------------------------
+# ---- arrival and end of requests -----------------------------------------------------------------
 
 
 def test_a_request_gets_its_tokens_and_a_reason():
@@ -569,7 +569,7 @@ def test_the_failure_of_a_cancelled_request_hits_nobody():
     loop.add(make_request("a"), make_request("b"))
     loop.step()
     loop.abort("a")
-    loop.step()  # b has the row of a when the failure arrives
+    loop.step()  # the failure of a arrives when b has the batch row of a
     assert running(loop) == ["b"]
     assert loop.run()["b"].finished == Finished(FinishReason.LENGTH)
 
@@ -582,7 +582,8 @@ def test_a_request_that_fails_leaves_no_block_of_its_prompt_in_the_prefix_cache(
     loop.add(make_request("next", [*range(16), 99]))
     loop.run()
     assert loop.results["next"].num_cached_tokens == [0]
-    # What a request has shared may be where its failure came from.
+    # A failure may come from the blocks that the request shares, so these leave the prefix cache
+    # too.
     loop.add(make_request("shares", [*range(16), 99, 98]))
     loop.run()
     assert loop.results["shares"].num_cached_tokens == [16]
@@ -688,7 +689,8 @@ def test_a_layer_with_a_window_holds_no_more_blocks_than_its_window_needs(depth)
             tables = request.block_ids, *request.more_block_ids
             held = [len(table) - table.count(NULL_BLOCK_ID) for table in tables]
             most = [max(pair) for pair in zip(most, held, strict=True)]
-    # 6 tokens lie in up to 3 blocks of 4; a step in flight holds one more for a moment.
+    # 6 tokens can lie in 3 blocks of 4 tokens. A step in flight holds one more block for a short
+    # time.
     assert most == [16, 3] or (depth and most == [16, 4])
     loop.run()
 

@@ -75,7 +75,7 @@ def test_with_right_drafts_the_next_turn_begins_where_the_last_ones_began():
     )
     assert run(loop, "first", PROMPT, max_tokens=14) == 0
     spoken = [*PROMPT, *loop.results["first"].token_ids]
-    # Each step gives 4 tokens, and the next one replays them across the end of a block.
+    # Each step gives 4 tokens. The next step computes these 4 again, across the end of a block.
     assert run(loop, "second", [*spoken, 1, 2, 3], max_tokens=1) == 32
     assert loop.runner.num_kept_of_replays == 3
 

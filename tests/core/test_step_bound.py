@@ -136,7 +136,8 @@ def test_a_long_prompt_is_divided_so_that_streams_get_a_token_in_time():
         assert step["a"] == step["b"] == 1
         chunks.append(step["c"])
     assert sum(chunks) == 1500
-    # 0.052 s of decodes leave room for about 100 tokens of 2 ms.
+    # The decodes take 0.052 s. The rest of the time bound is enough for about 100 prompt tokens of
+    # 2 ms.
     assert all(60 <= count <= 125 for count in chunks[2:-1]), chunks
     assert max(loop.machine.bounded()) <= BOUND_S
 
@@ -187,7 +188,7 @@ def test_the_time_of_any_load_stays_below_the_bound_and_every_prompt_ends(seed):
         for seconds, count, has_stream in machine.times
         if count > 16 and has_stream
     ]
-    # The first ones are measurements.
+    # In the first steps the scheduler only measures how long a step takes.
     late = [seconds for seconds, _ in times[8:]]
     assert all(seconds <= 1.3 * BOUND_S for seconds in late), max(late)
     assert sum(seconds > BOUND_S for seconds in late) <= 1 + 0.02 * len(late)
@@ -339,7 +340,8 @@ def test_a_prompt_that_waits_for_its_image_leaves_the_time_to_others():
     loop.add(make_request("b", 300, 4, media=[(200, 90, "image")]))
     while not loop.num_encoded:
         loop.step()
-    # The embeddings of b leave no room for those of c, which is ahead of d.
+    # The image embeddings of b leave no room for the embeddings of c, which is before d in the
+    # queue.
     loop.add(make_request("c", 40, 4, media=[(20, 20, "other image")]), make_request("d", 40, 4))
     while not loop.results["b"].token_ids:
         step = loop.step()

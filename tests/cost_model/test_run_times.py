@@ -71,7 +71,8 @@ def test_the_constants_of_another_card_are_found(changed):
         assert float(predicted.seconds) == pytest.approx(seconds / count, rel=0.06)
     [(name, factor)] = changed.items()
     assert f"{name} x " in run.describe()
-    if name != "layer_us":  # what a step takes whatever its size is in several constants
+    # the time that does not depend on the size of a step is divided between several constants
+    if name != "layer_us":
         assert run.factors[list(CONSTANTS).index(name)] == pytest.approx(factor, rel=0.1)
 
 

@@ -74,7 +74,7 @@ def parse(text: str) -> list[Instruction]:
         if stripped.startswith("#") or not stripped:
             if pending and not stripped:
                 raise DockerfileError(f"line {number}: empty, inside an instruction")
-            continue  # a comment is no part of the instruction that it interrupts
+            continue  # a comment line inside an instruction does not belong to it
         start = start if pending else number
         pending += stripped
         if pending.endswith("\\"):

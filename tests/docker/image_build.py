@@ -155,7 +155,7 @@ class Builder:
             if not files:
                 raise DockerfileError(f"COPY of {source}: not there, or in .dockerignore")
             for file in files:
-                # A folder is copied as its content, a file under its name.
+                # COPY copies the content of a folder, but a file with its name.
                 inside = Path(file).relative_to(source) if file != source else Path(file).name
                 (folder / inside).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(self._context / file, folder / inside)

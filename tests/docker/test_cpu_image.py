@@ -65,7 +65,7 @@ def test_the_container_serves_as_a_user_without_rights_and_is_asked_for_its_heal
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive  # every run reads the file: the tests above
+@pytest.mark.exhaustive  # exhaustive: the tests above read the Dockerfile in every run
 def test_the_steps_of_the_file_make_an_image(tmp_path):
     """With packages that are metadata only, and an apt-get that installs a false compiler."""
     packages = tmp_path / "packages"
@@ -103,7 +103,8 @@ def test_the_steps_of_the_file_make_an_image(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive  # tests/ops/test_build.py builds the kernels, or refuses to, in every run
+# Exhaustive: tests/ops/test_build.py tests in every run how the kernels are built or refused.
+@pytest.mark.exhaustive
 @pytest.mark.skipif(load_cpu_kernels() is None, reason="the C++ kernels are not built")
 def test_the_wheel_generates_text_where_there_is_no_compiler(tmp_path):
     """In a new environment, which takes all other packages from this one."""

@@ -30,7 +30,7 @@ BOTH = pytest.mark.parametrize("instructions", [UBUNTU, RED_HAT], ids=["ubuntu",
 
 VAULT = "vault.habana.ai/gaudi-docker"
 
-# Release -> system of each file, and what the image is called.
+# Release of the Gaudi software -> operating system of each Dockerfile, and name of its image.
 RELEASES = {
     "1.21.3": ("ubuntu22.04", "rhel9.4", "pytorch-installer-2.6.0"),
     "1.22.0": ("ubuntu22.04", "rhel9.4", "pytorch-installer-2.7.1"),

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 TRITON = {"2.6.0+hpu.1.21.3.57.gitabc": "3.2.0", "2.11.0+cpu": "3.6.0"}
 """The torch of two images, a build of the vendor and one of PyTorch, and the triton that fits."""
-# A machine that builds images has no card, and torch of the vendor may look for one.
+# Images are built on machines without a card, and torch of the vendor looks for one when it is
+# imported.
 FAILS = "raise ImportError('torch was imported while the image is built')\n"
 WANTS_TORCH = """Metadata-Version: 2.1
 Name: wants_torch
@@ -53,7 +54,7 @@ def package_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(
     scope="module",
-    # Every run reads the files: test_dockerfiles.py, test_requirements.py.
+    # Exhaustive: test_dockerfiles.py and test_requirements.py read all Dockerfiles in every run.
     params=[exhaustive(name) for name in TRITON],
 )
 def torch_version(request) -> str:
@@ -80,7 +81,7 @@ def pip_settings(package_folder) -> dict[str, str]:
         "PIP_CONFIG_FILE": "/dev/null",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PIP_NO_COMPILE": "1",
-        "CXX": "no-compiler",  # tests/ops builds the kernels
+        "CXX": "no-compiler",  # tests/ops tests how the kernels are built
     }
 
 
@@ -184,7 +185,7 @@ def test_a_step_that_replaces_torch_all_the_same_is_found(
     check = "python3 /opt/vllm/vendor_packages.py check /opt/vllm/vendor-packages.txt"
     done = changed.run(check)
     assert done.returncode == 1
-    # A build for the CPU alone, +cpu, may be among the packages too.
+    # The installed torch may also be a build for the CPU alone, whose version ends with +cpu.
     before = f"changed since the image: torch=={torch_version} is now 2.13.0"
     assert done.stderr in (f"{before}\n", f"{before}+cpu\n")
     assert image.run(check).returncode == 0

@@ -161,7 +161,7 @@ def chromium_page(profile: Path) -> Iterator[Page]:
     def place_pipes() -> None:
         """The browser reads from 3 and writes to 4."""
         copies = [os.dup(browser_reads), os.dup(browser_writes)]
-        while min(copies) <= 4:  # not onto each other
+        while min(copies) <= 4:  # neither copy may be 3 or 4, which `dup2` replaces below
             copies = [os.dup(copy) for copy in copies]
         os.dup2(copies[0], 3)
         os.dup2(copies[1], 4)

@@ -30,7 +30,7 @@ def models(tmp_path_factory: pytest.TempPathFactory):
 CHAT_FLAGS = (
     *("--max-model-len", "2048", "--chat-template", TEMPLATE),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-    # The bundled model never thinks, so only requests that ask for thoughts expect them.
+    # The bundled model writes no thoughts, so only requests that ask for thoughts expect them.
     *("--reasoning-parser", "qwen3"),
     *("--default-chat-template-kwargs", '{"enable_thinking": false}'),
     *forced_text.FLAGS,
@@ -61,5 +61,6 @@ def page(browser: Page):
         "sessionStorage.clear(); localStorage.clear(); indexedDB.databases().then("
         "  (all) => { for (const { name } of all) indexedDB.deleteDatabase(name); })"
     )
-    # Pages go on asking while the server of their test ends.
+    # A page continues to send requests while the server of its test ends: ignore refused
+    # connections.
     assert [line for line in browser.complaints if "ERR_CONNECTION_REFUSED" not in line] == []

@@ -65,7 +65,8 @@ class TransformersReference:
         """Return the logits [prompt + output, vocab], float32."""
         if isinstance(prompt, Tensor):
             embedded = self._model.get_input_embeddings()(torch.tensor([output]))
-            if self._model.config.model_type == "falcon_h1":  # after the lookup
+            # Falcon-H1 multiplies embeddings after the lookup.
+            if self._model.config.model_type == "falcon_h1":
                 embedded = embedded * self._model.config.embedding_multiplier
             inputs = {"inputs_embeds": torch.cat((prompt[None].to(embedded.dtype), embedded), 1)}
         else:
@@ -143,6 +144,6 @@ def _assert_same_logprobs(
         torch.testing.assert_close(torch.tensor(least), of_reference, atol=limit, rtol=0)
     own = wanted.gather(1, torch.tensor(token_ids)[:, None])
     ranks = torch.tensor([entry[t].rank for entry, t in zip(entries, token_ids, strict=True)])
-    # Other tokens may be equally likely, except for rounding.
+    # Other tokens may have the same probability, except for rounding.
     first, last = (1 + (wanted > own + by).sum(-1) for by in (limit, -limit))
     assert (first <= ranks).all() and (ranks <= last).all()

@@ -83,7 +83,8 @@ def test_any_images_compile_nothing_and_leave_nothing(family, tmp_path, monkeypa
         assert scheduler.num_preemptions
         assert not scheduler.media.holders and scheduler.media.num_kept <= scheduler.media.capacity
         llm.reset_prefix_cache()
-        llm.generate("No picture", GREEDY)  # a step tells the worker what to drop
+        # Only a further step tells the worker which images to drop.
+        llm.generate("No picture", GREEDY)
         assert not media._items and not media._request_ids and not media._errors
         assert not media._files
         if isinstance(part, DeviceItems):

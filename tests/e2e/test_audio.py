@@ -116,10 +116,10 @@ def test_equal_sounds_are_encoded_once_and_others_are_told_apart(family, folder,
 
     equal = [ask(family, start + " and one end", one), ask(family, start + " or two", one)]
     assert check(*equal)[1] == 1
-    # The prefix in the cache has the sound, which is not encoded again.
+    # The cached prefix holds the sound, which is not encoded again.
     (output,), num_encoded = check(ask(family, start + " and one more end", one))
     assert num_encoded == 0 and output.num_cached_tokens > len(start) + 20
-    # Another sound after the same words has the same tokens, and not the same prefix.
+    # Another sound after the same words has the same token ids, but shares no cached prefix.
     (output,), num_encoded = check(ask(family, start + " and one end", other))
     assert num_encoded == 1 and output.num_cached_tokens < len(start) + 20
     _, num_encoded = check(ask(family, "SOUNDSOUND", one, other))

@@ -73,7 +73,7 @@ def send(page: Page, text: str) -> None:
 def wait_for_answer(page: Page, text: str) -> None:
     """Until the last answer is complete and shows a text."""
     page.wait_for(f"document.querySelector('{ANSWER} .actions')")
-    page.wait_for_text(ANSWER, text)  # long answers are drawn part by part
+    page.wait_for_text(ANSWER, text)  # a long answer is drawn in several parts
 
 
 def set_settings(page: Page, **texts: str) -> None:
@@ -226,7 +226,7 @@ def test_structured_output_is_asked_for_and_shown_with_indentation(chat, engine)
     chat.wait_for_text(ANSWER, "This is not complete JSON")
 
 
-# ---- what a model may say ------------------------------------------------------------------------
+# ---- hostile and unusual outputs of a model ------------------------------------------------------
 
 HOSTILE = """<script>document.title = 'broken'</script>
 <img src=x onerror="document.title='broken'"> <a href="javascript:x">raw</a>
@@ -266,7 +266,7 @@ def test_hostile_output_is_only_text(chat, engine):
     ]
     assert {tuple(link[1:]) for link in links} == {("noopener noreferrer", "_blank")}
     text = chat.text(ANSWER)
-    assert "bank.example (https://evil.example/a?b=c)" in text  # where a link goes is shown
+    assert "bank.example (https://evil.example/a?b=c)" in text  # the page shows where a link goes
     assert "(https://xn--bnk-6cd.example/)" in text
     assert "safe[U+202E]gpj.exe" in text and "[U+2066]code[U+2069]" in text
     assert "[one](javascript:document.title='broken')" in text
@@ -413,12 +413,12 @@ def test_pictures_are_chosen_pasted_and_dropped_and_can_be_removed(seeing, engin
 def test_a_large_picture_is_scaled_down_and_the_user_is_told(seeing, engine):
     give(seeing, "wide.png", 4096, 1024)
     seeing.wait_for_text(GIVEN, "wide.png, 2048 × 512, scaled down from 4096 × 1024")
-    seeing.click("#send")  # a picture needs no text
+    seeing.click("#send")  # a message may have an image and no text
     wait_for_answer(seeing, "ok")
     assert sizes(engine.images[0]) == [((2048, 512), "JPEG")]
     pixels = Image.open(BytesIO(engine.images[0][0]))
     left, right = pixels.getpixel((9, 9)), pixels.getpixel((2000, 9))
-    assert left[0] < 10 and min(right) > 250  # transparent pixels are white
+    assert left[0] < 10 and min(right) > 250  # transparent pixels have become white
 
 
 def test_pictures_are_kept_for_later_turns_edits_and_other_days(seeing, engine, talk):
@@ -432,7 +432,7 @@ def test_pictures_are_kept_for_later_turns_edits_and_other_days(seeing, engine, 
     send(seeing, "And now?")
     seeing.wait_for("document.querySelectorAll('.assistant .actions').length === 2")
     assert [len(files) for files in engine.images] == [2, 2]
-    seeing.click(".user .actions button:nth-child(2)")  # Edit, of the first message
+    seeing.click(".user .actions button:nth-child(2)")  # the Edit button of the first message
     seeing.click(".edit [aria-label^='Remove one.png']")
     seeing.click(".edit > button")
     wait_for_answer(seeing, "ok")
@@ -574,13 +574,13 @@ def test_a_recording_becomes_text_where_the_model_transcribes(engine, talk, page
         "  const [status, body] = answers.shift();"
         "  return Response.json(body, {status}); }; })()"
     )
-    page.evaluate("document.querySelector('#forget').click()")  # asks for chat.json again
+    page.evaluate("document.querySelector('#forget').click()")  # the page requests chat.json again
     page.wait_for("document.querySelector('#record').checkVisibility()")
     page.fill("#input", "Draft:")
     record(page)
     page.wait_for_text("#notice", "too loud")
     page.wait_for_text(GIVEN, "recording, 500 ms")
-    page.click(f"{GIVEN} button")  # Try again
+    page.click(f"{GIVEN} button")  # the Try again button
     page.wait_for("document.querySelector('#input').value === 'Draft: hello there'")
     assert page.evaluate("sent") == [["stdlib", 44 + 2 * 8000]] * 2
     assert not page.is_shown("#attachments ul")
@@ -653,7 +653,7 @@ def test_a_failed_answer_in_the_middle_is_tried_again_without_loss(chat, talk):
     talk[1].answer = None
     send(chat, "second")
     wait_for_answer(chat, "ok")
-    chat.click(".assistant .actions button")  # Retry, of the one that failed
+    chat.click(".assistant .actions button")  # the Retry button of the failed answer
     wait_for_answer(chat, "ok")
     open_chat(chat, talk[2])
     assert "2 of 2" in chat.text(ANSWER)
@@ -678,7 +678,7 @@ def test_while_an_answer_comes_nothing_else_is_asked(chat, engine):
 
 def test_enter_sends_and_shift_enter_begins_a_line(chat, engine):
     chat.fill("#input", "Hi")
-    assert chat.evaluate(PRESS_ENTER % "true")  # left to the field
+    assert chat.evaluate(PRESS_ENTER % "true")  # the page leaves this key to the input field
     assert not chat.evaluate(PRESS_ENTER % "false")
     wait_for_answer(chat, "ok")
     assert engine.prompts == ["<user>Hi<assistant>"]
@@ -729,7 +729,7 @@ def test_the_key_is_asked_for_kept_in_the_tab_and_forgotten(page):
         wait_for_answer(page, "ok")
         open_chat(page, url)
         page.open(url + "/status")
-        page.wait_for_text("#state", "ready")  # one key for both pages
+        page.wait_for_text("#state", "ready")  # both pages use the same API key
         open_chat(page, url)
         assert KEY not in page.evaluate("JSON.stringify(localStorage)")
         page.click("#forget")
@@ -871,7 +871,7 @@ def test_nothing_overflows_and_all_text_can_be_read(chat, engine, talk, width, h
     assert chat.evaluate("document.documentElement.scrollWidth") == width
     assert chat.evaluate("document.querySelector('#log').scrollWidth") <= width
     bottom = chat.evaluate("document.querySelector('#composer').getBoundingClientRect().bottom")
-    assert bottom <= height  # what is typed is seen
+    assert bottom <= height  # the text that is typed is visible
     assert chat.evaluate(LOWEST_CONTRAST) >= 4.5
     assert chat.evaluate(NAMELESS) == []
     chat.click("#open-settings")

@@ -10,7 +10,8 @@ from tests.e2e.server import KEY
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.filterwarnings("ignore"),  # these are the libraries' own
+    # Ignore warnings that the client libraries cause themselves.
+    pytest.mark.filterwarnings("ignore"),
 ]
 
 NUM_TOKENS = 6
@@ -80,7 +81,7 @@ def test_anthropic(server, model, wanted):
             "system": MESSAGES[0]["content"],
             "messages": MESSAGES[1:],
             "max_tokens": NUM_TOKENS,
-            "extra_body": {"temperature": 0},  # which the client has no argument for
+            "extra_body": {"temperature": 0},  # the client has no argument for the temperature
         }
         answer = client.messages.create(**asked)
         assert answer.content[0].text == wanted
@@ -95,15 +96,17 @@ def test_anthropic(server, model, wanted):
         )
         (use,) = [block for block in called.content if block.type == "tool_use"]
         assert use.name == "weather" and isinstance(use.input["place"], str)
-        # The runner of tools first asks for a thread at the server.
+        # The tool runner of the client first sends a request to create a thread on the server.
         schema = {"name": "weather", "input_schema": tool["parameters"]}
         last = client.beta.messages.tool_runner(**asked, tools=[schema], max_iterations=1)
         assert last.until_done().content[0].text == wanted
 
 
-@pytest.mark.exhaustive  # it sends what the client of OpenAI sends
+# Exhaustive: LiteLLM sends what the OpenAI client sends, which other tests check.
+@pytest.mark.exhaustive
 def test_litellm(url, model, wanted, monkeypatch):
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # not from the network
+    # Use the price list of the package, not one from the network.
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     litellm = pytest.importorskip("litellm")
     asked: dict[str, Any] = {
         "model": f"hosted_vllm/{model}",
@@ -120,7 +123,7 @@ def test_litellm(url, model, wanted, monkeypatch):
     parts = list(litellm.completion(**asked, stream=True, stream_options={"include_usage": True}))
     assert "".join(p.choices[0].delta.content or "" for p in parts if p.choices) == wanted
     assert parts[-1].usage.completion_tokens == NUM_TOKENS
-    # Not with tools: for these the library wants a package that it does not install.
+    # No tools here: for tools the library needs a package that it does not install.
     answer = litellm.completion(**asked | {"max_tokens": 64}, response_format=Place)
     assert Place.model_validate_json(answer.choices[0].message.content)
     with pytest.raises(litellm.exceptions.BadRequestError, match="temperature"):

@@ -42,7 +42,7 @@ def expected(llm):
     "settings",
     [
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 256},
-        # preempts
+        # a cache of 9 blocks, so that requests are preempted
         {"enable_prefix_caching": False, "max_model_len": 128, "num_gpu_blocks_override": 9},
         {"num_scheduler_steps": 4},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
@@ -137,10 +137,11 @@ def test_memory_is_divided_between_items_and_blocks(llm, monkeypatch):
     worker = worker_of(llm)
     monkeypatch.setattr(worker, "_count_encoder_bytes", lambda: 0)
     largest = worker.model.media_encoder.max_states
-    # Items of one request: 16. Float32 keys and values of 2 heads of 12 elements in 2 layers.
+    # One request has 16 items. Each item needs float32 keys and values of 2 heads of 12 elements in
+    # 2 layers.
     each = 2 * 2 * 12 * 2 * 4
     monkeypatch.setattr(worker, "_count_encoder_bytes", lambda: 0)
-    # A request may have 16 images, which is more than there are requests.
+    # One request may have 16 images, more than the number of requests.
     for free, count in ((2**30, 16 * largest), (each * largest * 5, largest * 5 // 4)):
         monkeypatch.setattr(type(worker.platform), "free_memory_bytes", lambda _, free=free: free)
         report = worker.measure()

@@ -57,7 +57,7 @@ def test_settings_change_no_token(folder, expected, settings):
     with simulated_hpu(PT_HPU_LAZY_MODE=1, **buckets) as bridge:
         llm = LLM(str(folder), **{**ENGINE, **settings})
         before = bridge.counters()
-        for _ in range(2):  # the second time with images that are there
+        for _ in range(2):  # the second time the images are in the encoder cache
             assert tokens_of(llm.generate(requests_of(FAMILY), GREEDY)) == expected
         assert bridge.counters().compilations == before.compilations
         assert not scheduler_of(llm).media._held
@@ -91,9 +91,10 @@ def test_a_card_that_slept_and_an_image_that_failed_leave_nothing_to_others(
         reasons = [output.outputs[0].finish_reason for output in outputs]
         assert reasons == ["error", "length", "error"]
         assert tokens_of(outputs) == [[], expected[2], []]
-        assert slots == {128}  # of an image of up to 68 hidden states, or two that are smaller
+        # 128 slots are enough for one image of up to 68 hidden states, or two smaller images.
+        assert slots == {128}
         assert tokens_of(llm.generate([*requests, many_images()], GREEDY)) == [*expected, many]
-        assert slots == {128, 0}  # 0: of 16 images
+        assert slots == {128, 0}  # 0 is the shape for 16 images
         in_use = bridge.card.memory.in_use_bytes
         llm.sleep()
         layers = cross_attention_layers(worker_of(llm).model)
@@ -110,7 +111,7 @@ def test_pools_are_counted_before_blocks(folder):
         worker = worker_of(llm)
         largest = worker.model.media_encoder.max_states
         (layer, *_) = cross_attention_layers(worker.model)
-        # One image for each of 8 requests; a table has room for two of a request.
+        # There is one image for each of 8 requests; a table has room for two images of a request.
         assert len(layer.item_keys) == worker._report.num_item_states == 8 * largest
         assert runner_of(llm).items.table.shape == (9, 3, -(-2 * largest // 128) * 128)
         names = {use.what: use.num_bytes for use in worker._uses(2**30, 2**20)}

@@ -92,7 +92,7 @@ def test_a_batch_of_texts_and_images_gives_the_tokens_of_transformers(llm, expec
     for output, (text, numbers) in zip(outputs, PROMPTS, strict=True):
         assert len(output.prompt_token_ids) == len(text.replace(IMAGE, "I"))
         assert output.prompt_token_ids.count(image_id) == len(numbers)
-    # once more, after cached prefixes and in another order
+    # Generate again with cached prefixes and in another order.
     again = llm.generate(REQUESTS[::-1], GREEDY)[::-1]
     assert tokens_of(again) == expected
     assert any(output.num_cached_tokens for output in again)
@@ -104,7 +104,7 @@ def test_a_batch_of_texts_and_images_gives_the_tokens_of_transformers(llm, expec
     [
         *({"max_num_batched_tokens": size, "max_num_seqs": 1} for size in (1, 2, 3)),
         {"max_num_batched_tokens": 9, "max_num_seqs": 4},
-        # preempts
+        # a cache of 7 blocks, so that requests are preempted
         {"enable_prefix_caching": False, "max_model_len": 80, "num_gpu_blocks_override": 7},
         {"enforce_eager": True},
     ],
@@ -129,7 +129,7 @@ def test_another_image_behind_a_cached_text_is_another_prompt(folder, llm):
         (output,) = llm.generate(request(text, [number]), GREEDY)
         assert tokens_of([output]) == [wanted[number // 4]]
         cached.append(output.num_cached_tokens)
-    # Two blocks are before the image; one image is known the third time.
+    # Two blocks lie before the image. The third time, one image is in the encoder cache.
     assert cached == [0, 32, 64]
 
 
@@ -263,5 +263,5 @@ def test_chats_give_images_to_the_model(folder, llm):
     ]
     assert tokens_of(outputs) == expected_outputs(folder, prompts, GREEDY.max_tokens)
     token = llm.get_tokenizer().convert_tokens_to_ids(IMAGE)
-    # The text of the user is no image.
+    # The image token in the user's text is not an image.
     assert [ids.count(token) for ids, _ in prompts] == [1, 2, 0, 2]

@@ -66,7 +66,8 @@ async def kill_during_load(server, core: psutil.Process) -> list[str]:
     return await load
 
 
-@pytest.mark.exhaustive  # replicas that die: test_far_replicas.py; tokens: tests/engine
+# Exhaustive: test_far_replicas.py tests replicas that die, tests/engine tests the tokens.
+@pytest.mark.exhaustive
 def test_two_replicas_answer_as_one_and_survive_the_death_of_either(chat_server):
     expected = asyncio.run(complete(chat_server))
     dev = {"VLLM_SERVER_DEV_MODE": "1"}
@@ -91,7 +92,8 @@ def test_two_replicas_answer_as_one_and_survive_the_death_of_either(chat_server)
         assert lost and all("signal 9" in text for text in lost)
         assert len(lost) < len(PROMPTS)
         assert server.request("GET", "/health", **HEADER)[0] == 200
-        assert asyncio.run(complete(server)) == expected  # by the other one, until it is back
+        # The other replica answers until the killed one is back.
+        assert asyncio.run(complete(server)) == expected
         end = time.monotonic() + 120
         while replicas(server, "state") != ["ready", "ready"]:
             assert time.monotonic() < end, server.log_text()
@@ -119,7 +121,7 @@ def test_replicas_of_several_ranks_give_what_one_process_does_also_when_others_a
         place = number % len(IDS)
         prompt = {"prompt_token_ids": IDS[place]}
         outputs = engine.generate(prompt, PARAMS[place], str(number))
-        if number >= 2 * len(IDS):  # goes after its first token
+        if number >= 2 * len(IDS):  # this request is aborted after its first token
             await anext(outputs)
             return await engine.abort(str(number))
         return [output async for output in outputs][-1]

@@ -64,7 +64,7 @@ def test_requests_with_and_without_drafts_share_prefixes_and_leave_at_any_time()
             text = PROMPTS[0][: rng.choice([30, 60, 61, 90])]
             params = SamplingParams(max_tokens=rng.randint(1, 30), ignore_eos=True, seed=len(todo))
             if rng.random() < 0.4:
-                params.logits_processors = [keep]  # no drafts
+                params.logits_processors = [keep]  # requests with a logits processor get no drafts
             engine.add_request(str(todo.pop()), text, params)
         if rng.random() < 0.1:
             engine.abort_request(str(rng.choice(range(60))))

@@ -55,7 +55,7 @@ def run_and_leave(engine: LLMEngine) -> None:
         if todo and rng.random() < 0.8:
             params = SamplingParams(max_tokens=rng.randint(1, 16), ignore_eos=True, seed=len(todo))
             if rng.random() < 0.4:
-                params.logits_processors = [keep]  # no drafts
+                params.logits_processors = [keep]  # requests with a logits processor get no drafts
             prompt = {"prompt_token_ids": text[: rng.choice([15, 30, 31, 45])]}
             engine.add_request(str(todo.pop()), prompt, params)
         if rng.random() < 0.1:
@@ -92,7 +92,8 @@ def check_ledger(engine: LLMEngine) -> None:
 RIGHT, WRONG, PARTLY = "right", "wrong", "partly right"
 
 
-@pytest.mark.exhaustive  # on a card: test_every_draft.py, test_drafts_right_and_wrong.py
+# Exhaustive: test_every_draft.py and test_drafts_right_and_wrong.py also test drafts on a card.
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mode", "draft"), list(itertools.product(MODES, (RIGHT, WRONG, PARTLY))))
 def test_users_get_the_same_with_a_draft_model_as_without(mode, draft, models, tmp_path):
     folder = {RIGHT: BUNDLED_MODEL, WRONG: models("opt")}.get(draft)

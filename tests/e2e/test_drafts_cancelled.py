@@ -58,7 +58,8 @@ def check(llm: LLM, want: dict[str, list], counts: tuple[int, ...]) -> None:
         for kind, found in run_and_abort(llm, seed, count).items():
             for each in found:
                 assert each == want[kind], kind
-    while core.has_unfinished_requests():  # steps whose requests have all left
+    # Run the steps that are still in flight after all requests were aborted.
+    while core.has_unfinished_requests():
         core.step()
     scheduler = core.scheduler
     assert scheduler.num_preemptions and sum(core.stats().drafts.accepted) > 5
@@ -90,7 +91,8 @@ def test_requests_are_aborted_between_steps(method, layout, cases, expected, mon
         core_of(llm).shutdown()
 
 
-@pytest.mark.exhaustive  # drafts: test_every_draft.py; aborts: test_parallel_hpu_faults.py
+# Exhaustive: test_every_draft.py tests drafts, test_parallel_hpu_faults.py tests aborts.
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("is_ahead", [True, False])
 def test_requests_are_aborted_between_steps_of_the_simulated_card(

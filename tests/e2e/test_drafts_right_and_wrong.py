@@ -84,7 +84,7 @@ def test_steps_take_all_of_one_and_none_of_the_other(method, kind, tmp_path, mon
     made = make(method, kind, tmp_path, monkeypatch)
     num_drafts, num_right = drafts_of(run(made, adaptive=False, num_tokens=40))
     assert num_right == (num_drafts if kind == RIGHT else 0)
-    # Each step runs as many as it may have, or the last ones fewer.
+    # Each step checks as many drafts as allowed; the last steps of a request may check fewer.
     most = made.config.get("num_speculative_tokens", 3)
     assert num_drafts > (80 if kind == RIGHT else 39 * most)
     if kind == LIES:

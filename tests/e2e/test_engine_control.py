@@ -86,7 +86,7 @@ def test_workers_are_called_by_name_and_with_functions(llm):
 @pytest.mark.parametrize("level", [1, 2])
 def test_memory_is_given_back_and_the_same_tokens_come_afterwards(llm, expected, level):
     (cache_bytes,) = llm.collective_rpc("fill_cache")
-    llm.reset_prefix_cache()  # what it held has been overwritten
+    llm.reset_prefix_cache()  # the contents of the cached blocks have been overwritten
     awake = resident_bytes(llm)
     llm.sleep(level)
     given_back = awake - resident_bytes(llm)

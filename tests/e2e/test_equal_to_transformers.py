@@ -254,14 +254,15 @@ prefixes, as these keep more blocks."""
 
 ON_A_CARD = {
     *((family, GRAPHS, LOGPROBS) for family in ("llama", "deepseek_v3")),
-    # Windows; norms of heads; learned positions with biases; ALiBi; learned positions and one
-    # key/value head; LongRoPE; experts.
+    # These families have: windows; norms of heads; learned positions with biases; ALiBi; learned
+    # positions and one key/value head; LongRoPE; experts.
     *((family, GRAPHS, CARD) for family in ("mistral", "qwen3", "opt", "falcon_rw")),
     *((family, GRAPHS, CARD) for family in ("gpt_bigcode", "phi3_short", "qwen2_moe")),
-    # Experts and attention in chunks; layers that read the keys and values of earlier ones.
+    # Llama 4 has experts and attention in chunks; later layers of Gemma 4 read the keys and values
+    # of earlier layers.
     *((family, GRAPHS, CARD) for family in ("llama4", "gemma4")),
     *((family, GRAPHS, PAIRS) for family in ("bamba", "mamba")),
-    # What has not run with all families, and can make a difference.
+    # Settings that did not run with all families above, and that may change the result.
     *(
         ("llama", GRAPHS, setting)
         for setting in (
@@ -275,15 +276,16 @@ ON_A_CARD = {
         )
     ),
     ("opt_post_norm", GRAPHS, "chunks, embeddings"),
-    # An operator with a recipe in lazy mode has one in eager mode too.
+    # An operator that has a recipe in lazy mode has one in eager mode too.
     ("llama", "lazy", CONTIGUOUS),
-    # Each number of blocks that a prompt may have as its context is a graph to compile: of 16
-    # tokens 1, 2, 4 and 8 blocks, of 64 tokens 1 and 2.
+    # Each number of blocks that the context of a prompt may have is a graph to compile: 1, 2, 4 and
+    # 8 blocks of 16 tokens, 1 and 2 blocks of 64 tokens.
     ("mistral", COMPILED, LAYERS_APART),
     ("gemma2", GRAPHS, "slices"),
-    # Simulated builds of the bridge: without what came late, without what no build should lack,
-    # and with kernels for the softmax of blocks. These families have sinks and experts, windows in
-    # most layers, and layers without rotations; the slices above, soft caps.
+    # Simulated builds of the bridge: a build without the kernels that were added late, a build
+    # without kernels that every build should have, and a build with kernels for the softmax of
+    # blocks. These families have sinks and experts, windows in most layers, and layers without
+    # rotary embedding; the family with slices above has soft caps.
     ("gpt_oss", GRAPHS, "release 1.19"),
     ("gemma3", GRAPHS, "no late kernels"),
     ("cohere2", GRAPHS, "gaudi3, fused softmax of blocks"),
@@ -314,7 +316,7 @@ EXHAUSTIVE = {
             "merged prompts, no prefix cache",
         )
     ),
-    # Each kind of launch in the modes without graphs.
+    # Each kind of forward pass, in the modes without graphs.
     *(
         ("llama", mode, setting)
         for mode in ("lazy", "eager")
@@ -492,11 +494,13 @@ def test_outputs_are_those_of_transformers(family, mode, setting, folder_of, mon
         assert after.cpu_fallbacks == unused.cpu_fallbacks
         assert after.cache_copies == unused.cache_copies
         assert (mode == GRAPHS) == (after.graph_replays > before.graph_replays)
-        # A compiled forward pass does not call the Python function that it was traced from.
+        # A compiled forward pass does not call the Python function that it was traced from, so no
+        # slices are counted.
         assert mode == COMPILED or bool(sliced) == (setting == "slices")
     scheduler = scheduler_of(llm)
     windows = core_of(llm).executor.cache_windows
-    if windows == (None,) and family not in WITHOUT_CACHE:  # windows: test_windows.py
+    # test_windows.py tests preemption with windows.
+    if windows == (None,) and family not in WITHOUT_CACHE:
         assert (scheduler.num_preemptions > 0) == ("preemption" in setting)
     if family in STATE_FAMILIES and mode == "CPU":
         assert scheduler.stats().num_prefix_hits

@@ -227,7 +227,8 @@ def check_users(case: Case, want: dict[str, list[Any]]) -> LLM:
     return llm
 
 
-# The others: test_speculators.py, and together with aborts in test_drafts_cancelled.py.
+# Exhaustive: test_speculators.py tests the other methods too, and test_drafts_cancelled.py tests
+# them together with aborts.
 @pytest.mark.parametrize(
     "method",
     [m if m in ("ngram", "eagle", "mtp") else exhaustive(m) for m in METHODS],

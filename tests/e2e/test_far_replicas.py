@@ -53,7 +53,7 @@ def test_a_server_has_replicas_on_another_machine_which_may_be_lost_and_return(t
         is_awaited=False,
     ) as server:
         wait_until(lambda: "waiting for their machines" in server.log_text())
-        # Noise at the port harms nobody.
+        # Bytes that are not a message of a replica do no harm.
         for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\0" * 9, b"\xff" * 64):
             with socket.create_connection(("127.0.0.1", port)) as connection:
                 connection.sendall(noise)
@@ -72,12 +72,12 @@ def test_a_server_has_replicas_on_another_machine_which_may_be_lost_and_return(t
             assert len({body.split(b'"text":')[1].split(b",")[0] for _, _, body in answers}) == 1
             (core,) = psutil.Process(far.pid).children()
             assert core.cpu_times().user > 0
-            # The core of the machine ends: it is started again there.
+            # The engine core on the other machine ends: that machine starts it again.
             os.kill(core.pid, signal.SIGKILL)
             wait_until(lambda: server.replica_states()[1] != "ready")
             assert complete(server)[0] == 200
             wait_until(lambda: server.replica_states() == ["ready", "ready"])
-            # The machine ends: the others serve on.
+            # The other machine ends: the remaining replicas continue to serve.
             far.kill()
         wait_until(lambda: server.replica_states()[1] != "ready")
         assert complete(server)[0] == 200

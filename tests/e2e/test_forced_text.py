@@ -15,7 +15,7 @@ pytestmark = pytest.mark.e2e
 FUNCTION = {"name": "look", "parameters": {"type": "object"}}
 ARGUMENTS = '{"at": "Łódź 日本", "deep": [1, {"a": "</tool_call>"}]}'
 CALL = f'<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>'
-# (what the model says, (thoughts, text, arguments of its calls))
+# (output of the model, (thoughts, text, arguments of its calls))
 SAID = {
     "thoughts and text": ("<think>Hm <b>.</think>So < be it.", ("Hm <b>.", "So < be it.", [])),
     "text and a call": (f"Wait.{CALL}", ("", "Wait.", [ARGUMENTS])),
@@ -121,8 +121,8 @@ def by_messages(server, forced, *, is_streamed):
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("ask", [by_chat, by_responses, by_messages])
 def test_every_tokenization_is_read_the_same(chat_server, ask, is_streamed):
-    # A message holds objects only. A whole answer is put together before it is read, whatever its
-    # tokens were.
+    # The arguments of a call in a message must be an object. A non-streamed answer is joined before
+    # it is parsed, so the size of its tokens does not matter.
     cases = [
         (name, cut)
         for name in SAID
@@ -134,7 +134,7 @@ def test_every_tokenization_is_read_the_same(chat_server, ask, is_streamed):
         name, cut = case
         return ask(chat_server, {"text": SAID[name][0], "cut": cut}, is_streamed=is_streamed)
 
-    with ThreadPoolExecutor(len(cases)) as threads:  # one batch
+    with ThreadPoolExecutor(len(cases)) as threads:  # all requests run in one batch
         for (name, cut), found in zip(cases, threads.map(read, cases), strict=True):
             assert found == SAID[name][1], (name, cut)
 

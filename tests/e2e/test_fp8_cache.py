@@ -86,7 +86,7 @@ def test_scales_of_a_checkpoint_are_not_calculated(tmp_path, caplog):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.self_attn.k_scale"] = torch.tensor([0.5, 0.25])
     save_file(tensors, folder / "model.safetensors")
-    scales = calculated_scales(folder)  # 3 layers of 2 heads
+    scales = calculated_scales(folder)  # the model has 3 layers of 2 heads
     assert scales[4:8] == [0.5, 0.25, 1.0, 1.0]
     assert 1.0 not in scales[:4] + scales[8:]
     assert calculated_scales(folder, kv_cache_dtype="auto")[0] == 1.0
@@ -125,7 +125,8 @@ def test_a_latent_cache_is_near_the_exact_one(latent_model, calculates):
     changes = {"kv_cache_dtype": "fp8", "calculate_kv_scales": calculates}
     got = logprobs_of(random, **model, **changes, **SETTINGS["chunks"])
     errors = [abs(a - b) for a, b in zip(got, exact, strict=True)]
-    # Its experts change with small differences; log-probabilities are 1.3 apart.
+    # The choice of experts changes with small differences; log-probabilities then differ by up to
+    # 1.3.
     assert 0 < sum(errors) / len(errors) < 0.2
 
 

@@ -51,7 +51,7 @@ def normalized(vector: torch.Tensor) -> torch.Tensor:
 )
 def test_last_tokens_of_a_decoder(mode, tmp_path):
     folder = make_pooling_model("LlamaModel", tmp_path)
-    prompts = [p[:48] for p in PROMPTS]  # in two chunks
+    prompts = [p[:48] for p in PROMPTS]  # each prompt runs in two chunks
     want = [normalized(hidden_states(folder, "LlamaModel", p)[-1]) for p in prompts]
     assert_same(run(folder, prompts, mode, **SMALL_ENGINE | {"max_model_len": 48}), want)
 

@@ -38,7 +38,7 @@ def engines() -> Iterator[dict[str, LLM]]:
     on one card."""
     card = simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=True, **FEW_BUCKETS)
     with pytest.MonkeyPatch.context() as patch, card:
-        # Whatever the time of a step, which is measured otherwise.
+        # Run ahead however short a step is; other tests measure the time of a step.
         patch.setattr(
             engine_core, "AsyncSchedulingPolicy", lambda allowed: AsyncSchedulingPolicy(allowed, 0)
         )
@@ -64,12 +64,13 @@ def generate(llm: LLM, params: SamplingParams) -> tuple[list[list[int]], int, in
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core, "_wait", lambda: depths.append(len(steps_in_flight_of(core))) or wait())
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-        while core.has_unfinished_requests():  # a step that an end came too late for
+        # A step that was started before the last end was known.
+        while core.has_unfinished_requests():
             core.step()
     return [output.outputs[0].token_ids for output in outputs], max(depths), max(decodes)
 
 
-# The others run ahead on the CPU: test_run_ahead_faults.py.
+# Exhaustive: test_run_ahead_faults.py tests the other options with steps that run ahead on the CPU.
 @pytest.mark.parametrize(
     "name",
     [n if n in ("tokens stay on the card", "random", "a form") else exhaustive(n) for n in OPTIONS],

@@ -169,7 +169,7 @@ def test_sampling_that_was_not_warmed_up_compiles_once_with_a_line_in_the_log(en
         runner = stats_of(llm).runner
     assert compiled[0] == compiled[2] == 0 < compiled[1]
     assert lines[0] == lines[2] == []
-    assert len(lines[1]) == compiled[1]  # one batch of prompts, one of decodes
+    assert len(lines[1]) == compiled[1]  # one batch of prompts and one batch of decodes
     assert all(
         re.fullmatch(
             r"Configuration: \(sampling, [18], distribution, 31\) was not warmed-up!", line

@@ -95,7 +95,7 @@ def test_embeddings_give_the_tokens_of_their_images(family, tmp_path):
     assert not num_encoded(llm)
     assert tokens_of(found) == tokens_of(llm.generate(ask(text, IMAGES), GREEDY))
     assert num_encoded(llm) == 2
-    if family == "qwen3_vl":  # in pieces that end inside of images
+    if family == "qwen3_vl":  # the prompt runs in chunks that end inside of images
         pieces = LLM(str(tmp_path), **ENGINE | {"max_num_batched_tokens": 8})
         assert tokens_of(pieces.generate(ask(text, given), GREEDY)) == tokens_of(found)
     assert len(output.prompt_token_ids) > 40
@@ -124,7 +124,8 @@ def test_every_form_of_embeddings_is_the_same_and_has_a_key_by_content(llm):
         tokens_of(llm.generate(ask(text, image, **named), GREEDY)) for image in (IMAGES[1], one)
     ]
     assert tokens[0] != tokens[1], "a name of an image names no embeddings"
-    pixels = np.moveaxis(IMAGES[0][:WIDTH, :WIDTH], -1, 0)  # as wide as an embedding
+    # its last size equals the size of an embedding, but these are pixels
+    pixels = np.moveaxis(IMAGES[0][:WIDTH, :WIDTH], -1, 0)
     image = tokens_of(llm.generate(ask(text, IMAGES[0][:WIDTH, :WIDTH]), GREEDY))
     assert tokens_of(llm.generate(ask(text, pixels), GREEDY)) == image
     half = one.bfloat16()

@@ -203,7 +203,7 @@ def test_settings_of_the_engine_change_no_token(folder, expected, settings, monk
         own = {} if "method" in speculation else {"model": str(folder)}
         settings["speculative_config"] = {**speculation, **own}
     llm = LLM(str(folder), **{**ENGINE, **settings})
-    for _ in range(2):  # the second time with a prefix cache
+    for _ in range(2):  # the second time with cached prefixes
         assert tokens_of(llm.generate(requests_of(), GREEDY)) == expected
     media = scheduler_of(llm).media
     assert not media.holders
@@ -229,7 +229,7 @@ def test_a_cached_prefix_with_an_image_belongs_to_its_content_and_salt(llm, plai
     assert run(ask(text + "then", image)) == (32, 0)
     assert run(ask(text + "then", other)) == (16, 1)
     assert run(ask(text + "then", image, cache_salt="other")) == (0, 1)
-    media.clear()  # the blocks stay: an image behind them is not encoded
+    media.clear()  # cached blocks stay: an image before their end is not encoded again
     assert run(ask(text + long + " you like", image)) == (64, 0)
     assert run(ask(text + "else", image)) == (32, 1)
     named = {"multi_modal_uuids": {"image": ["name"]}}

@@ -63,7 +63,8 @@ def test_tokens_are_those_of_transformers(family, tmp_path):
     expected = expected_outputs(folder, prompts, GREEDY.max_tokens)
     assert tokens_of(outputs) == expected
     assert len({tuple(tokens) for tokens in expected}) > 3, "images make no difference"
-    # in pieces that end inside of images, where their tokens see no later ones
+    # Prompts run in chunks that end inside of images, except where image tokens see later ones
+    # (Gemma 3).
     num_tokens = 23 if family == "gemma3" else 8
     llm = LLM(str(folder), **ENGINE, max_num_batched_tokens=num_tokens)
     assert tokens_of(llm.generate(requests_of(family), GREEDY)) == expected
@@ -84,7 +85,7 @@ def expected(llava):
     "settings",
     [
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 256},
-        # preempts
+        # a cache of 9 blocks, so that requests are preempted
         {"enable_prefix_caching": False, "max_model_len": 128, "num_gpu_blocks_override": 9},
         {"enforce_eager": True},
     ],
@@ -125,7 +126,7 @@ def test_requests_whose_image_fails_end_and_leave_nothing_to_others(
     [
         ("llava", "HPU graphs"),
         ("qwen2_vl", "HPU graphs"),
-        ("qwen3_vl", "HPU graphs"),  # adds to hidden states
+        ("qwen3_vl", "HPU graphs"),  # its images are also added to hidden states
         *(
             pytest.param(family, mode, marks=pytest.mark.exhaustive)
             for mode in ("lazy", "torch.compile", "eager")
@@ -143,7 +144,8 @@ def test_requests_whose_image_fails_end_and_leave_nothing_to_others(
             )
         ),
         *(
-            pytest.param("qwen2_5_vl", mode, marks=pytest.mark.exhaustive)  # has windows
+            # Its encoder has windows.
+            pytest.param("qwen2_5_vl", mode, marks=pytest.mark.exhaustive)
             for mode in MODES
         ),
     ],
@@ -193,10 +195,11 @@ def test_stages_of_a_pipeline_read_images(tmp_path):
 
 
 def test_the_cpu_leaves_memory_for_kept_embeddings(llava, monkeypatch):
-    llm = LLM(str(llava), **ENGINE, skip_mm_profiling=True)  # without a forward pass of the encoder
+    # The engine skips the forward pass that measures the memory of the encoder.
+    llm = LLM(str(llava), **ENGINE, skip_mm_profiling=True)
     worker, capacity = worker_of(llm), scheduler_of(llm).media.capacity
     monkeypatch.setattr(type(worker.platform), "free_memory_bytes", lambda _: 2**30)
-    # float32 of a hidden size of 48
+    # Each position of the encoder cache holds a hidden state of 48 elements of float32.
     assert worker.measure().free_bytes == 2**30 - capacity * 48 * 4
     monkeypatch.setattr(worker.model.media_encoder, "num_added", 2)
     assert worker.measure().free_bytes == 2**30 - capacity * 48 * 4 * 3

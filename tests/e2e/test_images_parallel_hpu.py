@@ -31,7 +31,8 @@ def test_cards_give_the_tokens_of_the_cpu(family, sizes, mode, tmp_path, monkeyp
     folder = str(make_tiny_images(family, tmp_path))
     expected = tokens_of(LLM(folder, device="cpu", **ENGINE).generate(requests, GREEDY))
     for name, value in env_ranks.rank_variables(0, 1).items():
-        monkeypatch.setenv(name, value)  # an engine sets them; they are put back afterwards
+        # An engine changes these variables; monkeypatch restores them afterwards.
+        monkeypatch.setenv(name, value)
     is_lazy, enforce_eager = MODES[mode]
     with simulated_hpu(
         PT_HPU_LAZY_MODE=is_lazy, PT_HPU_ENABLE_LAZY_COLLECTIVES=True, **FEW_BUCKETS
@@ -45,7 +46,7 @@ def test_cards_give_the_tokens_of_the_cpu(family, sizes, mode, tmp_path, monkeyp
             **sizes,
         )
         executor = executor_of(llm)
-        # An image that one rank cannot encode fails on all of them, and nothing else does.
+        # An image that one rank cannot encode fails on all ranks, and all other requests succeed.
         for rank in range(sizes.get("tensor_parallel_size", 0)):
             executor.collective_rpc("break_encoder", args=(rank, True))
             outputs = llm.generate(requests, GREEDY)

@@ -20,7 +20,8 @@ NUM_TOKENS = 16
 """Of an image."""
 IMAGE = "<start_of_image>"
 KINDS = ["sliding_attention", "full_attention"] * 2
-# transformers 4 also shows tokens of an image what a window hides of it.
+# In transformers 4, image tokens also see image tokens outside of the window: use a window that is
+# longer than an image.
 WINDOW = 20 if is_version_4() else 6
 
 
@@ -67,7 +68,8 @@ def logprobs_of_transformers(folder, token_ids, images):
 
 
 def test_tokens_and_logprobs_are_those_of_transformers(folder, expected):
-    llm = LLM(str(folder), **ENGINE, max_num_batched_tokens=23)  # the fewest for 8 requests
+    # 23 is the smallest number that 8 requests allow.
+    llm = LLM(str(folder), **ENGINE, max_num_batched_tokens=23)
     texts = [
         (f"{IMAGE}{IMAGE} Compare, one by one.", [1, 2]),
         (f"First {IMAGE}, then some words, then {IMAGE} and {IMAGE}", [3, 1, 3]),
@@ -101,7 +103,7 @@ def test_tokens_and_logprobs_are_those_of_transformers(folder, expected):
 )
 def test_settings_of_the_engine_change_no_token(folder, expected, settings):
     llm = LLM(str(folder), **{**ENGINE, **settings})
-    for _ in range(2):  # the second time with a prefix cache
+    for _ in range(2):  # the second time with cached prefixes
         assert tokens_of(llm.generate(requests_of("gemma3"), GREEDY)) == expected
     if "tensor_parallel_size" not in settings:
         assert not scheduler_of(llm).media.holders
@@ -124,7 +126,8 @@ def test_preempted_requests_read_their_image_again(folder, enable_prefix_caching
 
 def test_a_cached_prefix_may_end_at_any_block_of_an_image(tmp_path):
     """The rest of the image sees what is cached of it, and all of itself."""
-    kinds = ["full_attention"] * 2  # a prefix of windows needs blocks that are dropped early
+    # Full attention: with windows a cached prefix needs blocks that are dropped early.
+    kinds = ["full_attention"] * 2
     folder = str(make_tiny_images("gemma3", tmp_path, layer_types=kinds))
     size = {"block_size": 4, "num_gpu_blocks_override": 21, "max_model_len": 80}
     llm = LLM(folder, **{**ENGINE, **size, "max_num_seqs": 1, "max_num_batched_tokens": 16})
@@ -137,7 +140,7 @@ def test_a_cached_prefix_may_end_at_any_block_of_an_image(tmp_path):
         first = want.prompt_token_ids.index(start) + 1
         for num_others in range(44, 76, 4):
             llm.generate(prompt, one, use_tqdm=False)
-            # Takes blocks of the first prompt, the last ones first.
+            # Other requests take blocks of the first prompt, the last blocks first.
             llm.generate("b" * num_others, one, use_tqdm=False)
             (found,) = llm.generate(prompt, GREEDY, use_tqdm=False)
             assert tokens_of([found]) == tokens_of([want])
@@ -154,7 +157,7 @@ def test_a_cached_prefix_of_windows_may_end_inside_of_an_image(folder, expected)
         prompt = ask("c" * (num_before + 1) + IMAGE, draw_image(3))
         found = [each.generate(prompt, GREEDY, use_tqdm=False)[0] for each in (plain, llm, llm)]
         assert len(set(map(tuple, tokens_of(found)))) == 1
-        # after the image: its end and two line breaks
+        # the text after the image: its end token and two line breaks
         ends.add(len(found[2].prompt_token_ids) - 3 - found[2].num_cached_tokens)
     assert ends == set(range(-2, 6))
 

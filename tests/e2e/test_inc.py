@@ -119,7 +119,8 @@ def test_a_calibration_that_was_stopped_goes_on_after_its_last_batch(
     assert json.loads((folder / name).read_text()) == json.loads((calibrated / name).read_text())
 
 
-@pytest.mark.exhaustive  # files of ranks: tests/model_executor/test_inc_ranks.py
+# Exhaustive: tests/model_executor/test_inc_ranks.py tests the files of ranks.
+@pytest.mark.exhaustive
 def test_two_ranks_are_measured_and_unified_to_one(calibrated, texts, tmp_path, capsys):
     """With the short flags; the numbers are those of one rank, but for the order of sums."""
     short = ["-d", str(texts), "-o", str(tmp_path), "-l", "4", "-b", "2", "-t", "2", "-r", "1"]
@@ -189,7 +190,8 @@ def test_engines_of_a_calibration_warm_up_only_where_that_is_asked_for(
         envs.get.cache_clear()
 
 
-@pytest.mark.exhaustive  # on the CPU above; FP8 on a card: test_fp8_cache.py
+# exhaustive: the tests above calibrate on the CPU, and test_fp8_cache.py runs FP8 on a card
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("card", ["gaudi2", "gaudi3"])
 def test_a_simulated_card_is_calibrated_and_serves_the_model(card, tmp_path):
     """Measured and served on the card alone, with FP8 weights and cache, and with attention of

@@ -53,12 +53,12 @@ def expected():
     llm = LLM(**SMALL)
     tokens, _ = generate(llm)
     again, cached = generate(llm)
-    assert again == tokens and not any(cached)  # everything was evicted
+    assert again == tokens and not any(cached)  # all blocks were evicted
     return tokens
 
 
 def test_an_evicted_prefix_comes_back_from_host_memory(expected):
-    # All of them wait at once, and the cache has room for some.
+    # All requests wait at the same time, and the cache has room for some of them.
     settings = SMALL | {"max_num_seqs": 32}
     llm = LLM(**settings, kv_transfer_config=transfer("OffloadingConnector"))
     assert generate(llm) == (expected, [0] * len(PROMPTS))
@@ -69,7 +69,8 @@ def test_an_evicted_prefix_comes_back_from_host_memory(expected):
     assert 0 < stats.num_loaded_bytes < stats.num_saved_bytes
     assert llm.reset_prefix_cache()
     tokens, cached = generate(llm)
-    assert tokens == expected and all(cached)  # of the same weights still
+    # The weights are the same, so the files are still valid.
+    assert tokens == expected and all(cached)
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
@@ -105,7 +106,7 @@ def test_files_outlive_the_engine_and_damaged_ones_are_computed_again(expected, 
     llm = LLM(**SMALL, kv_transfer_config=config)
     assert generate(llm)[0] == expected
     assert generate(llm)[0] == expected
-    # Other weights: what is in the files does not belong to them.
+    # With other weights, the blocks in the files are not valid.
     llm.llm_engine.shutdown()
     llm = LLM(**SMALL, kv_transfer_config=config, dtype="float32")
     assert not any(generate(llm)[1])
@@ -126,7 +127,8 @@ def test_new_weights_have_blocks_of_their_own(tmp_path, capsys):
 
     llm.collective_rpc(change)
     generate(llm)
-    assert set(tmp_path.rglob("*.kv")) == files  # they may be of both
+    # Nothing is saved: blocks in the cache may be of the old or of the new weights.
+    assert set(tmp_path.rglob("*.kv")) == files
     assert "no KV blocks are saved until reset_prefix_cache" in capsys.readouterr().err
     assert llm.reset_prefix_cache()
     _, cached = generate(llm)
@@ -144,9 +146,9 @@ def test_one_engine_computes_prompts_for_another(expected, tmp_path):
     files = set(tmp_path.rglob("*.kv"))
     tokens, cached = generate(other)
     assert tokens == expected and all(cached)
-    assert set(tmp_path.rglob("*.kv")) == files  # it saves nothing
+    assert set(tmp_path.rglob("*.kv")) == files  # a consumer saves nothing
     for path in files:
-        path.unlink()  # the producer is lost
+        path.unlink()  # without its files, the producer is lost
     assert generate(other)[0] == expected
 
 
@@ -171,7 +173,7 @@ def test_others_go_on_while_the_files_of_a_request_are_written(expected, tmp_pat
         step()
     assert told == {"short": 1, "gone": 1, "long": 11} and not final
     assert engine.has_unfinished_requests() and not list(tmp_path.rglob("*.kv"))
-    step()  # waits for the files, but not for long
+    step()  # the engine waits for the files for a short time only
     engine.abort_request("gone")
     go.set()
     while engine.has_unfinished_requests():
@@ -332,7 +334,7 @@ def test_the_router_of_the_example_asks_both_engines_and_does_without_the_first(
         assert client.post("/v1/chat/completions", content=b"wrong").status_code == 400
         prefill.shutdown()
         prefill.server_close()
-        for _ in range(2):  # the second time, the lost engine is not asked
+        for _ in range(2):  # the second time, the engine does not ask the lost producer
             assert client.post("/v1/completions", json=body).status_code == 200
         assert [path for path, _ in decode.asked] == [
             *("/v1/completions", "/v1/models?x=1", "/v1/chat/completions"),

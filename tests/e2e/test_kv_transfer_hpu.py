@@ -63,7 +63,8 @@ def test_blocks_come_back_from_host_memory_and_from_another_engine(
         assert bridge.counters().compilations == before
         llm.llm_engine.shutdown()
         other = LLM(**settings, kv_transfer_config=transfer)
-        # One at a time: the cache holds few blocks, and files are read beside the steps.
+        # Send one request at a time: the cache holds few blocks, and files are read while steps
+        # run.
         tokens, cached = generate(other, size=1)
         assert tokens == expected and all(cached), "from the files of the first engine"
 

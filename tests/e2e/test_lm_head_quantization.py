@@ -45,7 +45,7 @@ def head_formats(model) -> list[WeightFormat]:
 @pytest.mark.parametrize(
     ("family", "split", "dtype", "tolerance"),
     [
-        # A last bit of the sum over ranks may turn the rounding of an int8 input.
+        # A change in the last bit of the sum over ranks may change the rounding of an int8 input.
         ("granite_code", {"tensor_parallel_size": 2}, "float32", 0.02),
         ("llama", {"tensor_parallel_size": 2}, "float32", 0.02),
         ("granite_code", {"pipeline_parallel_size": 2}, "bfloat16", 0.0),
@@ -56,7 +56,8 @@ def test_ranks_and_stages_have_the_tokens_of_one_process(
 ):
     """The embedding of granite_code is its head; a vocabulary of 4097 has padding on a rank."""
     folder = str(make_tiny_model(family, tmp_path, vocab_size=4097, dtype=dtype))
-    # Nobody is preempted, since outputs that are computed again as a prompt round elsewhere.
+    # Use a cache without preemption: tokens that are computed again as a prompt are rounded at
+    # other points.
     engine = ENGINE | {"dtype": dtype, "num_gpu_blocks_override": 60} | HEAD
     want = generate(LLM(folder, **engine))
     monkeypatch.setattr(engine_core, "make_executor", ThreadRanks)

@@ -381,9 +381,9 @@ def test_adapters_are_loaded_ahead_pinned_and_dropped(adapters, tmp_path):
     llm = LLM(enable_lora=True, **small)
     engine, (one, two, three, four) = llm.llm_engine, adapters
     assert engine.list_loras() == set() and engine.add_lora(one)
-    assert not engine.add_lora(one)  # it is there
+    assert not engine.add_lora(one)  # this adapter is already loaded
     assert engine.list_loras() == {1} and engine.pin_lora(1)
-    for adapter in (two, three):  # the second of them takes the place of the first
+    for adapter in (two, three):  # loading `three` removes `two`, since `one` is pinned
         assert engine.add_lora(adapter)
     assert engine.list_loras() == {1, 3}
     with pytest.raises(
@@ -425,7 +425,7 @@ def _with_adapter_name(tensors, given):
 
 def _with_model_weights(tensors, given):
     base = load_file(BUNDLED_MODEL / "model.safetensors")
-    names = (TABLE, "lm_head.weight")  # which are tied
+    names = (TABLE, "lm_head.weight")  # these two weights are tied
     beside = {f"base_model.model.{name}": base[TABLE].clone() for name in names}
     linear = "model.layers.0.self_attn.q_proj"
     beside[f"base_model.model.{linear}.base_layer.weight"] = base[f"{linear}.weight"]

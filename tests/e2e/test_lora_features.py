@@ -115,7 +115,7 @@ def test_stages_give_what_one_gives(family, tmp_path, monkeypatch):
     for got, wanted in zip(found, want, strict=True):
         assert got[0] == wanted[0]
         assert got[1] == pytest.approx(wanted[1], abs=1e-4)
-    # What is wrong for one stage alone fails the request on all of them.
+    # What is wrong on one stage fails the request on all stages.
     prompts = [{"prompt_token_ids": TOKENS}] * 2
     mixed = [LoRARequest("broken", 2, str(broken)), adapter]
     outputs = run_on_engine(llm, prompts, GREEDY, mixed)
@@ -149,7 +149,7 @@ def test_packed_weights_keep_the_bits_of_other_rows(quantization, coder):
     assert seen(found[1]) != seen(found[0]) and seen(found[3]) != seen(found[2])
     runner = runner_of(llm)
     assert program_of(runner) is not None and decode_step_of(runner) is not None
-    # A row with an adapter has its own bits in every batch, too.
+    # A request with an adapter gets exactly the same log-probabilities in every batch.
     alone = llm.generate([TEXT], params, use_tqdm=False, lora_request=coder)[0]
     assert seen(alone) == seen(found[3])
 

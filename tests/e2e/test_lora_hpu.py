@@ -149,7 +149,8 @@ def assert_base_rows_keep_their_bits(
         for mix in mixes:
             found = zip(PROMPTS, mix, outputs_of(llm, mix), alone, strict=True)
             for prompt, adapter, got, wanted in found:
-                is_whole = len(prompt["prompt_token_ids"]) <= 32  # chunks depend on other rows
+                # Results of a prompt in chunks depend on other requests.
+                is_whole = len(prompt["prompt_token_ids"]) <= 32
                 assert not is_whole or (got == wanted) == (adapter is None)
 
 
@@ -219,7 +220,7 @@ def assert_as_on_the_cpu(
             assert_same_without_compilation(bridge, llm, mixes, want)
 
 
-@pytest.mark.exhaustive  # the message: test_lora.py
+@pytest.mark.exhaustive  # exhaustive: test_lora.py tests the message
 def test_adapters_change_experts_on_a_card_only_if_asked_to(tmp_path):
     model, ((adapter, *_), *_) = with_experts("mixtral", tmp_path)
     with simulated_hpu(**FEW_BUCKETS, PT_HPU_LAZY_MODE=1, has_profiling_run=False):
@@ -247,7 +248,7 @@ def tokens_of(llm: LLM, adapters: list[LoRARequest | None]) -> list[list[int]]:
 @pytest.mark.parametrize(
     "settings",
     [
-        # Drafts with adapters on the CPU: test_speculators.py.
+        # Exhaustive: test_speculators.py tests drafts with adapters on the CPU.
         pytest.param({"speculative_config": NGRAM}, marks=pytest.mark.exhaustive),
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.exhaustive),
         pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.exhaustive),
@@ -258,7 +259,8 @@ def test_adapters_with_drafts_and_on_two_cards(settings, folder, mixes, monkeypa
     plain = LLM(folder, device="cpu", **ENGINE)
     want = [tokens_of(plain, mix) for mix in mixes]
     for name, value in env_ranks.rank_variables(0, 1).items():
-        monkeypatch.setenv(name, value)  # an engine sets them; they are put back afterwards
+        # An engine changes these variables; monkeypatch restores them afterwards.
+        monkeypatch.setenv(name, value)
     card = FEW_BUCKETS | {"VLLM_HPU_SIM_STRICT": 1, "PT_HPU_ENABLE_LAZY_COLLECTIVES": True}
     is_alone = "speculative_config" in settings
     with simulated_hpu(PT_HPU_LAZY_MODE=1, has_profiling_run=not is_alone, **card):

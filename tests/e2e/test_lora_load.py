@@ -36,7 +36,7 @@ def seen(output) -> tuple[list[int], list[float]]:
     return ids, [row[i].logprob for i, row in zip(ids, sample.logprobs, strict=True)]
 
 
-@pytest.mark.exhaustive  # the random load mixes adapters too
+@pytest.mark.exhaustive  # exhaustive: the test of random requests also mixes adapters
 def test_sixty_four_adapters_and_base_rows_in_one_batch(tmp_path):
     """A step has 64 rows; the last adapters follow when base rows have ended."""
     model = make_tiny_model("llama", tmp_path / "model")
@@ -75,11 +75,11 @@ def coders(tmp_path_factory) -> list[LoRARequest]:
     ]
 
 
-# A preempted request is computed again as a prompt, whose attention adds in another order than a
-# decode does: log-probabilities differed by up to 0.08 in 585 positions. The logits are bfloat16,
-# and 11 of these positions have two best tokens. So one preempted request in a hundred gets the
-# other one, and with it another text.
-NEAR_TIE = 0.16  # each of two tokens may differ by 0.08
+# A preempted request is computed again as a prompt, and attention of a prompt adds in another order
+# than attention of a decode: log-probabilities differed by up to 0.08 in 585 positions. The logits
+# are bfloat16, and at 11 of these positions two tokens are equally likely. So one preempted request
+# in a hundred gets the other token, and with it another text.
+NEAR_TIE = 0.16  # the log-probability of each of two tokens may differ by 0.08
 
 
 def misses(llm: LLM, asked: list[tuple[str, LoRARequest | None, list[int]]]) -> list[float]:
@@ -124,7 +124,8 @@ def test_a_random_load_gives_each_request_what_it_gets_alone(coders):
         asked[name] = prompt, number = rng.choice(prompts), rng.randrange(len(choices))
         engine.add_request(name, prompt, params, lora_request=choices[number])
 
-    # How many steps there are depends on how long adapters load; how many requests does not.
+    # The number of steps depends on how long adapters take to load; the number of requests does
+    # not.
     while num_added < 40 or engine.has_unfinished_requests():
         if num_added < 40 and rng.random() < 0.4 and len(asked) < 12:
             add(str(num_added))

@@ -39,7 +39,7 @@ def client(server, anthropic):
 
 
 def options(**fields):
-    greedy = {"temperature": 0}  # which the client has no argument for
+    greedy = {"temperature": 0}  # the client has no argument for the temperature
     given = {"model": "", "messages": [USER], "max_tokens": 24, "extra_body": greedy}
     return {**given, **fields}
 

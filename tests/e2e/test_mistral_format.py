@@ -48,7 +48,7 @@ def as_published(dense: Path, target: Path) -> Path:
         for theirs, native in NAMES.items():
             name = name.replace(theirs, native)
         for part, count in heads.items():
-            if f".{part}." in name:  # its heads rotate neighbours
+            if f".{part}." in name:  # rotary embedding rotates neighboring elements of these heads
                 size, columns = tensor.shape[0] // count, tensor.shape[1]
                 halves = tensor.view(count, 2, size // 2, columns)
                 tensor = halves.transpose(1, 2).reshape(tensor.shape).contiguous()

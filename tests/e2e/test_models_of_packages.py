@@ -65,7 +65,7 @@ def test_a_gguf_model_says_what_transformers_says(package):
         with torch.inference_mode():
             logits = reference(torch.tensor([[*ids, *answer.token_ids]])).logits[0]
         own = logits[len(ids) - 1 : -1].log_softmax(-1)
-        # The kernels round inputs to int8 where they multiply with blocks.
+        # The kernels that multiply with blocks of GGUF round inputs to int8.
         chosen = own.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
         assert (own.max(-1).values - chosen).max() < 0.5, output.prompt
         for token, entry in answer.logprobs[0].items():
@@ -120,7 +120,7 @@ def test_a_gguf_model_continues_as_llama_cpp_does(package):
             found = {top["id"]: top["logprob"] for top in answer[num_same]["top_logprobs"]}
             lost = found[theirs[num_same]] - found[ours[num_same]]
             assert lost < NEAR_TIE, (output.prompt, num_same)
-        # Their tokens as a prompt: a log-probability for each.
+        # Send the generated tokens as a prompt, to get a log-probability for each.
         start = len(output.prompt_token_ids)
         scored = llm.generate(
             {"prompt_token_ids": [*output.prompt_token_ids, *theirs]},

@@ -148,7 +148,7 @@ def test_requests_with_one_id_run_at_the_same_time(client, model, server):
 
     server.wait_until_idle()
     core, threads = server.engine_process(), [threading.Thread(target=complete) for _ in range(2)]
-    core.suspend()  # so that both are in the server before one has ended
+    core.suspend()  # both requests are in the server before one of them ends
     try:
         for thread in threads:
             thread.start()
@@ -195,7 +195,8 @@ def test_a_template_without_end_stops_nobody_else(client, model, server):
         except openai.BadRequestError as error:
             found.append(error)
 
-    for _ in range(5):  # the template is given two seconds, which may be few for a slow machine
+    # A template has two seconds to run, which a slow machine may exceed: try several times.
+    for _ in range(5):
         thread = threading.Thread(target=ask)
         thread.start()
         client.completions.create(model=model, prompt="x", max_tokens=2)

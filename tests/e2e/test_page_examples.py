@@ -49,7 +49,7 @@ def test_requests_with_curl(page, chat_server: Server, model):
 def test_programs(page, chat_server: Server, model, capsys):
     blocks = blocks_of(page, "python")
     assert blocks
-    # Later examples of a page use names of earlier ones.
+    # Later examples of a page use names that earlier examples define.
     names: dict[str, Any] = {"__name__": page}
     for block in blocks:
         block = block.replace(_ON_PAGES, chat_server.url).replace("my-model", model)
@@ -61,7 +61,7 @@ def test_fields_that_the_page_lists_are_known(chat_server: Server, model):
     text = (ROOT / "docs" / "openai_server.md").read_text(encoding="utf-8")
     (listed,) = re.findall(r"^(`top_k`.*?`cache_salt`)\.$", text, re.DOTALL | re.MULTILINE)
     names = re.findall(r"`(\w+)`", listed)
-    # A wrong value of a field that is not known would have no effect.
+    # A wrong value in a field that the server does not know would have no effect: check the names.
     for name in names:
         body = {"model": model, "prompt": "a", "max_tokens": 1, name: {"wrong": 1}}
         status, _, answer = chat_server.request("POST", "/v1/completions", body)

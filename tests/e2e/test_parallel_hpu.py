@@ -29,11 +29,13 @@ def assert_cards_are_the_cpu(name, settings, mode, tmp_path, monkeypatch) -> Non
     engine = SMALL_ENGINE | {
         "skip_tokenizer_init": True,
         "sampling_warmup": "all",
-        "num_gpu_blocks_override": 65,  # layers with windows of their own need more
+        # Layers with windows have KV blocks of their own, so more blocks are needed.
+        "num_gpu_blocks_override": 65,
     }
     want = generate(LLM(str(dense), device="cpu", **engine))
     for name, value in env_ranks.rank_variables(0, 1).items():
-        monkeypatch.setenv(name, value)  # an engine sets them; they are put back afterwards
+        # An engine changes these variables; monkeypatch restores them afterwards.
+        monkeypatch.setenv(name, value)
     is_lazy, enforce_eager = MODES[mode]
     with simulated_hpu(
         PT_HPU_LAZY_MODE=is_lazy, PT_HPU_ENABLE_LAZY_COLLECTIVES=True, **FEW_BUCKETS
@@ -60,7 +62,7 @@ def assert_cards_are_the_cpu(name, settings, mode, tmp_path, monkeypatch) -> Non
 @pytest.mark.parametrize(
     ("name", "settings", "mode"),
     [
-        # A llama on two cards in every run: test_parallel_hpu_faults.py.
+        # Exhaustive: test_parallel_hpu_faults.py runs a Llama on two cards in every run.
         *(
             pytest.param(*row, marks=pytest.mark.exhaustive)
             for row in [
@@ -147,7 +149,7 @@ def test_cards_with_every_family_give_the_tokens_of_the_cpu(family, sizes, tmp_p
     ("family", "name", "tensor", "stages", "values"),
     [
         ("llama", None, 4, 1, {}),
-        ("granite_code", None, 2, 2, {}),  # tied embeddings
+        ("granite_code", None, 2, 2, {}),  # this family has tied embeddings
         ("bamba", None, 2, 2, {}),
         ("mamba", None, 4, 1, {}),
         ("qwen3_moe", None, 2, 3, {"enable_expert_parallel": True}),
@@ -205,7 +207,8 @@ def test_a_card_of_one_engine_is_not_one_of_several(monkeypatch, tmp_path):
         LLM(folder, device="hpu", tensor_parallel_size=2, skip_tokenizer_init=True, **SMALL_ENGINE)
 
 
-@pytest.mark.exhaustive  # the step itself: tests/platforms/test_sim_collectives.py
+# Exhaustive: tests/platforms/test_sim_collectives.py tests the collectives of a step.
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 def test_without_a_step_before_each_collective_a_strict_card_refuses_them(
     sizes, tmp_path, monkeypatch

@@ -40,7 +40,7 @@ from vllm.errors import ConfigError, EngineDeadError
 FAILING = "tests.executor.failing_workers"
 ENGINE: dict[str, Any] = SMALL_ENGINE | {
     "skip_tokenizer_init": True,
-    "num_gpu_blocks_override": 12,  # requests are preempted
+    "num_gpu_blocks_override": 12,  # few blocks, so that requests are preempted
     "tensor_parallel_size": 2,
 }
 
@@ -63,7 +63,8 @@ def several_cards(folder: str, **values: Any) -> Iterator[Callable[[], LLM]]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in env_ranks.rank_variables(0, 1).items():
-            patch.setenv(name, value)  # an engine sets them; they are put back afterwards
+            # An engine changes these variables; the patch restores them afterwards.
+            patch.setenv(name, value)
         with simulated_hpu(PT_HPU_LAZY_MODE=1, PT_HPU_ENABLE_LAZY_COLLECTIVES=True, **FEW_BUCKETS):
             yield start
             for llm in started:

@@ -149,7 +149,8 @@ def test_drafts_on_cards_change_no_token(method, mode, made, monkeypatch):
     if method == "draft_model":
         config = {"adaptive": False, "method": method, "model": str(speculator.target)}
     for name, value in env_ranks.rank_variables(0, 1).items():
-        monkeypatch.setenv(name, value)  # an engine sets them; they are put back afterwards
+        # An engine changes these variables; monkeypatch restores them afterwards.
+        monkeypatch.setenv(name, value)
     is_lazy, is_eager = MODES[mode]
     want = run_few(LLM(str(speculator.target), device="cpu", **COMMON))
     with simulated_hpu(

@@ -66,7 +66,7 @@ def assert_stages_are_one(
         **MORE_BLOCKS | values,
     )
     assert_same(generate(llm), want, tolerance)
-    assert_same(generate(llm), want, tolerance)  # from the prefix cache
+    assert_same(generate(llm), want, tolerance)  # the prompts are in the prefix cache now
     assert executor_of(llm).most_in_flight == stages
     executor_of(llm).shutdown()
 
@@ -74,13 +74,13 @@ def assert_stages_are_one(
 @pytest.mark.parametrize(
     ("family", "tensor", "stages"),
     [
-        ("llama", 1, 2),  # three layers
+        ("llama", 1, 2),  # this model has three layers
         ("llama", 2, 2),
-        ("qwen2", 1, 2),  # a window in one of the stages only
-        ("granite_code", 1, 2),  # tied embeddings
-        ("opt_post_norm", 1, 2),  # projections around the layers
-        ("mamba", 1, 2),  # states, and no KV cache
-        # Every family, in two stages and in three: `test_stages_of_every_family`, exhaustive.
+        ("qwen2", 1, 2),  # only one of the stages has windows
+        ("granite_code", 1, 2),  # this family has tied embeddings
+        ("opt_post_norm", 1, 2),  # this family has projections before and after the layers
+        ("mamba", 1, 2),  # this family has states and no KV cache
+        # Exhaustive: `test_stages_of_every_family` runs every family in two and in three stages.
         *(
             pytest.param(*row, marks=pytest.mark.exhaustive)
             for row in (("llama", 1, 3), ("opt", 1, 2), ("gpt_oss", 1, 2))
@@ -114,7 +114,7 @@ def test_layers_that_read_earlier_ones_need_one_stage(tmp_path):
 def test_stages_of_every_family_give_the_tokens_of_one_process(
     family, tensor, stages, tmp_path, monkeypatch
 ):
-    # Stages divide prompts in other pieces, and so the delta rule has other chunks.
+    # With stages, prompts are divided into other chunks, and so are the chunks of the delta rule.
     tolerance = 3e-4 if family in DELTA_NETS else 1e-4
     folder = make_tiny_model(family, tmp_path)
     assert_stages_are_one(folder, tensor, stages, monkeypatch, tolerance)
@@ -128,7 +128,7 @@ def test_stages_of_every_family_give_the_tokens_of_one_process(
             pytest.param(*row, marks=pytest.mark.exhaustive)
             for row in [
                 ("mixtral", 2, 2),
-                ("qwen2_moe", 4, 2),  # one or two experts for each rank
+                ("qwen2_moe", 4, 2),  # each rank has one or two experts
                 ("deepseek_v3", 2, 3),
                 ("gpt_oss", 4, 2),
                 ("llama4", 2, 2),
@@ -136,7 +136,7 @@ def test_stages_of_every_family_give_the_tokens_of_one_process(
                 ("minimax_m2", 4, 2),
                 ("phimoe", 2, 2),
                 ("granite_hybrid", 2, 2),
-                ("nemotron_h", 2, 2),  # experts without gates
+                ("nemotron_h", 2, 2),  # these experts have no gates
                 ("lfm2_moe", 2, 3),
                 ("qwen3_next", 2, 2),
                 ("kimi_linear", 2, 2),
@@ -192,8 +192,9 @@ def generate_plain(llm: LLM) -> list[RequestOutput]:
 def test_stages_on_the_cpu_run_as_programs_and_give_the_bits_of_one(folder, monkeypatch):
     if load_cpu_kernels() is None:
         pytest.skip("the kernels are not built")
-    # Weights of float32 are not packed. Prompts are cut; nobody is preempted, since outputs that
-    # are computed again as a prompt round elsewhere, in one process, too.
+    # Weights of float32 are not packed, so use bfloat16. Prompts run in chunks. Use a cache without
+    # preemption: tokens that are computed again as a prompt are rounded at other points, in one
+    # process too.
     values = MORE_BLOCKS | {"dtype": "bfloat16"}
     one = LLM(folder, **values)
     want, want_plain = generate(one), generate_plain(one)
@@ -215,10 +216,11 @@ def test_stages_on_the_cpu_run_as_programs_and_give_the_bits_of_one(folder, monk
     llm = in_stages(monkeypatch, folder, pipeline_parallel_size=3, **values)
     assert_same(generate(llm), want, tolerance=0)
     assert scheduler_of(llm).num_preemptions == 0
-    # A step that asks for more is refused when its hidden states are there: they serve its launch.
+    # The last stage refuses to run a step in one call if the step needs more than that. It decides
+    # this after it received the hidden states, which the forward pass then uses.
     assert given and not any(in_one_call) and not any(each is None for each in given)
     assert widths.count(0) * 2 == widths.count(64) > 0
-    # The last stage runs plain decodes in one call.
+    # The last stage runs batches that only decode in one call.
     widths.clear(), in_one_call.clear()
     assert_same(generate_plain(llm), want_plain)
     num_calls = in_one_call.count(True)
@@ -346,7 +348,7 @@ def test_a_stage_that_is_killed_ends_all_requests_at_once(two):
     assert_death_of_a_rank_ends_requests(two)
 
 
-@pytest.mark.exhaustive  # a rank that is stopped: test_tensor_parallel.py
+@pytest.mark.exhaustive  # exhaustive: test_tensor_parallel.py tests a rank that is stopped
 def test_a_stage_that_is_stopped_is_named_when_time_is_up(folder):
     files = named_files()
     llm = LLM(folder, pipeline_parallel_size=2, distributed_timeout_s=1.0, **ENGINE)
@@ -363,7 +365,7 @@ def test_a_stage_that_is_stopped_is_named_when_time_is_up(folder):
     assert_nothing_left([pid], files)
 
 
-@pytest.mark.exhaustive  # a rank that cannot load: test_tensor_parallel.py
+@pytest.mark.exhaustive  # exhaustive: test_tensor_parallel.py tests a rank that cannot load
 def test_a_stage_that_fails_in_the_warm_up_is_named(folder):
     files = named_files()
     with pytest.raises(

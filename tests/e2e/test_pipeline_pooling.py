@@ -41,7 +41,7 @@ def assert_same(got: list[np.ndarray], want: list[np.ndarray], atol: float = 0.0
     ("architecture", "sizes", "settings"),
     [
         ("LlamaModel", (1, 2), CHUNKS | {"max_num_seqs": 3}),
-        ("MistralModel", (1, 2), {}),  # windows
+        ("MistralModel", (1, 2), {}),  # this family has windows
         ("Qwen2ForSequenceClassification", (2, 2), {}),
         ("Qwen2ForRewardModel", (1, 2), {}),
         ("Qwen2ForCausalLM", (1, 2), {"task": "embed"}),
@@ -53,9 +53,10 @@ def assert_same(got: list[np.ndarray], want: list[np.ndarray], atol: float = 0.0
 def test_stages_pool_as_one_process(architecture, sizes, settings, tmp_path, monkeypatch):
     folder, prompts = str(make_pooling_model(architecture, tmp_path)), prompts_of(architecture)
     tensor, stages = sizes
-    # Sums over the ranks of a layer have another order.
+    # With several ranks, sums have another order.
     tolerance = {"float32": 1e-5, "bfloat16": 0.02}[settings.get("dtype", "float32")]
-    values = {**ENGINE, "max_num_seqs": 3, **settings}  # several steps
+    # 3 requests at a time, so that several steps run.
+    values = {**ENGINE, "max_num_seqs": 3, **settings}
     want = encode(LLM(folder, **values), prompts)
     llm = in_stages(
         monkeypatch,
@@ -64,7 +65,7 @@ def test_stages_pool_as_one_process(architecture, sizes, settings, tmp_path, mon
         pipeline_parallel_size=stages,
         **values,
     )
-    for _ in range(2):  # the second time from the prefix cache, where there is one
+    for _ in range(2):  # the second time from the prefix cache, if the model has one
         assert_same(encode(llm, prompts), want, tolerance)
     assert executor_of(llm).most_in_flight == stages
     workers = executor_of(llm).workers
@@ -79,7 +80,7 @@ def test_more_stages_than_layers_of_an_encoder_are_refused(tmp_path):
         LLM(folder, pipeline_parallel_size=3, **ENGINE)
 
 
-@pytest.mark.exhaustive  # stages on cards: test_parallel_hpu.py
+@pytest.mark.exhaustive  # exhaustive: test_parallel_hpu.py tests stages on cards
 @pytest.mark.parametrize(
     ("architecture", "mode", "settings"),
     [
@@ -94,7 +95,8 @@ def test_stages_on_cards_pool_as_the_cpu(architecture, mode, settings, tmp_path,
     prompts, values = prompts_of(architecture), {"skip_tokenizer_init": True, **settings}
     want = encode(LLM(folder, device="cpu", **values), prompts)
     for name, value in env_ranks.rank_variables(0, 1).items():
-        monkeypatch.setenv(name, value)  # an engine sets them; they are put back afterwards
+        # An engine changes these variables; monkeypatch restores them afterwards.
+        monkeypatch.setenv(name, value)
     is_lazy, is_eager = MODES[mode]
     with simulated_hpu(
         PT_HPU_LAZY_MODE=is_lazy,

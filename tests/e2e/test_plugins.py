@@ -85,7 +85,8 @@ def test_plug_ins_run_once_in_every_process_and_one_that_raises_is_a_warning(ins
     )
     assert result.returncode == 0, result.stderr
     assert "tokens True" in result.stdout
-    # The process with the API, that of the core, which is rank 0 as well, and rank 1.
+    # The plugin is called in the API process, in the core process, which is also rank 0, and in
+    # rank 1.
     calls = (installed / "calls").read_text().split()
     assert len(calls) == len(set(calls)) == 3
     warning = (

@@ -52,7 +52,7 @@ def test_embeddings_are_those_of_transformers(form, served, client):
     response = client.embeddings.create(model="", input=texts, **form)
     assert response.usage.prompt_tokens == response.usage.total_tokens == 3 + 9 + 62
     for text, data in zip(texts, response.data, strict=True):
-        # Not asked for a form, the client asks for base64 and decodes it.
+        # If no encoding is given, the client asks for base64 and decodes the answer.
         np.testing.assert_allclose(data.embedding, reference(folder, text), atol=2e-5)
 
 
@@ -98,7 +98,8 @@ def test_what_the_model_cannot_do_is_a_400(path, served):
     assert status == 400 and "task 'embed'" in json.loads(body)["error"]["message"]
 
 
-@pytest.mark.exhaustive  # scores: test_pooling.py; routes: tests/entrypoints/openai
+# Exhaustive: test_pooling.py tests scores, tests/entrypoints/openai tests the routes.
+@pytest.mark.exhaustive
 def test_a_cross_encoder_scores_and_ranks(tmp_path):
     architecture = "BertForSequenceClassification"
     add_tokenizer(make_pooling_model(architecture, tmp_path, num_labels=1))

@@ -78,7 +78,7 @@ def requests_of(num_positions: int) -> list[Given]:
             (5, (3, 4), 6),
             ((4, 5), 3),
             (20, (5, 6), 2, (2, 2), 17),
-            (3, (4, 4)),  # ends with an image
+            (3, (4, 4)),  # this prompt ends with an image
             (1, (6, 7), 1),
             ((1, 1),),
         )
@@ -95,7 +95,7 @@ def requests_of(num_positions: int) -> list[Given]:
         Given(texts[1]),
         *given[3:],
         Given(texts[0]),
-        # the same tokens elsewhere, which share no block with those
+        # The same tokens at other positions share no block with the prompts before.
         Given(long.prompt),
         Given(long.prompt, layout(num_positions, (5, 6), 22, 21)),
         Given(texts[2], layout(num_positions, 40), 30),
@@ -149,7 +149,7 @@ def wanted(folders) -> dict[int, list[Greedy]]:
 def reference(folder: Path, num_positions: int):
     model: Any = load_reference(folder)
     if num_positions == 3:
-        # its own language model takes three positions; the weights have the same names
+        # The family's own language model needs three positions; its weights have the same names.
         values = json.loads((folder / "config.json").read_text())
         keep = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         keep += ("num_key_value_heads", "vocab_size", "rms_norm_eps", "max_position_embeddings")
@@ -216,7 +216,8 @@ def check(llm: LLM, num_positions: int, wanted: dict[int, list[Greedy]]) -> None
     for got, want in zip(outputs, wanted[num_positions], strict=True):
         pairs = zip(got.token_ids, want.token_ids, strict=True)
         first = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
-        # After a token about which transformers was undecided, outputs may differ.
+        # After a token for which two candidates were nearly equal in transformers, outputs may
+        # differ.
         assert first is None or want.margins[first] < 1e-4, (first, got.token_ids, want)
 
 
@@ -249,7 +250,7 @@ def test_tokens_equal_transformers(setting, num_positions, folders, wanted, monk
     monkeypatch.setattr(FusedDecodeStep, "run", note)
     llm = LLM(str(folders[num_positions]), **ENGINE | CPU_SETTINGS[setting])
     check(llm, num_positions, wanted)
-    check(llm, num_positions, wanted)  # from the prefix cache
+    check(llm, num_positions, wanted)  # the prompts are in the prefix cache now
     assert any(in_one_call) or load_cpu_kernels() is None
     if "preemption" in setting:
         assert scheduler_of(llm).num_preemptions
@@ -344,13 +345,14 @@ def test_a_speculator_guesses_at_the_same_positions(eagle, monkeypatch):
     reference.positions = lambda n: known_positions[:n]
     for tokens, count, found in seen:
         want = reference.logits(tokens[:count], tokens[count:])
-        # Of logits with a deviation of 20 to 30. It was 1.6e-3 before exponents of attention became
-        # powers of two, and 2.9e-3 since, while the rms errors of float32 attention against float64
-        # stayed the same within 2 %: other last bits, not larger errors.
+        # These logits have a standard deviation of 20 to 30. The largest difference was 1.6e-3
+        # before exponents of attention became powers of two, and 2.9e-3 since then, while the rms
+        # errors of float32 attention against float64 stayed the same within 2 %: other last bits,
+        # not larger errors.
         torch.testing.assert_close(found, want, rtol=0, atol=4e-3)
     assert len(seen) > 20
 
-    # One step with drafts: later ones read other states on a card.
+    # Compare one step with drafts only: on a card, later steps read other states.
     on_cpu = run_eagle(eagle, 5)
     assert sum(on_cpu[1]) == 3
     with simulated_hpu(has_profiling_run=False, **FEW_BUCKETS | {"PT_HPU_LAZY_MODE": 1}):
@@ -388,14 +390,14 @@ def test_a_card_gives_the_same(setting, mode, num_positions, folders, wanted):
         check(llm, num_positions, wanted)
 
 
-@pytest.mark.exhaustive  # drafts on the CPU above; a card without drafts above
+@pytest.mark.exhaustive  # exhaustive: drafts on the CPU and a card without drafts are tested above
 def test_drafts_on_a_card_are_right(folders, wanted):
     with simulated_hpu(has_profiling_run=False, **FEW_BUCKETS | {"PT_HPU_LAZY_MODE": 1}):
         arguments = with_drafts(folders[3], **CHUNKS) | {"max_num_seqs": 4}
         llm = LLM(str(folders[3]), enforce_eager=True, **arguments)
         check(llm, 3, wanted)
         stats = stats_of(llm).drafts
-        # after a prompt that ends with an image the first drafts may be wrong
+        # After a prompt that ends with an image, the first drafts may be wrong.
         assert sum(stats.accepted) > 0.7 * stats.num_draft_tokens > 50
 
 

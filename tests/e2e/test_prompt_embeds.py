@@ -85,11 +85,13 @@ def test_the_embeddings_of_tokens_give_what_the_tokens_give(models):
 
     assert run(embeds, logprobs=2) == run(tokens, logprobs=2)
     for each, token_ids in zip(embeds, tokens, strict=True):
-        llm.reset_prefix_cache()  # alone, the last chunk is a step that looks like a decode
+        # without cached prefixes and other requests, the last chunk is a step that looks like a
+        # decode
+        llm.reset_prefix_cache()
         assert run([each]) == run([token_ids])
 
 
-@pytest.mark.exhaustive  # stages on cards: test_parallel_hpu.py
+@pytest.mark.exhaustive  # exhaustive: test_parallel_hpu.py tests stages on cards
 def test_stages_on_cards_plan_alike(models, monkeypatch):
     """The last prompt token of 33 runs as a prefill on the stage that reads no embedding, too."""
     table = table_of(models("llama"))
@@ -103,7 +105,8 @@ def test_stages_on_cards_plan_alike(models, monkeypatch):
 
     want = run(make_llm(models("llama"), **settings))
     for name, value in env_ranks.rank_variables(0, 1).items():
-        monkeypatch.setenv(name, value)  # an engine sets them; they are put back afterwards
+        # An engine changes these variables; monkeypatch restores them afterwards.
+        monkeypatch.setenv(name, value)
     env = FEW_BUCKETS | {"PT_HPU_LAZY_MODE": 1, "PT_HPU_ENABLE_LAZY_COLLECTIVES": True}
     with simulated_hpu(**env):
         llm = make_llm(models("llama"), device="hpu", pipeline_parallel_size=2, **settings)
@@ -123,7 +126,8 @@ def test_equal_embeddings_share_cached_blocks_and_others_never_do(models):
 
     one, two = run(as_prompt(first)), run(as_prompt(second))
     assert (one[1], two[1]) == (0, 0) and one[0] != two[0]
-    assert run({"prompt_token_ids": [0] * 40})[1] == 0  # the placeholders as tokens
+    # tokens with the id of the placeholder share no cached prefix with embeddings
+    assert run({"prompt_token_ids": [0] * 40})[1] == 0
     assert run(as_prompt(first)) == (one[0], 32)
     assert run({**as_prompt(first), "cache_salt": "x"}) == (one[0], 0)
     assert run(as_prompt(torch.cat([first[:39], second[39:]])))[1] == 0
@@ -180,7 +184,8 @@ def test_extreme_embeddings_harm_no_other_request(family, models):
     run(extreme)
     both = run([*tokens, *extreme])
     assert [sample.token_ids for sample in both[:4]] == alone
-    if family == "opt":  # whose residual stream is not normalised at once
+    # OPT adds to its residual stream before the first norm, so extreme values overflow
+    if family == "opt":
         assert [sample.finish_reason for sample in both[4:]] == ["error", "error"]
     assert [sample.token_ids for sample in run(tokens)] == alone
 
@@ -193,7 +198,7 @@ def test_penalties_and_processors_know_no_token_of_such_a_prompt(models):
     def look(prompt_ids, output_ids, logits):
         seen.append((list(prompt_ids), len(output_ids)))
         assert logits[0] == logits[0].clamp(max=99)
-        logits[0] = 100.0  # the placeholder's id; a penalty on it would show in the next token
+        logits[0] = 100.0  # id 0 is the placeholder: a penalty on it would change the next token
         return logits
 
     params = SamplingParams(

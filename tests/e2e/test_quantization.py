@@ -47,7 +47,8 @@ def test_tokens_are_those_of_the_rounded_weights(name, load_format):
     (output,) = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)
     sample = output.outputs[0]
     assert list(sample.token_ids) == want
-    # A last bit of attention may turn the rounding of an input, which both round to bytes.
+    # A change in the last bit of attention may change the rounding of an input; both round inputs
+    # to int8.
     logprob = sample.logprobs[0][want[0]].logprob
     assert logprob == pytest.approx(want_logprob, abs=0.1)
     assert abs(logprob - dense_logprob) > 2e-4
@@ -73,7 +74,8 @@ def test_embeddings_of_an_int8_model_are_near_those_of_the_dense_one(tmp_path, d
     assert not np.array_equal(dense, rounded)
 
 
-@pytest.mark.exhaustive  # flags become settings: tests/engine/test_arg_utils.py
+# Exhaustive: tests/engine/test_arg_utils.py tests that flags become settings.
+@pytest.mark.exhaustive
 @pytest.mark.e2e
 def test_a_server_takes_the_flag():
     with start_server("--quantization", "int4") as server:

@@ -75,7 +75,7 @@ def nodes_of(llm: LLM) -> list[str]:
     [
         ((2, 1), [1]),
         ((2, 2), [1, 1]),
-        ((4, 1), [2]),  # no machine has room for all of it
+        ((4, 1), [2]),  # no machine has room for all four ranks
         ((1, 2), [1, 1]),
     ],
 )
@@ -101,7 +101,8 @@ def test_a_stage_is_on_one_machine_and_stages_are_on_different_ones(
     ("size", "collectives"),
     [
         (2, "SharedMemoryCollectives"),
-        pytest.param(4, "CheckedCollectives", marks=pytest.mark.exhaustive),  # on both nodes
+        # Exhaustive: four ranks on two nodes.
+        pytest.param(4, "CheckedCollectives", marks=pytest.mark.exhaustive),
     ],
 )
 def test_tensor_ranks_share_memory_if_they_are_on_one_node(
@@ -109,7 +110,7 @@ def test_tensor_ranks_share_memory_if_they_are_on_one_node(
 ):
     llm = LLM(folder, tensor_parallel_size=size, **RAY)
     assert_same(generate(llm), want)
-    assert_same(generate(llm), want)  # from the prefix cache
+    assert_same(generate(llm), want)  # the prompts are in the prefix cache now
     assert llm.collective_rpc("collectives") == [collectives] * size
     assert executor_of(llm).stats().num_steps > 0
     core_of(llm).shutdown()
@@ -167,7 +168,8 @@ def test_a_worker_that_ends_while_idle_is_noticed_and_one_that_is_stopped_is_nam
     envs.get.cache_clear()
     llm = LLM(folder, pipeline_parallel_size=2, distributed_timeout_s=2.0, **RAY)
     core = core_of(llm)
-    # Ray sets OMP_NUM_THREADS=1, and each is the only worker of its node.
+    # Ray sets OMP_NUM_THREADS=1, but each rank is the only worker of its node and uses more
+    # threads.
     assert min(llm.collective_rpc("num_threads")) > 1 or count_cores() == 1
     first, _ = llm.collective_rpc("process_id")
     os.kill(first, signal.SIGSTOP)
@@ -199,7 +201,8 @@ def test_a_replica_whose_node_is_lost_is_started_again_when_there_is_another(clu
         )
         lost = [text for status, text in answers if status == 500]
         assert len(lost) == 4 and all("(a Ray actor) has exited" in text for text in lost)
-        assert server.request("POST", "/v1/completions", SHORT)[0] == 200  # the other replica
+        # The other replica answers.
+        assert server.request("POST", "/v1/completions", SHORT)[0] == 200
         cluster.add_node(**NODE)
         wait_until(lambda: server.replica_states() == ["ready", "ready"])
         assert server.request("POST", "/v1/completions", SHORT)[0] == 200
@@ -221,7 +224,7 @@ def test_a_node_that_is_lost_ends_its_requests_with_an_error(cluster, folder, wa
             engine.add_request(str(number), {"prompt_token_ids": PROMPTS[0]}, PARAMS[0])
             while engine.has_unfinished_requests():
                 engine.step()
-    ray.shutdown()  # the program leaves the cluster first
+    ray.shutdown()  # the program disconnects from the cluster before the engine ends
     engine.engine_core.shutdown()
     assert not ray.is_initialized()
     ray.init(address=cluster.address, logging_level="ERROR")

@@ -212,7 +212,8 @@ OF_REFERENCE: dict[str, Callable[[Tensors], Tensors]] = {
 MUP = {"scale_emb": 2, "scale_depth": 1.2, "dim_model_base": 128}
 FULL = {"num_key_value_heads": HEADS}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors], Tensors]]] = {
-    # Family: what the Llama has, the config of the family, and how it is stored.
+    # Architecture: (changes of the Llama that it is made of, its config, how its weights are
+    # stored).
     "InternLM2ForCausalLM": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
         {"model_type": "internlm2", "rope_theta": 1e6, "bias": False},
@@ -370,8 +371,8 @@ LING_2 = {
     "partial_rotary_factor": 0.5,
 }
 MIXTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[Tensors], Tensors]]] = {
-    # Architecture: a family of transformers with values of its config, the own config, and how it
-    # is stored.
+    # Architecture: (the family of transformers with values of its config, its own config, how its
+    # weights are stored).
     "DeepseekForCausalLM": (
         "qwen2_moe",
         _WITHOUT_GATE | {"norm_topk_prob": False},

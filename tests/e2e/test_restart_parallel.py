@@ -28,7 +28,7 @@ def is_lost(answer: tuple[int, str]) -> bool:
     """A stream says so in its last event."""
     status, text = answer
     assert (status in (200, 500)) and ("has ended: killed by signal 9" in text) >= (status == 500)
-    assert "RankError" not in text  # a sentence, not the name of a class
+    assert "RankError" not in text  # the message is a sentence, without the name of a class
     return "has ended: killed by signal 9" in text
 
 
@@ -39,7 +39,8 @@ def test_a_group_of_ranks_is_started_again_when_one_is_killed(flags):
         expected = server.request("POST", "/v1/completions", SHORT)[2]
         answers, before = kill_a_rank(server)
         assert all(map(is_lost, answers))
-        status, _, body = server.request("POST", "/v1/completions", SHORT)  # waits for the start
+        # The request waits until the engine has started again.
+        status, _, body = server.request("POST", "/v1/completions", SHORT)
         assert status == 200 and text_of(body) == text_of(expected)
         after = ranks(server)
         assert len(after) == len(before) == 1 and after != before

@@ -101,7 +101,8 @@ def test_the_prefix_cache_may_be_reset_and_its_blocks_reused_while_a_step_is_in_
     prompt = "import os\nimport sys\n" * 8
     for _ in range(3):
         llm.generate([prompt] * 2, greedy(stop=["\n"]), use_tqdm=False)
-        assert core.has_unfinished_requests()  # the step that the stop strings came too late for
+        # A step was started before the stop strings were found.
+        assert core.has_unfinished_requests()
         assert llm.reset_prefix_cache()
         texts = [prompt, *PROMPTS]
         assert tokens_of(llm, texts, greedy()) == tokens_of(waits, texts, greedy())
@@ -112,7 +113,8 @@ def test_a_row_without_a_token_fails_alone_and_what_it_leaves_in_the_cache_spoil
 ):
     llm = make_llm(max_model_len=128, num_gpu_blocks_override=10, max_num_seqs=3)
     runner = runner_of(llm)
-    leave_modules_alone(runner)  # which have logits that a test can change
+    # `leave_modules_alone` keeps the logits in Python, where the test can change them.
+    leave_modules_alone(runner)
     compute_logits, batch, steps = runner.model.compute_logits, runner.batch, 0
 
     def spoil_row_1(hidden_states: torch.Tensor) -> torch.Tensor:
@@ -147,7 +149,7 @@ def test_a_step_that_fails_ends_this_engine_and_no_other(runs_ahead, waits, monk
         return execute(step)
 
     monkeypatch.setattr(runner, "execute", fail)
-    # What pytest keeps of a log holds the traceback, and that the engine.
+    # Log no error: pytest would keep its traceback, and the traceback keeps the engine alive.
     monkeypatch.setattr(engine_core.logger, "error", lambda *args, **more: None)
     with pytest.raises(EngineDeadError, match="device lost"):
         llm.generate(PROMPTS, greedy(), use_tqdm=False)
@@ -157,7 +159,7 @@ def test_a_step_that_fails_ends_this_engine_and_no_other(runs_ahead, waits, monk
     assert len(steps) == 4 and not llm.llm_engine.has_unfinished_requests()
     other = make_llm()
     assert tokens_of(other, PROMPTS, greedy()) == tokens_of(waits, PROMPTS, greedy())
-    gc.collect()  # engines of other tests
+    gc.collect()  # collect the engines of other tests
     threads, engine = count_step_threads(), weakref.ref(llm.llm_engine)
     monkeypatch.undo()
     del llm, runner, fail

@@ -91,7 +91,8 @@ def long_batch(tmp_path):
     assert not psutil.wait_procs(children, timeout=60)[1]
 
 
-@pytest.mark.exhaustive  # records of failures: tests/entrypoints/openai/test_run_batch.py
+# Exhaustive: tests/entrypoints/openai/test_run_batch.py tests the records of failures.
+@pytest.mark.exhaustive
 def test_a_batch_whose_engine_dies_ends_with_a_record_for_every_line(tmp_path, long_batch):
     process, children = long_batch
     for child in children:
@@ -103,7 +104,8 @@ def test_a_batch_whose_engine_dies_ends_with_a_record_for_every_line(tmp_path, l
     assert records[-1]["response"]["status_code"] == 500
 
 
-@pytest.mark.exhaustive  # records that stay: tests/entrypoints/openai/test_run_batch.py
+# Exhaustive: tests/entrypoints/openai/test_run_batch.py tests that records stay.
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_batch_that_is_broken_off_keeps_its_records_and_leaves_no_process(
     tmp_path, long_batch, signum

@@ -116,7 +116,7 @@ class Clock:
             return execute(worker, step)
 
         def run_part(worker):
-            if clock.began is None:  # part of the start
+            if clock.began is None:  # this part of the warm-up belongs to the start
                 clock.now += PART_S
                 return warm_up(worker)
             before = kept_blocks(worker)
@@ -206,7 +206,8 @@ def test_requests_from_the_first_second_get_the_tokens_of_the_cpu(
     is_lazy, is_eager = MODES[mode]
     variables = {"PT_HPU_LAZY_MODE": is_lazy, "PT_HPU_ENABLE_LAZY_COLLECTIVES": True, **BUCKETS}
     for name, value in env_ranks.rank_variables(0, 1).items():
-        monkeypatch.setenv(name, value)  # an engine sets them; they are put back afterwards
+        # An engine changes these variables; monkeypatch restores them afterwards.
+        monkeypatch.setenv(name, value)
     extension = "tests.executor.late_compilations.LateCompilations"
     with simulated_hpu(**variables), captured_log() as log:
         llm = LLM(
@@ -217,7 +218,8 @@ def test_requests_from_the_first_second_get_the_tokens_of_the_cpu(
         core, executor = core_of(llm), executor_of(llm)
         first = core.stats().warm_up
         assert first.is_warming and first.num_warm < first.num_wanted
-        is_alone = "tensor_parallel_size" not in settings  # another rank would not compute
+        # With several ranks, the other ranks would not compute.
+        is_alone = "tensor_parallel_size" not in settings
         with computing_all() if is_alone else nullcontext():
             rounds = serve(llm, load(), 12, until=lambda: all_are_warm(core))
             before = {*executor.collective_rpc("warmed_buckets")[0]}
@@ -237,7 +239,8 @@ def test_requests_from_the_first_second_get_the_tokens_of_the_cpu(
     assert before.difference(warmed) and set(warmed).difference(before)
     [line] = {line for line in log if "are no longer used" in line}
     assert line.startswith(f"buckets: {len(warmed)} are in use now; ")
-    # A part of a new kind may take longer than expected; the next ones wait for it.
+    # The first part of a new kind may take longer than expected; the next parts wait until the
+    # share allows them.
     assert all(spent <= 0.5 * now + PART_S for spent, now in clock.spent)
     assert clock.spent[-1][0] <= 0.5 * clock.spent[-1][1] + 1e-9
     assert stats.warm_up.longest_delay_s == pytest.approx(PART_S)
@@ -257,7 +260,7 @@ def test_sleep_in_the_middle_keeps_what_is_warm(want, monkeypatch):
         assert sent[0].stats.warm_up == core.stats().warm_up, "as soon as the engine is ready"
         while len(graphs.shapes) < 5:
             core.idle_step()
-        core.idle_step()  # one bucket is in use now, and another has begun
+        core.idle_step()  # now one bucket is in use, and the warm-up of the next has begun
         shapes, stats = graphs.shapes, core.stats().warm_up
         assert 4 < stats.num_warm < stats.num_wanted
         ledger = worker_of(llm).ledger
@@ -300,7 +303,7 @@ def test_a_bucket_that_is_given_up_halfway_gives_back_the_memory_of_its_graphs(m
     assert refused and not warmed.intersection(refused)
     assert launches.execution.shapes == in_use
     assert ledger.booked(MemoryClass.DECODE_GRAPHS) == before
-    assert launches.traffic is None  # nobody asks any more
+    assert launches.traffic is None  # nobody needs the counts any more
 
 
 def test_other_buckets_replace_those_in_use_within_the_memory_of_graphs(want, monkeypatch):
@@ -316,7 +319,7 @@ def test_other_buckets_replace_those_in_use_within_the_memory_of_graphs(want, mo
             core.idle_step()
         present = launches.planner.catalog
         graphs = MemoryClass.PREFILL_GRAPHS, MemoryClass.DECODE_GRAPHS
-        for cls in graphs:  # there is no memory for more
+        for cls in graphs:  # the card has no memory for more graphs
             ledger.assign(cls, ledger.booked(cls))
         budgets = [ledger.budget(cls) for cls in graphs]
         num_graphs = len(launches.execution.shapes)

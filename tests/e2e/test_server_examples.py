@@ -13,7 +13,7 @@ from tests.exhaustive import exhaustive
 pytestmark = pytest.mark.e2e
 
 EXAMPLES = sorted((ROOT / "examples" / "online_serving").glob("*.py"))
-for name in ("image.py", "transcription.py"):  # they need models of their own
+for name in ("image.py", "transcription.py"):  # these examples need models of their own
     EXAMPLES.remove(ROOT / "examples" / "online_serving" / name)
 KEY = "sesame"
 

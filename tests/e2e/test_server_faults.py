@@ -138,7 +138,8 @@ def test_an_engine_that_is_killed_is_started_again_as_often_as_allowed_and_every
         for status, text in answers[8:]:
             assert status == 200 and "signal 9" in text and "[DONE]" in text
         assert server.request("GET", "/livez")[0] == 200
-        waited = server.request("POST", "/v1/completions", SHORT)  # for the engine to be back
+        # This request waits until the engine is back.
+        waited = server.request("POST", "/v1/completions", SHORT)
         assert waited[0] == 200
         assert server.metric("vllm:engine_restarts_total") == 1
         second = server.engine_process()
@@ -150,7 +151,8 @@ def test_an_engine_that_is_killed_is_started_again_as_often_as_allowed_and_every
         assert len(errors) == 1 and errors[0].startswith(f"error: {how}")
 
 
-@pytest.mark.exhaustive  # one core ends with its parent in tests/engine/test_core_process.py
+# Exhaustive: tests/engine/test_core_process.py tests that a core ends with its parent.
+@pytest.mark.exhaustive
 def test_the_engine_ends_with_a_server_that_is_killed():
     with start_server() as server:
         core = server.engine_process()

@@ -32,7 +32,7 @@ GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/m
 EFFECTS = (b"maximum context length", b"max_tokens", b"structured", b"grammar", b"not found")
 """What a refusal may name in place of the field."""
 
-# As JSON text: some of them no Python value would give.
+# Values as JSON text: Python's json module would write some of them in another form.
 VALUES = (
     *("null", "true", "0", "-1", "1.5", "1e400", "-1e400", "NaN", "Infinity", "1" * 400),
     *("9223372036854775808", '""', '"x"', '"\\u0000"', '"\\ud800"', '"{"', '"(a+)+b"'),
@@ -108,7 +108,7 @@ def test_every_field_may_be_nonsense(server, post, path, share):
         rest = {name: value for name, value in BODIES[path].items() if name != field}
         for value in VALUES[index % share :: share]:
             if field.startswith("max_") and value in ("true", "null"):
-                continue  # would be valid, and long
+                continue  # such a request would be valid, and would take long
             data = json.dumps(rest)[:-1] + (", " if rest else "") + f'"{field}": {value}}}'
             status, body = post(path, data.encode())
             if status >= 500 or (status >= 400 and b'"message":"' not in body):

@@ -76,7 +76,7 @@ def test_early_requests_wait_for_the_engine_and_a_signal_lets_running_ones_end(e
         running = [Background(server, {**LONG, "max_tokens": 400})]
         wait_for_running(server, 1)
         core = server.engine_process()
-        core.suspend()  # no request shall end before all is asked
+        core.suspend()  # no request may end before all requests are sent
         running += [Background(server, {**LONG, "max_tokens": 100}) for _ in range(16)]
         wait_until(server, lambda: server.get_json("/load")["server_load"] == len(running))
         server.send_signal(signum)
@@ -102,7 +102,8 @@ def test_requests_that_do_not_end_in_time_are_told():
         plain = Background(server, LONG)
         stream = Background(server, {**LONG, "stream": True})
         wait_for_running(server, 2)
-        assert stream.has_begun.wait(300)  # until then, it is answered with a status as well
+        # before its first token, a streamed request would also be answered with an error status
+        assert stream.has_begun.wait(300)
         server.send_signal()
         assert server.wait_for_exit() == 0
         status, _, body = plain.result()
@@ -112,12 +113,14 @@ def test_requests_that_do_not_end_in_time_are_told():
         assert "shut down" in body.split("\n\n")[-3]
 
 
-@pytest.mark.exhaustive  # with a fake engine: tests/entrypoints/openai/test_uvicorn_server.py
+# Exhaustive: tests/entrypoints/openai/test_uvicorn_server.py tests this with a fake engine.
+@pytest.mark.exhaustive
 def test_a_second_signal_ends_at_once():
     with start_server() as server:
         Background(server, LONG)
         wait_for_running(server, 1)
-        server.engine_process().suspend()  # the request does not end by itself
+        # While the engine is suspended, the request cannot end by itself.
+        server.engine_process().suspend()
         server.send_signal()
         wait_until_it_ends(server)
         assert server.process.poll() is None

@@ -102,7 +102,7 @@ def with_speculator(made: Made, **more) -> LLM:
 @pytest.mark.parametrize(
     "method",
     [
-        # eagle3 has what eagle has; mtp is in other files of models with it.
+        # Exhaustive: EAGLE-3 has all parts of EAGLE, and other files run the models with MTP.
         *("eagle3", "mtp", "mlp_speculator_tied", "medusa"),
         *map(exhaustive, ("eagle", "mlp_speculator", *MTP_FAMILIES, *RARE_MTP_FAMILIES)),
     ],
@@ -166,10 +166,12 @@ def test_a_speculator_that_is_always_right(method, tmp_path):
     while todo or engine.has_unfinished_requests():
         if todo and rng.random() < 0.8:
             index = todo.pop()
-            ids = _SHARED[: rng.choice([8, 20, 24, 30])]  # ends with a token that EAGLE-3 has
+            # Each of these prompts ends with a token that the draft vocabulary of EAGLE-3 has.
+            ids = _SHARED[: rng.choice([8, 20, 24, 30])]
             params = SamplingParams(max_tokens=rng.randint(1, 30), temperature=0, **_LONG)
             if rng.random() < 0.3:
-                params.logits_processors = [lambda tokens, logits: logits]  # no drafts
+                # Requests with a logits processor get no drafts.
+                params.logits_processors = [lambda tokens, logits: logits]
             last[str(index)] = ids[-1]
             engine.add_request(str(index), {"prompt_token_ids": ids}, params)
         if rng.random() < 0.1:
@@ -203,7 +205,8 @@ def test_the_fused_program_hands_over_what_modules_do(method, made):
     states, outputs = [], []
     for is_fused in (True, False):
         config = {"disable_by_batch_size": 3}
-        # Steps that run ahead leave states of dropped tokens: how many is a matter of time.
+        # No steps that run ahead: they leave states of rejected tokens, how many depends on the
+        # time.
         llm = with_speculator(made[method], dtype="bfloat16", config=config, async_scheduling=False)
         runner = runner_of(llm)
         runner.launches.is_fused = not is_fused
@@ -267,7 +270,7 @@ def test_a_speculator_sleeps_and_wakes_up_with_the_model(method, made, expected)
         sizes = int(weight.count_nonzero()), int(states.count_nonzero())
         if level is not None:
             llm.sleep(level)
-            # All whole pages of their memory are given back.
+            # Only whole pages of memory are given back.
             assert weight.count_nonzero() < sizes[0] / 2 and states.count_nonzero() < sizes[1]
             llm.wake_up()
     assert num_right[2] - num_right[1] == num_right[1] - num_right[0] == num_right[0] > 0

@@ -101,7 +101,8 @@ def come_and_leave(llm: LLM) -> None:
                 max_tokens=rng.randint(1, 24), temperature=0, ignore_eos=True, detokenize=False
             )
             if rng.random() < 0.3:
-                params.logits_processors = [lambda tokens, logits: logits]  # no drafts
+                # Requests with a logits processor get no drafts.
+                params.logits_processors = [lambda tokens, logits: logits]
             prompt = {"prompt_token_ids": shared[: rng.choice([8, 20, 24, 30])]}
             engine.add_request(str(todo.pop()), prompt, params)
         if rng.random() < 0.1:

@@ -33,7 +33,7 @@ class Held(NamedTuple):
 
     @classmethod
     def now(cls) -> "Held":
-        gc.collect()  # memory that the traceback of an error holds
+        gc.collect()  # free what the traceback of an error still holds
         process = psutil.Process()
         connections = process.net_connections()
         return cls(
@@ -97,13 +97,13 @@ WHOLE: list[Any] = [start_and_lose_a_rank, fail_to_start, start_and_stop]
 def test_nothing_is_left_of_many_starts(num_rounds, whole_every, tmp_path):
     folder = str(make_tiny_model("llama", tmp_path))
     config = EngineArgs(folder, tensor_parallel_size=2, **ENGINE).create_engine_config()
-    start_and_stop(config)  # what a process loads once
+    start_and_stop(config)  # the first start also loads what a process loads only once
     held, files = Held.now(), named_files()
     for number in range(num_rounds):
         whole, rest = divmod(number, whole_every)
         run = give_up_the_start if rest else WHOLE[whole % len(WHOLE)]
         run(config)
-        end = time.monotonic() + 30  # a thread that was joined is there for a moment longer
+        end = time.monotonic() + 30  # a joined thread may still be listed for a moment
         while (now := Held.now()).has_more_than(held):
             assert time.monotonic() < end, f"{now} after round {number}, {run.__name__}: {held}"
             time.sleep(0.01)

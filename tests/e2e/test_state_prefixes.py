@@ -85,7 +85,7 @@ def run_random_load(
         pytest.param("bamba", {"tensor_parallel_size": 2}, (), marks=EXHAUSTIVE),
         pytest.param("qwen3_next", {"tensor_parallel_size": 2}, (), marks=EXHAUSTIVE),
         pytest.param("bamba", {"pipeline_parallel_size": 2}, (), marks=EXHAUSTIVE),
-        # one of the stages has only attention
+        # one of the stages has attention layers only
         pytest.param("bamba", {"pipeline_parallel_size": 4}, (), marks=EXHAUSTIVE),
         pytest.param("qwen3_next", {"max_num_seqs": 1}, (), marks=EXHAUSTIVE),
         pytest.param("mamba", {"long_prefill_token_threshold": 1}, (), marks=EXHAUSTIVE),
@@ -178,7 +178,7 @@ def guess_what_a_load_says(folder, modules, most, tmp_path, monkeypatch):
         pytest.param("bamba", {"tensor_parallel_size": 2}, (), marks=EXHAUSTIVE),
         pytest.param("mamba", {"tensor_parallel_size": 2}, (), marks=EXHAUSTIVE),
         pytest.param("kimi_linear", {"tensor_parallel_size": 2}, (), marks=EXHAUSTIVE),
-        # one of the stages has only attention
+        # one of the stages has attention layers only
         pytest.param("bamba", {"pipeline_parallel_size": 4}, (), marks=EXHAUSTIVE),
         *(pytest.param(family, {}, (), marks=EXHAUSTIVE) for family in STATE_FAMILIES),
     ],

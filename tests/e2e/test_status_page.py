@@ -63,7 +63,7 @@ def test_figures_follow_the_engine(page):
         )
         assert page.text("#misses") == "1"
         assert page.text("#generation-total") == "5,000"
-        page.wait_for_text("#generation-rate", "1,000")  # 5,000 in five seconds
+        page.wait_for_text("#generation-rate", "1,000")  # 5,000 tokens in five seconds
         assert page.text("#recent td").split() == [
             *("chatcmpl-7", "length", "100", "ms", "250", "ms", "2.00", "s", "120", "64", "48")
         ]
@@ -87,7 +87,7 @@ def test_figures_follow_the_engine(page):
         engine.work(num_tokens=1, num_waiting=77)
         page.wait_for_text("#waiting", "77")
         page.wait_for("document.querySelectorAll('#traffic .traffic').length === 2")
-        # Prompts have no bucket here.
+        # On the CPU, prompts have no buckets.
         assert page.text("#traffic figcaption").endswith(" Prompts")
         assert page.text("#traffic figcaption").startswith("Decodes")
 

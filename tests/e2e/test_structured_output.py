@@ -287,7 +287,7 @@ def test_a_request_whose_grammar_was_not_attached_ends(llm):
     core = core_of(llm)
     params = SamplingParams(max_tokens=5, guided_decoding=GuidedDecodingParams(regex="a"))
     _, request = llm.llm_engine.input_processor.process("bare", "x = ", params)
-    while core.has_unfinished_requests():  # what an earlier test left in flight
+    while core.has_unfinished_requests():  # finish the steps that an earlier test left in flight
         core.step()
     core.add_request(request)
     finished = core.step().finished["bare"]

@@ -33,16 +33,17 @@ from vllm.errors import ConfigError, EngineDeadError, RequestError
 @pytest.mark.parametrize(
     ("family", "size", "values"),
     [
-        ("llama", 4, {"vocab_size": 4097}),  # shared KV heads, a padded vocabulary
-        ("qwen2", 2, {}),  # biases; windows in some of the layers
+        ("llama", 4, {"vocab_size": 4097}),  # ranks share KV heads; the vocabulary is padded
+        ("qwen2", 2, {}),  # this model has biases, and windows in some of the layers
         ("mixtral", 2, {}),
-        ("gpt_bigcode", 2, {}),  # one KV head
-        ("granite_code", 2, {}),  # tied embeddings
+        ("gpt_bigcode", 2, {}),  # this family has one KV head
+        ("granite_code", 2, {}),  # this family has tied embeddings
     ],
 )
 def test_ranks_give_the_tokens_of_one(family, size, values, tmp_path, monkeypatch):
     folder = str(make_tiny_model(family, tmp_path, **values))
-    more_blocks = ENGINE | {"num_gpu_blocks_override": 25}  # for layers with windows of their own
+    # Layers with windows have blocks of their own.
+    more_blocks = ENGINE | {"num_gpu_blocks_override": 25}
     want = generate(LLM(folder, **more_blocks))
     monkeypatch.setattr(engine_core, "make_executor", ThreadRanks)
     llm = LLM(folder, tensor_parallel_size=size, **more_blocks)
@@ -74,7 +75,7 @@ def two(folder: str) -> Iterator[LLM]:
 def test_processes_give_the_tokens_of_one(two, folder):
     want = generate(LLM(folder, **ENGINE))
     assert_same(generate(two), want)
-    assert_same(generate(two), want)  # from the prefix cache
+    assert_same(generate(two), want)  # the prompts are in the prefix cache now
 
 
 def test_a_random_load_with_cancellation_gives_what_each_request_gets_alone(two, folder):
@@ -97,7 +98,8 @@ def test_a_call_reaches_every_rank_and_code_is_refused(two):
     params = SamplingParams(logits_processors=[lambda ids, logits: logits])
     with pytest.raises(RequestError, match="logits_processors cannot be used with several workers"):
         two.generate({"prompt_token_ids": [5]}, params, use_tqdm=False)
-    assert_same(generate(two)[:1], generate(two)[:1])  # it goes on
+    # the engine continues after these errors
+    assert_same(generate(two)[:1], generate(two)[:1])
 
 
 def test_a_rank_that_is_killed_ends_all_requests_at_once(two):
@@ -119,7 +121,8 @@ def test_a_rank_that_cannot_load_is_one_error_that_names_it(folder):
 
 def test_a_rank_that_is_stopped_is_named_when_time_is_up(folder):
     files = named_files()
-    # In bfloat16 a forward pass is one call, which has to come back.
+    # With bfloat16 weights a forward pass is one call into C++, which has to return when a rank
+    # stops.
     settings = ENGINE | {"dtype": "bfloat16", "distributed_timeout_s": 1.0}
     llm = LLM(folder, tensor_parallel_size=2, **settings)
     (pid,) = ranks_of(llm)

@@ -113,8 +113,8 @@ def generate_on(folder: Any, **settings: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("family", "size", "settings"),
     [
-        ("llama", 4, {}),  # shared KV heads, a padded vocabulary
-        ("qwen3_moe", 4, {"enable_expert_parallel": True}),  # one or two experts for each rank
+        ("llama", 4, {}),  # ranks share KV heads; the vocabulary is padded
+        ("qwen3_moe", 4, {"enable_expert_parallel": True}),  # each rank has one or two experts
         ("granite_code", 2, {"quantization": "int4"}),
     ],
 )

@@ -286,7 +286,7 @@ def with_names(folder: Path, target: Path, layout: str) -> Path:
             tensor = tensor.transpose(1, 2).contiguous() if is_transposed else tensor
         tensors[name] = tensor
     if config["model_type"].startswith("qwen3_5"):
-        tensors["mtp.fc.weight"] = torch.ones(2, 2)  # of layers that guess further tokens
+        tensors["mtp.fc.weight"] = torch.ones(2, 2)  # a weight of MTP layers, which are not loaded
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
@@ -352,7 +352,7 @@ def test_a_checkpoint_gives_the_tokens_of_its_language_model(name, tmp_path, cap
     whole.mkdir()
     text = json.loads((alone / "config.json").read_text())
     if name == "KimiK25ForConditionalGeneration":
-        text["model_type"] = "kimi_k2"  # as it is published
+        text["model_type"] = "kimi_k2"  # the model type in the published config
     config = {"model_type": given.model_type, "architectures": [given.published_as or name]}
     config = text | config if given.published_as else config | {"text_config": text}
     (whole / "config.json").write_text(json.dumps(config))

@@ -141,7 +141,8 @@ def test_other_types_are_refused_in_one_line_or_run(tmp_path):
             config = CONFIG_MAPPING[name](**_DECODER | {"num_key_value_heads": 4})
             with torch.device("meta"):
                 model = transformers.AutoModelForCausalLM.from_config(config)
-        except Exception:  # transformers cannot make it so small, whatever it raises
+        # Transformers cannot make a model of this family so small; the error may be of any class.
+        except Exception:
             continue
         if sum(parameter.numel() for parameter in model.parameters()) > MANY_PARAMETERS:
             continue
@@ -279,7 +280,7 @@ def test_their_weights_can_be_stored_in_int8(models):
 )
 def test_what_cannot_run_is_refused_at_the_start(model_type, message, tmp_path):
     folder = make(model_type, tmp_path)
-    if is_version_4():  # which has other reasons for some
+    if is_version_4():  # transformers 4 refuses some families for other reasons
         message += "|one of a fixed list|its attention uses its own mask"
     with pytest.raises(ConfigError, match=message):
         LLM(model=str(folder), model_impl="transformers", **SETTINGS)

@@ -29,17 +29,18 @@ def on_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch, **values: int) -> LL
 @pytest.mark.parametrize(
     ("model_type", "tensor", "stages"),
     [
-        pytest.param("smollm3", 2, 1, marks=pytest.mark.exhaustive),  # rotation in some layers
-        ("exaone4", 1, 2),  # windows, and norms of heads
-        ("seed_oss", 2, 2),  # biases
-        ("arcee", 4, 1),  # ranks share heads of keys
-        # An activation with parameters.
+        # Only some layers have rotary embedding.
+        pytest.param("smollm3", 2, 1, marks=pytest.mark.exhaustive),
+        ("exaone4", 1, 2),  # this family has windows and norms of heads
+        ("seed_oss", 2, 2),  # this family has biases
+        ("arcee", 4, 1),  # ranks share key/value heads
+        # The activation of this family has parameters.
         pytest.param("apertus", 1, 2, marks=pytest.mark.exhaustive),
-        # Experts, shared ones, and a layer without.
+        # This family has experts, shared experts, and a layer without experts.
         pytest.param("ernie4_5_moe", 2, 2, marks=pytest.mark.exhaustive),
-        # Norms of all heads at once, so attention is whole.
+        # Norms cover all heads together, so every rank computes the whole attention.
         pytest.param("flex_olmo", 2, 1, marks=pytest.mark.exhaustive),
-        ("phimoe", 2, 1),  # a plan for experts only
+        ("phimoe", 2, 1),  # the tensor parallel plan of transformers covers the experts only
     ],
 )
 def test_ranks_and_stages_give_the_tokens_of_one(model_type, tensor, stages, tmp_path, monkeypatch):
@@ -52,7 +53,7 @@ def test_ranks_and_stages_give_the_tokens_of_one(model_type, tensor, stages, tmp
 
 
 def test_a_rank_has_its_part_of_a_planned_layer_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(CPUWorker, "_dense_format", lambda _: None)  # weights stay tensors
+    monkeypatch.setattr(CPUWorker, "_dense_format", lambda _: None)  # weights stay unpacked tensors
     llm = on_ranks(make("smollm3", tmp_path), monkeypatch, tensor_parallel_size=2)
     for worker in executor_of(llm).workers:
         layers = dict(worker.runner.model.named_modules())

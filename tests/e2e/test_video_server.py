@@ -55,7 +55,7 @@ def test_a_video_of_a_client_is_read(client):
     film = make_video("mp4", range(0, 200, 10))
     answer = ask(client, video_part(film))
     none, short = ask(client), ask(client, video_part(make_video("mp4", [200])))
-    # 2 seconds of 2 frames: 2 pairs, and a single frame is a pair.
+    # 2 seconds with 2 frames each make 2 pairs; a single frame also becomes a pair.
     pads = [each.usage.prompt_tokens - none.usage.prompt_tokens - 2 for each in (answer, short)]
     assert pads[0] == 2 * pads[1] > 0
     again = ask(client, video_part(film, uuid="film-1"))

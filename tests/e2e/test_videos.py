@@ -37,8 +37,9 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 MORE_FAMILIES = [
     pytest.param(name, marks=pytest.mark.exhaustive) for name in SIDE if name not in FAMILIES
 ]
-# Positions in time stay below the width of the frames. Above it the text after a video continues
-# from the width in transformers 5, and from the largest position in the paper and in version 4.
+# The largest position in time must be below the width of the frames. Otherwise the text after a
+# video continues from the width in transformers 5, but from the largest position in the paper and
+# in version 4.
 PROMPTS = [
     ("What happens VIDEO here?", [], [(6, 8.0)]),
     ("IMAGE and VIDEO and IMAGE", [1, 2], [(3, 4.0)]),
@@ -103,11 +104,11 @@ def test_tokens_are_those_of_transformers(family, tmp_path):
     expected = expected_outputs(folder, prompts, GREEDY.max_tokens, films)
     assert tokens_of(outputs) == expected
     assert len({tuple(tokens) for tokens in expected}) > 3, "videos make no difference"
-    # from the prefix cache
+    # Run again with cached prefixes.
     cached = llm.generate(requests_of(family), GREEDY)
     assert tokens_of(cached) == expected
     assert sum(output.num_cached_tokens for output in cached) > 80
-    # in pieces that end inside of videos
+    # Run the prompts in chunks that end inside of videos.
     llm = LLM(str(folder), **ENGINE, max_num_batched_tokens=8)
     assert tokens_of(llm.generate(requests_of(family), GREEDY)) == expected
     assert not scheduler_of(llm).media.holders
@@ -165,7 +166,7 @@ def test_every_way_to_give_a_video_is_the_same(llm, folder):
     text = llm.get_tokenizer().decode(outputs[0].prompt_token_ids)
     assert text.endswith("What is <|video_pad|>?")
     assert tokens_of([generate(llm, FILM)]) == tokens_of([generate(llm, (frames, {"fps": 4}))])
-    # A template that knows no videos gets the text of one.
+    # A template without support for videos gets the text that stands for a video.
     in_text = llm.chat(asked[0], GREEDY)[0]
     assert VIDEO.split("<|video_pad|>")[0] in llm.get_tokenizer().decode(in_text.prompt_token_ids)
 
@@ -229,7 +230,8 @@ def test_names_of_videos_replace_their_content_in_caches(llm):
     same = generate(llm, frames, **named)
     other = generate(llm, frames, multi_modal_uuids={"video": ["other"]})
     assert tokens_of([first]) == tokens_of([same]) == tokens_of([other])
-    # A prompt of another size has other embeddings than were kept under the name.
+    # A prompt with another number of frames needs other embeddings than those in the cache under
+    # this name.
     for number in (6, 4, 6):
         longer = draw_frames(number, seed=8)
         assert tokens_of([generate(llm, longer, **named)]) == tokens_of([generate(llm, longer)])

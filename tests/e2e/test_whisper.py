@@ -91,7 +91,7 @@ def test_kinds_of_prompts_share_a_batch(llm, reference):
         [ask(sound, text) for sound, text in zip(SOUNDS, texts, strict=True)], GREEDY
     )
     assert_equal(outputs[:2], SOUNDS[:2], reference)
-    # Text after the task is the beginning of the output.
+    # Text after the tokens of the task is the beginning of the output.
     size = len(llm.get_tokenizer()(TRANSCRIBE, add_special_tokens=False)["input_ids"])
     for output, sound in zip(outputs[2:], SOUNDS[2:], strict=True):
         ids = output.prompt_token_ids
@@ -166,7 +166,7 @@ def test_the_end_token_ends_an_output(llm, reference):
     end = reference.config["eos_token_id"]
     bias = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logit_bias={end: 100})
     (output,) = llm.generate(ask(SOUNDS[0]), bias)
-    # The first token may not be the end.
+    # The first token may not be the end token.
     assert output.outputs[0].finish_reason == "stop" and len(tokens_of(output)) == 2
 
 
@@ -419,7 +419,7 @@ def test_a_quantized_decoder_has_the_values_of_its_checkpoint(kind, tmp_path):
         found.append((tokens_of(output), logprobs_of(output)))
     (tokens, logprobs), (dense_tokens, dense_logprobs) = found
     assert tokens == dense_tokens
-    # On the CPU, inputs of int4 matmuls are rounded.
+    # On the CPU, int4 matmuls round their inputs.
     assert np.abs(logprobs - dense_logprobs).max() < (0.1 if kind == "gptq-4" else LIMIT)
 
 

@@ -14,7 +14,7 @@ ALTERNATING = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
-# One prefix for all; lengths around those of blocks and windows.
+# All prompts have a common prefix; their lengths are near multiples of the block and window sizes.
 PROMPTS = [
     [3 + (7 * i) % 90 for i in range(32)] + [100 + length] * length
     for length in (1, 15, 16, 17, 40, 3, 1, 63)
@@ -51,7 +51,7 @@ def test_tokens_equal_transformers_and_windows_that_have_passed_hold_no_blocks(
         llm = make_llm(tmp_path, **settings)
         core = core_of(llm)
         assert core.executor.cache_windows == windows
-        for _ in range(2):  # the second finds the prefixes of the first
+        for _ in range(2):  # the second time with the cached prefixes of the first
             for index, prompt in enumerate(PROMPTS):
                 llm.llm_engine.add_request(str(index), {"prompt_token_ids": prompt}, greedy())
             outputs: dict[str, RequestOutput] = {}
