@@ -1,5 +1,6 @@
-// The description of the library for its callers, so that nothing has to be written down twice: the
-// kernels with their types, the structs that they take, enums and constants.
+// Describes the library to its callers: the kernels with the types of their arguments, and the
+// structs, enums and constants that they use. Callers read this description, so nothing is declared
+// twice.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +8,7 @@
 
 #define VLLM_TEXT(...) #__VA_ARGS__
 
-// A struct that callers fill in: defines it, and its text for `vllm_cpu_abi`. Each field is an
+// Defines a struct that callers fill in, and keeps its text for `vllm_cpu_abi`. Each field is an
 // integer, a float, an enum, or a pointer.
 #define VLLM_STRUCT(name, ...)                                    \
   struct name {                                                   \
@@ -16,7 +17,7 @@
     static constexpr const char* kText = VLLM_TEXT(__VA_ARGS__);  \
   }
 
-// An enum whose values callers know by name. Its text is in `name`Text.
+// Defines an enum whose values callers use by name. Its text is in the struct `name`Text.
 #define VLLM_ENUM(name, ...)                                      \
   enum class name : int64_t { __VA_ARGS__ };                      \
   struct name##Text {                                             \
@@ -34,18 +35,18 @@ using Function = void (*)();
 struct Kernel {
   const char* name;
   const char* dtype;         // f32 or bf16; - for a kernel without a dtype
-  const char* types;         // types of the result and of each argument, one letter each
-  Function (*function)();    // the kernel
-  Function (*entry)();       // calls the kernel that `choose` has selected
-  void (*choose)(Function);  // selects a kernel of one instruction set
+  const char* types;         // types of the result and of the arguments, one letter for each type
+  Function (*function)();    // returns the kernel
+  Function (*entry)();       // returns a function that calls the kernel selected by `choose`
+  void (*choose)(Function);  // selects the kernel of one instruction set
 };
 
-// A struct, an enum or a constant.
+// The description of a struct, an enum or a constant.
 struct Type {
   const char* kind;
   const char* name;
-  size_t size;       // of a constant: its value
-  const char* text;  // the text inside its definition
+  size_t size;       // size in bytes; for a constant: its value
+  const char* text;  // the text between the braces of the definition; empty for a constant
 };
 
 }  // namespace vllm_cpu

@@ -37,8 +37,9 @@ inline void squared_relu_row(const T* x, T* out, int64_t size) {
   });
 }
 
-// x * P(X <= x) for a normally distributed X. The logarithm of P(X > |x|) is nearly a parabola: a
-// polynomial, fitted on [0, 13], is within 3e-8 of P and needs no division. Below -13 the result is 0.
+// Returns GELU: x * P(X <= x) for a normally distributed X. The logarithm of P(X > |x|) is nearly a
+// parabola: a polynomial, fitted on [0, 13], gives P within 3e-8 and needs no division. Below -13
+// the result is 0.
 VLLM_INLINE Vec gelu(Vec x) {
   x = max(splat(-13.0f), x);
   const Vec z = min(splat(13.0f), max(x, -x));
@@ -57,7 +58,7 @@ VLLM_INLINE Vec gelu(Vec x) {
   return x * (x < 0.0f ? tail : 1.0f - tail);
 }
 
-// GELU with its tanh approximation (Hendrycks and Gimpel 2016, arXiv 1606.08415).
+// Returns the tanh approximation of GELU (Hendrycks and Gimpel 2016, arXiv 1606.08415).
 VLLM_INLINE Vec gelu_tanh(Vec x) {
   const Vec g = max(splat(-10.0f), x);  // below -10 the result is 0, and exp only accepts up to 88
   return g / (1.0f + exp(-1.5957691f * fma(0.044715f * g * g, g, g)));
@@ -69,8 +70,8 @@ VLLM_INLINE Vec activate(Activation activation, Vec x) {
   return activation == Activation::kGelu ? gelu(x) : gelu_tanh(x);
 }
 
-// p x^2 + x / 2 above zero, n (e^x - 1 - x) + x / 2 below it (Huang and Schlag 2024, arXiv
-// 2411.13010).
+// xIELU (Huang and Schlag 2024, arXiv 2411.13010): out = p x^2 + x / 2 for x above zero, and n (e^x
+// - 1 - x) + x / 2 for other x.
 template <typename T>
 inline void xielu_row(const T* x, T* out, int64_t size, float p, float n) {
   for_each_vector(size, [&](int64_t i, int64_t count) {

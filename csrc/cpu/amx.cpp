@@ -1,4 +1,5 @@
-// Permission for Intel AMX, and a check of its products before they are relied on.
+// Asks the system for permission to use Intel AMX, and checks that AMX multiplies correctly before
+// any kernel uses it.
 #include "amx.h"
 
 #include <cerrno>
@@ -21,16 +22,17 @@ namespace {
 
 enum class Answer { kUnknown, kNo, kYes };
 Answer answer = Answer::kUnknown;
-bool is_assumed = false;  // that the processor has AMX
+bool is_assumed = false;  // for tests: assume that the processor has AMX
 char notice[256] = "";
 
 #if defined(__x86_64__) && defined(__linux__)
 
-// AMX-TILE, AMX-BF16 and AMX-INT8, and a system that saves the tiles.
+// Whether the processor has AMX-TILE, AMX-BF16 and AMX-INT8, and the system saves the tiles of a
+// thread.
 bool processor_has_amx() {
   constexpr unsigned kHasXgetbv = 1u << 27;
   constexpr unsigned kFeatures = 1u << 22 | 1u << 24 | 1u << 25;  // BF16, TILE, INT8
-  constexpr unsigned kTileStates = 1u << 17 | 1u << 18;           // of XCR0: TILECFG, TILEDATA
+  constexpr unsigned kTileStates = 1u << 17 | 1u << 18;           // bits of XCR0: TILECFG, TILEDATA
   unsigned a, b, c, d;
   if (!__get_cpuid(1, &a, &b, &c, &d) || (c & kHasXgetbv) == 0) return false;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kFeatures) != kFeatures) return false;
@@ -39,7 +41,8 @@ bool processor_has_amx() {
   return (low & kTileStates) == kTileStates;
 }
 
-// Linux gives a process the tiles when it asks for them, since the state of a thread gets larger.
+// Asks Linux for the tiles. A process gets them only on request, because they make the saved state
+// of each thread larger.
 bool ask_permission() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XTILEDATA
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -60,8 +63,9 @@ Function find(const Kernel* kernels, const char* name) {
   return kernels->function();
 }
 
-// A product of each kind, of sizes that do not fill the tiles. The numbers are small and whole, so
-// that every order of sums gives the same bits; int4 has one order (linear_matrix.h).
+// A test matmul for each weight format, with sizes that do not fill the tiles. All values are small
+// integers, so that every order of additions gives the same bits; int4 has a fixed order
+// (linear_matrix.h).
 constexpr int64_t kRows = 20, kInputs = 104, kOutputs = kPanel;
 
 struct alignas(64) Product {
@@ -79,7 +83,7 @@ bf16 small_number(int64_t i) {
   return {static_cast<uint16_t>(bits >> 16)};
 }
 
-// out[i] by the kernels of tables[i]. False: no memory.
+// Computes product.out[i] with the kernels of tables[i]. Returns false if there is no memory.
 bool multiply(WeightFormat format, const Kernel* const* tables, Product& product) {
   for (int64_t i = 0; i < kOutputs * kInputs; ++i) product.plain[i] = small_number(i);
   for (int64_t i = 0; i < kRows * kInputs; ++i) product.x[i] = small_number(i + 77777);
@@ -110,7 +114,7 @@ bool multiply(WeightFormat format, const Kernel* const* tables, Product& product
   return true;
 }
 
-// The format whose product is wrong; null: none.
+// Returns the name of a weight format whose test matmul fails, or null if all are correct.
 const char* wrong_product(const Kernel* amx, const Kernel* reference) {
   const Kernel* const tables[] = {amx, reference};
   const struct {
@@ -135,7 +139,8 @@ bool find_out(const Kernel* amx, const Kernel* reference) {
   notice[0] = 0;
   if (!is_assumed && !processor_has_amx()) return false;
   if (!ask_permission()) {
-    // A signal puts the tiles of a thread on the stack of its handler.
+    // When a signal arrives, the system saves the tiles of the thread on the stack of the signal
+    // handler.
     const char* const more =
         errno == ENOSPC ? "; a thread has an alternate signal stack that is too small for them" : "";
     std::snprintf(notice, sizeof notice,
@@ -161,8 +166,8 @@ const char* amx_notice() { return notice[0] != 0 ? notice : nullptr; }
 
 }  // namespace vllm_cpu
 
-// For tests with an emulator: the processor counts as one with AMX, and everything after that is
-// found out once more.
+// For tests with an emulator: assumes that the processor has AMX. The next call of can_use_amx does
+// the remaining checks again.
 extern "C" __attribute__((visibility("default"))) void vllm_cpu_assume_amx() {
   vllm_cpu::is_assumed = true;
   vllm_cpu::answer = vllm_cpu::Answer::kUnknown;

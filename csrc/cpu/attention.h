@@ -17,7 +17,7 @@ namespace VLLM_ISA {
 constexpr int kPartitionKeys = 256;
 constexpr int kStepsAhead = 2;  // number of tiles between the prefetch of a tile and its use
 
-// The arguments of one call, and what follows from them.
+// The arguments of one call, and values derived from them.
 template <typename T>
 struct DecodeCall : vllm_cpu::AttentionArgs<T> {
   int64_t group() const { return this->num_heads / this->num_kv_heads; }
@@ -45,7 +45,7 @@ struct DecodeCall : vllm_cpu::AttentionArgs<T> {
   }
 };
 
-// Scratch memory of one thread, for the heads of one item.
+// Scratch memory of one thread, for the query heads of one item (a unit of work, see `Item`).
 template <class Dot, typename T>
 class DecodeScratch {
  public:
@@ -79,7 +79,7 @@ class DecodeScratch {
     for (int64_t k = 0; k < kTileKeys; ++k) rows_[k] = k * padded_size;
   }
 
-  // The keys or values of a tile, converted to type T.
+  // Returns the keys and values of a tile, converted to type T if the cache has another type.
   Tile<T> tile_of(vllm_cpu::CacheType type, const Fetch& from, int64_t num_keys,
                   int64_t distance) const {
     if (type == vllm_cpu::CacheType::kSame) {
@@ -101,8 +101,9 @@ class DecodeScratch {
   TileWork work;
   uint32_t* query;
   float* states;
-  uint32_t* query_columns;  // of each kv head (attention_decode_matrix.h)
-  T* row_copy;              // [16][head_size]
+  uint32_t* query_columns;  // query heads of each kv head, packed as columns of a matrix
+                            // (attention_decode_matrix.h)
+  T* row_copy;              // [16][head_size] copies of keys (attention_decode_matrix.h)
 
  private:
   static int64_t column_words(const DecodeCall<T>& call, int64_t heads) {
@@ -118,14 +119,14 @@ class DecodeScratch {
   int64_t* rows_;
 };
 
-// Positions of the keys and values of a tile in the cache, in elements, for kv head 0.
+// Offsets of the keys and values of a tile in the cache, in elements, for kv head 0.
 struct DecodeRows {
   int64_t at[kTileKeys];
   int64_t num_keys, distance;
 };
 
-// Fills in keys [first, end) of request b, at most kTileKeys of them. False if a block id is out of
-// range.
+// Fills in `rows` for keys [first, end) of request b, at most kTileKeys keys. Returns false if a
+// block id is out of range.
 template <typename T>
 inline bool find_rows(const DecodeCall<T>& call, int64_t b, int64_t first, int64_t end,
                       DecodeRows& rows) {
@@ -153,7 +154,8 @@ struct Item {
   int64_t b, begin, end, first_g, end_g;
 };
 
-// Loads the query heads of an item, and initialises their softmax states without any key.
+// Loads the query heads of an item, and initialises their softmax states: no key has been added
+// yet.
 template <class Dot, typename T>
 inline void start_item(const DecodeCall<T>& call, const Item& item, int64_t num_heads,
                        const DecodeScratch<Dot, T>& scratch, float* states) {
@@ -180,9 +182,9 @@ inline void start_item(const DecodeCall<T>& call, const Item& item, int64_t num_
 }
 
 // Computes attention of the query heads of an item over its keys; states: [heads of the item, ...].
-// All kv heads of a tile are computed before the next tile, because they are neighbours in memory.
-// after: the next item of this thread if known; its memory is prefetched towards the end. Returns
-// false, without a result, if a block id is out of range.
+// All kv heads of a tile are computed before the next tile, because their keys are adjacent in
+// memory. after: the next item of this thread, or null if it is not known; its first keys are
+// prefetched during the last steps. Returns false, without a result, if a block id is out of range.
 template <class Dot, typename T>
 inline bool attend(const DecodeCall<T>& call, const Item& item, const Item* after,
                    const DecodeScratch<Dot, T>& scratch, float* states) {
@@ -246,8 +248,8 @@ inline bool attend(const DecodeCall<T>& call, const Item& item, const Item* afte
   return true;
 }
 
-// Writes the result of a head whose softmax is complete, times `scale`; zeros without keys. sink:
-// the sink of the head, or null.
+// Writes the attention result of a head, multiplied by `scale`, when its softmax is complete; zeros
+// if the request has no keys. sink: the attention sink of the head, or null.
 template <class Dot, typename T>
 inline void write_out(const float* state, int64_t value_size, float scale, const float* sink,
                       T* out) {
@@ -289,7 +291,8 @@ inline void merge(float* states, int64_t num_states, int64_t stride, int64_t pad
 template <typename T>
 class WorkList {
  public:
-  // first_partition: [num_requests + 1], filled here.
+  // first_partition: [num_requests + 1], filled by the constructor: number of partitions before
+  // each request.
   WorkList(const DecodeCall<T>& call, int64_t* first_partition, int num_threads)
       : call_(call), first_partition_(first_partition) {
     first_partition[0] = 0;
@@ -304,8 +307,8 @@ class WorkList {
   }
 
   int64_t num_items() const { return first_partition_[call_.num_requests] * slices_; }
-  // Number of items that a thread takes at once: several if there are many, so that a thread knows
-  // its next item.
+  // Returns the number of items that a thread takes at once: several if there are many, so that a
+  // thread knows its next item.
   int64_t range(int num_threads) const {
     const int64_t share = num_items() / (8 * num_threads);
     return share > 1 ? share : 1;
@@ -317,7 +320,7 @@ class WorkList {
 
   Item item(int64_t index) const {
     const int64_t partition = partition_of(index), slice = index % slices_;
-    int64_t b = 0, after = call_.num_requests;  // first_partition[b] <= partition < [after]
+    int64_t b = 0, after = call_.num_requests;  // first_partition_[b] <= partition < first_partition_[after]
     while (after - b > 1) {
       const int64_t middle = (b + after) / 2;
       (first_partition_[middle] <= partition ? b : after) = middle;
@@ -335,8 +338,8 @@ class WorkList {
   int64_t kv_heads_per_item_, slices_;
 };
 
-// Returns -1, or a request whose length or block table is out of range; the content of out is
-// undefined then. -2: no memory.
+// Computes attention for one query token per request. Returns -1, or a request whose length or
+// block table is out of range (the content of out is undefined then), or -2 if there is no memory.
 template <typename T>
 int64_t paged_attention_decode(const vllm_cpu::AttentionArgs<T>& args, int num_threads) {
   using Dot = typename PrefillDot<T>::type;
@@ -357,7 +360,7 @@ int64_t paged_attention_decode(const vllm_cpu::AttentionArgs<T>& args, int num_t
   char* const memory = vllm_cpu::workspace(num_threads * scratch_bytes + partial_floats * 4 +
                                            (call.num_requests + 1) * 8);
   if (memory == nullptr) return -2;
-  // [partition, head]
+  // softmax states: [partition, head]
   float* const partials = reinterpret_cast<float*>(memory + num_threads * scratch_bytes);
   const WorkList<T> work(call, reinterpret_cast<int64_t*>(partials + partial_floats), num_threads);
 

@@ -14,23 +14,24 @@ VLLM_ENUM(CacheType, kSame, kE4m3, kE5m2);
 template <typename T>
 VLLM_STRUCT(CacheFp8Args,
   const T* key;                 // [num_tokens, num_heads, head_size], tokens key_stride apart
-  const T* value;               // as key, tokens value_stride apart; null: there are only keys
+  const T* value;               // same shape as key, tokens value_stride apart; null: write only keys
   uint8_t* key_cache;           // [num_slots, num_heads, head_size], dense
   uint8_t* value_cache;         // as key_cache
   const int64_t* slot_mapping;  // [num_tokens]; a token with a negative slot is skipped
   const float* key_scales;      // [num_heads]: the cache contains value / scale
   const float* value_scales;    // [num_heads]: likewise for values
   int64_t num_tokens, num_heads, head_size, key_stride, value_stride, num_slots;
-  CacheType cache_type;          // not kSame
+  CacheType cache_type;          // kE4m3 or kE5m2
 );
 
-// Arguments of paged attention. In decode, each token is a request. Values may have fewer elements
-// than keys: the values of latent attention are the first elements of the keys, in the same cache.
+// Arguments of paged attention. In decode, each request has one token. Values may have fewer
+// elements than keys: the values of latent attention are the first elements of the keys, in the
+// same cache.
 template <typename T>
 VLLM_STRUCT(AttentionArgs,
   const T* query;               // [tokens, num_heads, head_size], tokens query_stride apart
   const void* key_cache;        // [num_blocks, block_size, num_kv_heads, head_size], dense
-  const void* value_cache;      // value_size elements each, with the strides of the keys
+  const void* value_cache;      // values of value_size elements, with the strides of the keys
   const int32_t* block_tables;  // [num_requests, max_blocks], requests table_stride apart
   const int32_t* const* own_tables;  // [num_requests] the block table of each request; null:
                                      // use block_tables. For decode only

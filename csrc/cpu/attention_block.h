@@ -1,5 +1,6 @@
 // The inner loops of prefill attention: a block of query rows against one tile of keys and values.
-// This code does not depend on requests or on blocks of the cache.
+// A query row is one token of one query head. This code does not depend on requests or on blocks of
+// the cache.
 //
 // Each lane of a vector is one query row: scores are [keys][rows] and results [head size][rows]. So
 // the softmax of a row uses only its lane, and the result of a row does not depend on other rows.
@@ -30,8 +31,8 @@ struct RowBlock {
   int64_t all_see, any_sees;  // smallest and largest entry of last_keys
 };
 
-// sums[c][v] += words of kVectors vectors of rows * the elements of kColumns columns. number_at(c,
-// j): the word of column c that is multiplied with word j of the rows.
+// Adds products: sums[c][v] += (word j of the rows in vector v) * (word j of column c), for all j.
+// number_at(c, j): the address of word j of column c.
 template <class Dot, int kVectors, typename NumberAt>
 VLLM_INLINE void multiply(const uint32_t* rows, int64_t num_words, NumberAt number_at,
                           Vec (&sums)[kColumns][kVectors]) {
@@ -49,7 +50,8 @@ VLLM_INLINE void multiply(const uint32_t* rows, int64_t num_words, NumberAt numb
   }
 }
 
-// The keys of a tile are computed in multiples of this; keys after the last one are zero.
+// The number of keys for which scores are computed is a multiple of this; the additional keys are
+// zero.
 template <class Dot>
 constexpr int kKeyUnit = kAttendsOnTiles<Dot> ? 16 : kColumns;
 
@@ -80,7 +82,7 @@ inline void score_block(const RowBlock& block, const uint32_t* keys, int64_t key
   }
 }
 
-// out = out * shrink.
+// out *= shrink, for all rows of the block.
 template <int kVectors>
 inline void shrink_block(const RowBlock& block, int64_t padded_head, const Vec (&shrink)[kVectors]) {
   Ints is_other = {};
@@ -130,14 +132,15 @@ inline void add_values(const RowBlock& block, const uint32_t* values, int64_t va
   }
 }
 
-// Number of positions from `key` to each row; negative if the key is later.
+// Returns the number of positions from `key` to the token of each row; negative if the key is
+// later.
 VLLM_INLINE Ints distance(const RowBlock& block, int v, int64_t key) {
   Ints positions;
   __builtin_memcpy(&positions, block.positions + v * kLanes, sizeof positions);
   return positions - static_cast<int32_t>(key);
 }
 
-// All bits set if a row attends to a key.
+// Returns a mask: all bits of a lane are set if its row attends to the key.
 VLLM_INLINE Ints sees(const RowBlock& block, int v, int64_t key) {
   Ints first_keys, last_keys;
   __builtin_memcpy(&first_keys, block.first_keys + v * kLanes, sizeof first_keys);
@@ -183,7 +186,8 @@ inline void finish_scores(const RowBlock& block, const ScoreOptions& options, in
   for (int v = 0; v < kVectors; ++v) largest[v] = most[v];
 }
 
-// Weights of one or two keys as words. first, second: weights of keys k and k + 1.
+// Stores the softmax weights of one or two keys as words. first, second: weights of keys k and k +
+// 1.
 template <class Dot>
 VLLM_INLINE void store_weights(uint32_t* to, Vec first, Vec second) {
 #ifdef __AVX512BF16__
@@ -257,7 +261,8 @@ inline void attend_block(const RowBlock& block, const TileScratch& tile,
   for (int v = 0; v < kVectors; ++v) {
     const Vec before = load(block.largest + v * kLanes);
     largest[v] = max(before, largest[v] * to_exponent);
-    // No larger score: exactly one, also if there was no key yet (-inf - -inf is NaN).
+    // If no score is larger, the factor is exactly one, also if there was no key yet (-inf - -inf
+    // is NaN).
     shrink[v] = largest[v] == before ? splat(1.0f) : exp2<false>(before - largest[v]);
     total[v] = load(block.total + v * kLanes) * shrink[v];
   }
@@ -271,7 +276,8 @@ inline void attend_block(const RowBlock& block, const TileScratch& tile,
                             (num_keys + Dot::kInputs - 1) / Dot::kInputs, shrink);
 }
 
-// The same step for only the keys that the block attends to, and only the vectors that it needs.
+// Does the step of attend_block, but only for the keys that the block attends to, and only with as
+// many vectors as its rows need.
 template <class Dot>
 inline void attend_tile(const RowBlock& block, const TileScratch& tile,
                         const ScoreOptions& options, int64_t begin, int64_t num_keys,

@@ -1,8 +1,9 @@
 // Decode attention on matrix tiles: a full tile of keys against the query heads that share them.
 //
-// Keys are read from the cache as rows of a, so they need no copy. The query heads are the columns of
-// b, so each lane of the scores is one head. Values are interleaved by pairs of keys, as
-// attention_tile.h does it, so the state of a head is the same one.
+// In the product a @ b (matrix_tiles.h), keys are the rows of a and are read from the cache without
+// a copy. The query heads are the columns of b, so each lane of the scores is one head. Values are
+// interleaved by pairs of keys as in attention_tile.h, so both files use the same softmax state of
+// a head.
 #pragma once
 
 #include "attention_matrix.h"
@@ -20,7 +21,8 @@ inline bool decodes_on_tiles(int64_t num_heads, int64_t head_size, int64_t value
          value_size % kElements == 0;
 }
 
-// Words of the query heads of one kv head as columns of b: [num_heads / 16, rounded up][head_size / 2][16].
+// Returns the number of words that the query heads of one kv head need as columns of b: [num_heads
+// / 16, rounded up][head_size / 2][16].
 inline int64_t query_column_words(int64_t num_heads, int64_t head_size) {
   return round_up(num_heads, kLanes) * head_size / 2;
 }
@@ -29,7 +31,7 @@ inline int64_t query_column_words(int64_t num_heads, int64_t head_size) {
 
 static_assert(kTileKeys == 4 * kTileRows);
 
-// Fills in query columns; queries: [num_heads][head_size].
+// Packs query heads as columns of b. queries: [num_heads][head_size].
 template <class Dot, typename T>
 inline void pack_query_columns(const T* queries, int64_t num_heads, int64_t head_size, uint32_t* to) {
   for (int64_t first = 0; first < num_heads; first += kLanes, to += head_size / 2 * kLanes) {
@@ -41,7 +43,8 @@ inline void pack_query_columns(const T* queries, int64_t num_heads, int64_t head
   }
 }
 
-// scores[key][head] of a full tile. copy: [16][head_size], for rows that are not equally far apart.
+// Computes the dot products scores[key][head] for a full tile. copy: [16][head_size], for keys that
+// are not equally far apart in the cache.
 template <typename T>
 inline void score_keys(const uint32_t* query_columns, const Tile<T>& tile, int64_t head_size, T* copy,
                        float (*scores)[kLanes]) {
@@ -74,8 +77,9 @@ inline void score_keys(const uint32_t* query_columns, const Tile<T>& tile, int64
   }
 }
 
-// weights[head][word]: e^(score - largest) as pairs of keys. Moves the states of the heads to the new
-// largest scores, and adds the weights to their totals. Prefetches the keys of `next` meanwhile.
+// Computes weights[head][word] = e^(score - largest), two keys per word. Scales the states of the
+// heads to the new largest scores, and adds the weights to their totals. Prefetches the keys of
+// `next` meanwhile.
 template <class Dot>
 inline void weigh_heads(float (*scores)[kLanes], int64_t num_heads, const ScoreOptions& options,
                         int64_t first_head, int64_t distance, const Fetch* next, float* states,
@@ -161,7 +165,8 @@ inline void add_weighed(const uint32_t (*weights)[kTileKeys / 2], int64_t num_he
   }
 }
 
-// A tile of kTileKeys keys for `num_heads` query heads of a kv head, 16 at a time.
+// Attends to a tile of kTileKeys keys with `num_heads` query heads of a kv head, 16 heads at a
+// time.
 template <class Dot, typename T>
 inline void attend_full_tile(const TileWork& work, int64_t head, int64_t num_heads,
                              const uint32_t* query_columns, const Tile<T>& tile, const Fetch* next,

@@ -1,6 +1,7 @@
-// The products of prefill attention on matrix tiles: scores = keys * queries, and results += values *
-// weights. Queries and weights are words of rows in lanes, which is what a tile of b holds; keys are
-// rows of a as they are copied, and values are transposed when they are.
+// The matmuls of prefill attention on matrix tiles: scores = keys @ queries, and results += values
+// @ weights. Queries and weights have one query row per lane, which is the layout of the tiles of b
+// (matrix_tiles.h). Copied keys already have the layout of a; values are transposed into it when
+// they are copied.
 #pragma once
 
 #include "attention_pack.h"
@@ -8,16 +9,16 @@
 
 namespace VLLM_ISA {
 
-constexpr int kPrefillKeys = 64;  // keys of a tile of attention
+constexpr int kPrefillKeys = 64;  // number of keys in a tile of prefill attention
 
-// Whether prefill attention of these words runs on matrix tiles.
+// Whether prefill attention with this Dot runs on matrix tiles.
 template <class Dot>
 constexpr bool kAttendsOnTiles = kHasTiles && Dot::kInputs == 2;
 
 #ifdef VLLM_MATRIX_TILES
 
-// scores[num_keys][rows] = keys * query for kVectors * 16 rows, each row_stride words apart; as many
-// scores as keys, rounded up to a whole tile.
+// scores[num_keys][rows] = keys @ query for kVectors * 16 query rows, where num_keys is rounded up
+// to a whole tile. row_stride: distance in words from one word of a query row to its next word.
 template <int kVectors>
 inline void score_on_tiles(const uint32_t* query, int64_t row_stride, const uint32_t* keys,
                            int64_t key_stride, int64_t num_words, int64_t num_keys,
@@ -30,8 +31,8 @@ inline void score_on_tiles(const uint32_t* query, int64_t row_stride, const uint
   }
 }
 
-// out[head_size][rows] += values * weights over all keys of a tile: a row's sums are the same ones
-// however many of the keys the other rows see.
+// out[head_size][rows] += values @ weights over all keys of a tile. All keys are added for each
+// row, so its sums do not depend on how many keys the other rows attend to.
 template <int kVectors>
 inline void add_on_tiles(const uint32_t* values, const uint32_t* weights, int64_t row_stride,
                          int64_t head_size, float* out) {
@@ -44,8 +45,8 @@ inline void add_on_tiles(const uint32_t* values, const uint32_t* weights, int64_
   }
 }
 
-// Values as [padded head size][kPrefillKeys / 2] words: two keys each, zeros after the last key.
-// value_at(k): where the row of a value is.
+// Copies values as [padded head size][kPrefillKeys / 2] words: each word has the same element of
+// two keys; zeros after the last key. value_at(k): the address of the value of key k.
 template <class Dot, typename T, typename ValueAt>
 inline void pack_values_transposed(int64_t num_keys, int64_t head_size, ValueAt value_at,
                                    uint32_t* to) {

@@ -1,8 +1,8 @@
 // Copies queries, keys and values into the layouts of prefill attention.
 //
-// Each lane is one query row, so queries are transposed once. Keys and values are only copied next
-// to each other, because each of their elements is broadcast to all lanes. A word has 32 bits: one
-// float, or the two bf16 that one instruction multiplies and adds.
+// Each lane is one query row, so queries are transposed once. Keys and values are only copied into
+// adjacent memory, because each of their elements is broadcast to all lanes. A word has 32 bits:
+// one float, or the two bf16 that one instruction multiplies and adds.
 #pragma once
 
 #include "fp8.h"
@@ -34,7 +34,7 @@ VLLM_INLINE void prefetch_row(const char* row, int64_t row_bytes) {
   for (int64_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
 }
 
-// Bytes of one element of a cache.
+// Returns the size in bytes of one element of a cache.
 template <typename T>
 VLLM_INLINE int64_t cache_bytes(vllm_cpu::CacheType type) {
   return type == vllm_cpu::CacheType::kSame ? int64_t{sizeof(T)} : 1;
@@ -94,7 +94,7 @@ VLLM_INLINE Vec interleave_upper(Vec a, Vec b) {
 }
 #undef VLLM_SHUFFLE
 
-// Lane j of row i becomes lane i of row j.
+// Transposes: lane j of row i becomes lane i of row j.
 VLLM_INLINE void transpose(Vec (&rows)[kLanes]) {
 #pragma GCC unroll 4
   for (int round = 1; round < kLanes; round *= 2) {
@@ -109,7 +109,7 @@ VLLM_INLINE void transpose(Vec (&rows)[kLanes]) {
   }
 }
 
-// The next kLanes words of a row that has `left` elements left; zeros after its end.
+// Loads the next kLanes words of a row that has `left` elements left; zeros after its end.
 template <class Dot, typename T>
 VLLM_INLINE Bits load_words(const T* row, int64_t left) {
   constexpr int64_t kElements = kLanes * Dot::kInputs;
@@ -128,7 +128,7 @@ VLLM_INLINE Bits load_words(const T* row, int64_t left) {
   }
 }
 
-// to[j * to_stride + lane] = word j of the row of each lane.
+// Sets to[j * to_stride + lane] to word j of rows[lane].
 template <class Dot, typename T>
 inline void pack_lanes(const T* const* rows, int64_t head_size, uint32_t* to, int64_t to_stride) {
   const int64_t num_words = (head_size + Dot::kInputs - 1) / Dot::kInputs;
@@ -140,7 +140,7 @@ inline void pack_lanes(const T* const* rows, int64_t head_size, uint32_t* to, in
       words[r] = reinterpret_cast<Vec>(load_words<Dot>(rows[r] + i, head_size - i));
     }
     transpose(words);
-    // Up to a multiple of kLanes; the additional words are never read.
+    // Store a multiple of kLanes words; the additional words are never read.
 #pragma GCC unroll 16
     for (int w = 0; w < kLanes; ++w) {
       __builtin_memcpy(to + (j + w) * to_stride, &words[w], sizeof(Vec));
@@ -148,7 +148,7 @@ inline void pack_lanes(const T* const* rows, int64_t head_size, uint32_t* to, in
   }
 }
 
-// Copies a key as consecutive words, up to a multiple of kLanes.
+// Copies a key as consecutive words, with zeros up to a multiple of kLanes words.
 template <class Dot, typename T>
 VLLM_INLINE void pack_key(const T* key, int64_t head_size, uint32_t* to) {
   constexpr int64_t kElements = kLanes * Dot::kInputs;
@@ -158,8 +158,9 @@ VLLM_INLINE void pack_key(const T* key, int64_t head_size, uint32_t* to) {
   }
 }
 
-// Copies kInputs values as one row of words, each with the same element of all of them, up to a
-// multiple of kLanes. The second value may be null: zeros. Changes `values`.
+// Interleaves the values of kInputs keys: each word has the same element of all of them. Writes a
+// multiple of kLanes words. The second value may be null and then counts as zeros. Changes the
+// pointers in `values`.
 template <class Dot, typename T>
 VLLM_INLINE void pack_values(const T* (&values)[2], int64_t head_size, uint32_t* to) {
 #ifdef __AVX512BF16__

@@ -26,12 +26,12 @@ struct PrefillCall : vllm_cpu::AttentionArgs<T> {
   }
   Sight sight() const { return {this->sliding_window, this->chunk_size}; }
   int64_t context_len(int64_t b) const { return this->seq_lens[b] - query_len(b); }
-  // The last key that a token of request b attends to.
+  // Returns the index of the last key that a token of request b attends to.
   int64_t last_key(int64_t b, int64_t token) const {
     if (this->last_keys == nullptr) return context_len(b) + token;
     return this->last_keys[this->query_start_loc[b] + token];
   }
-  // The last key that any of tokens [begin, end) of request b attends to.
+  // Returns the index of the last key that any of the tokens [begin, end) of request b attends to.
   int64_t last_key_of(int64_t b, int64_t begin, int64_t end) const {
     int64_t last = last_key(b, end - 1);
     for (int64_t token = begin; this->last_keys != nullptr && token < end; ++token) {
@@ -39,7 +39,7 @@ struct PrefillCall : vllm_cpu::AttentionArgs<T> {
     }
     return last;
   }
-  // True if the lengths of request b fit its block table and the query.
+  // Returns true if the lengths of request b fit its block table and the query.
   bool is_valid(int64_t b) const {
     return this->query_start_loc[b] >= 0 && query_len(b) >= 0 && context_len(b) >= 0 &&
            this->query_start_loc[b + 1] <= this->num_tokens &&
@@ -54,8 +54,8 @@ struct PrefillCall : vllm_cpu::AttentionArgs<T> {
   }
 };
 
-// Rows [begin, end) of request b for kv head g; row = token * group + index of the head in its
-// group.
+// An item: rows [begin, end) of request b for kv head g; row = token * group + index of the head in
+// its group.
 struct PrefillItem {
   int64_t b, g, begin, end;
 };
@@ -64,7 +64,8 @@ struct PrefillItem {
 template <typename T>
 class PrefillWork {
  public:
-  // first_tile: [num_requests + 1], filled here.
+  // first_tile: [num_requests + 1], filled by the constructor: number of groups of at most rows_
+  // rows before each request.
   PrefillWork(const PrefillCall<T>& call, int64_t* first_tile, int num_threads)
       : call_(call), first_tile_(first_tile) {
     // Use smaller items while there are too few of them for all threads.
@@ -80,7 +81,8 @@ class PrefillWork {
 
   int64_t num_items() const { return first_tile_[call_.num_requests] * call_.num_kv_heads; }
 
-  // The last rows of a request attend to most keys and take longest, so they come first.
+  // Returns an item by its index. The last rows of a request attend to most keys and take longest,
+  // so they have the lowest indices.
   PrefillItem item(int64_t index) const {
     int64_t b = 0, after = call_.num_requests;  // the request of the item: a binary search
     while (after - b > 1) {
@@ -129,7 +131,7 @@ class PrefillScratch {
     blocks_ = memory;
   }
 
-  // Block i of the item; its per-row arrays are not filled in.
+  // Returns block i of the rows of the item; its per-row arrays are not filled in.
   RowBlock block(int64_t i) const {
     uint32_t* const query = blocks_ + i * block_words_;
     uint32_t* const rows = query + head_words_ * kQueryRows;
@@ -180,7 +182,8 @@ VLLM_INLINE void for_each_lane(const PrefillCall<T>& call, const PrefillItem& it
   }
 }
 
-// Loads the rows of an item from `first` on into a block, without any key yet.
+// Loads the rows of an item from `first` on into a block, and initialises its softmax state: no key
+// has been added yet.
 template <class Dot, typename T>
 inline void start_block(const PrefillCall<T>& call, const PrefillItem& item, int64_t first,
                         RowBlock& block) {
@@ -211,15 +214,15 @@ inline void start_block(const PrefillCall<T>& call, const PrefillItem& item, int
   }
 }
 
-// Positions of the keys and values of a tile in the cache.
+// Addresses of the keys and values of a tile in the cache.
 struct TileRows {
   const char* keys[kPrefillKeys];
   const char* values[kPrefillKeys];
   int64_t num_keys;
 };
 
-// Finds and prefetches keys [begin, end) of kv head g of request b, at most kPrefillKeys of them.
-// False if a block id is out of range.
+// Finds and prefetches keys [begin, end) of kv head g of request b, at most kPrefillKeys keys.
+// Returns false if a block id is out of range.
 template <typename T>
 inline bool find_tile(const PrefillCall<T>& call, const PrefillItem& item, int64_t begin,
                       int64_t end, TileRows& rows) {
@@ -242,8 +245,8 @@ inline bool find_tile(const PrefillCall<T>& call, const PrefillItem& item, int64
   return true;
 }
 
-// Copies a tile whose rows have type T. Keys after the last one, up to a multiple of kKeyUnit, are
-// zero. key_at(k), value_at(k): the address of a row.
+// Copies the keys and values of a tile, which have type T. Keys after the last one, up to a
+// multiple of kKeyUnit, are zero. key_at(k), value_at(k): the address of key or value k.
 template <class Dot, typename T, typename KeyAt, typename ValueAt>
 inline void pack_rows(int64_t num_keys, int64_t head_size, int64_t value_size, KeyAt key_at,
                       ValueAt value_at, const TileScratch& tile) {
@@ -315,7 +318,8 @@ inline void write_block(const PrefillCall<T>& call, const PrefillItem& item, int
   }
 }
 
-// Returns false, without a result, if a block id is out of range.
+// Computes the attention of an item. Returns false, without a result, if a block id is out of
+// range.
 template <class Dot, typename T>
 inline bool attend_item(const PrefillCall<T>& call, const PrefillItem& item,
                         const PrefillScratch<Dot>& scratch) {
@@ -355,9 +359,10 @@ inline bool attend_item(const PrefillCall<T>& call, const PrefillItem& item,
   return true;
 }
 
-// Rows of out after the last request become zero; rows before the first request are not written.
-// Returns -1, or a request whose lengths or block table are out of range; the content of out is
-// undefined then. -2: out of memory.
+// Computes attention for several query tokens per request. Tokens of out after the last request
+// become zero; tokens before the first request are not written. Returns -1, or a request whose
+// lengths or block table are out of range (the content of out is undefined then), or -2 if there is
+// no memory.
 template <typename T>
 int64_t paged_attention_prefill(const vllm_cpu::AttentionArgs<T>& args, int num_threads) {
   using Dot = typename PrefillDot<T>::type;

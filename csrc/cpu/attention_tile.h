@@ -1,8 +1,8 @@
 // The inner loops of decode attention: one tile of keys and values against the query heads that
 // share them. This code does not depend on requests or blocks.
 //
-// Rows are read from the cache without a copy, as words: one float, or the two bf16 that one
-// instruction multiplies and adds (attention_pack.h).
+// Keys and values are read from the cache without a copy, as words: one float, or the two bf16 that
+// one instruction multiplies and adds (attention_pack.h).
 #pragma once
 
 #include "attention_pack.h"
@@ -12,9 +12,10 @@ namespace VLLM_ISA {
 
 constexpr int kTileKeys = 64;  // keys, values and scores of a tile fit into the first-level cache
 
-// State of the online softmax of some query heads that share keys. One head has kHeader floats and
-// then decode_padded of the value size: the largest score first, kLanes parts of sum(e^(score -
-// largest)) from kTotal on, then sum(e^(score - largest) * value), in the order of `pair_up`.
+// State of the online softmax of some query heads that share keys. Each head has kHeader floats:
+// the largest score at index 0, and kLanes partial sums of e^(score - largest) from index kTotal
+// on. Then follows sum(e^(score - largest) * value), with decode_padded(value size) floats in the
+// order of `pair_up`.
 constexpr int64_t kTotal = kLanes, kHeader = 2 * kLanes;
 
 // Rounds a head size up to the elements of kLanes words, for scratch memory.
@@ -23,8 +24,8 @@ VLLM_INLINE int64_t decode_padded(int64_t head_size) {
   return round_up(head_size, kLanes * Dot::kInputs);
 }
 
-// Keys and values of one kv head: row k begins `rows[k]` elements after the first. All kTileKeys
-// rows can be read.
+// Keys and values of one kv head: key k begins rows[k] elements after `keys`, and value k rows[k]
+// elements after `values`. All kTileKeys entries of `rows` are valid, even after num_keys.
 template <typename T>
 struct Tile {
   const T* keys;
@@ -34,8 +35,8 @@ struct Tile {
   int64_t distance;  // number of positions from the first key to the query
 };
 
-// A tile to prefetch: rows of `key_bytes` and `value_bytes`, at element_bytes * rows[k] from the
-// first. If values are part of the keys, value_bytes is 0.
+// A tile to prefetch: key k has key_bytes bytes and begins element_bytes * rows[k] bytes after
+// `keys`; likewise for values. If values are part of the keys, value_bytes is 0.
 struct Fetch {
   const char* keys;
   const char* values;
@@ -43,7 +44,8 @@ struct Fetch {
   int64_t element_bytes, key_bytes, value_bytes;
 };
 
-// Scores of kLanes / kHeads keys, from key k on, against kHeads query heads: lane h * keys + k.
+// Returns the dot products of kLanes / kHeads keys, from key `first` on, with kHeads query heads:
+// lane h * (kLanes / kHeads) + k is key first + k with head h.
 template <class Dot, int kHeads, typename T>
 VLLM_INLINE Vec dot_products(const uint32_t* query, int64_t query_stride, const Tile<T>& tile,
                              int64_t first, int64_t head_size) {
@@ -72,8 +74,8 @@ VLLM_INLINE Vec dot_products(const uint32_t* query, int64_t query_stride, const 
   return sum_each(sums);
 }
 
-// scores[h][k] for kHeads heads and all keys of a tile. Prefetches the keys of `next` meanwhile,
-// unless it is null; add_values prefetches the values.
+// Computes the dot products scores[h][k] of kHeads heads with all keys of a tile. Prefetches the
+// keys of `next` meanwhile, unless it is null; add_values prefetches the values.
 template <class Dot, int kHeads, typename T>
 inline void score_tile(const uint32_t* query, int64_t query_stride, const Tile<T>& tile,
                        const Fetch* next, int64_t head_size, float* scores) {
@@ -91,9 +93,10 @@ inline void score_tile(const uint32_t* query, int64_t query_stride, const Tile<T
   }
 }
 
-// Words of the same element of the values of kInputs keys, for kLanes * kInputs elements from `i`
-// on, of which `left` exist. Pairs are in the order in which the processor interleaves: within each
-// eight elements, the first four are in the first vector. `natural` restores the order.
+// Loads elements of the values of kInputs keys, from element `i` on: each word has the same element
+// of all these keys. There are kLanes * kInputs elements, of which `left` exist. Pairs are in the
+// order in which the processor interleaves: within each eight elements, the first four are in the
+// first vector. `natural` restores the order.
 template <class Dot, typename T>
 VLLM_INLINE void pair_up(const Tile<T>& tile, int64_t k, int64_t i, int64_t left,
                          Bits (&words)[Dot::kInputs]) {
@@ -190,7 +193,7 @@ inline void add_tile(const uint32_t* weights, const Tile<T>& tile, const Fetch* 
   }
 }
 
-// A mask of the lanes before `count`.
+// Returns a mask of the lanes before `count`.
 VLLM_INLINE Ints lanes_before(int64_t count) {
   Ints lanes;
 #pragma GCC unroll 16
@@ -259,7 +262,7 @@ inline void weigh_tile(const float* scores, int64_t num_keys, float tile_largest
   store(state + kTotal, total);
 }
 
-// The arguments of attention over a tile, except the tile.
+// The arguments of attention over a tile, except the tile itself.
 struct TileWork {
   const uint32_t* query;  // [heads][query_stride] words
   float* states;          // [heads][kHeader + padded_values]
@@ -269,7 +272,8 @@ struct TileWork {
   int64_t first_head;  // index of the first head, as in `options.slopes`
 };
 
-// One tile for kHeads query heads, from `head` on, that share the loaded keys and values.
+// Attends to one tile with kHeads query heads, from `head` on, that share the loaded keys and
+// values.
 template <class Dot, int kHeads, typename T>
 inline void attend_heads(const TileWork& work, int64_t head, const Tile<T>& tile,
                          const Fetch* next, const ScoreOptions& options) {
@@ -287,8 +291,8 @@ inline void attend_heads(const TileWork& work, int64_t head, const Tile<T>& tile
   add_tile<Dot, kHeads>(work.weights, tile, next, work.value_size, states + kHeader, state_stride);
 }
 
-// Attend to one tile of keys with `num_heads` query heads of its key/value head. Each step takes as
-// many heads as the registers hold.
+// Attends to one tile with `num_heads` query heads of its kv head. Each step takes as many heads as
+// the registers hold.
 template <class Dot, typename T>
 inline void attend_tile(const TileWork& work, int64_t head, int64_t num_heads,
                         const Tile<T>& tile, const Fetch* next, const ScoreOptions& options) {

@@ -1,4 +1,4 @@
-// Writing new keys and values into the paged cache.
+// Writes new keys and values into the paged cache.
 #pragma once
 
 #include "fp8.h"
@@ -7,9 +7,10 @@
 
 namespace VLLM_ISA {
 
-// key, value: [T, row_size], tokens `*_stride` elements apart; caches: [num_slots, row_size],
-// dense. A token with a negative slot is skipped. value may be null: there are only keys. Returns
-// -1, or a token whose slot is out of range; nothing is written then.
+// Copies new keys and values into the cache. key, value: [T, row_size], tokens `*_stride` elements
+// apart; caches: [num_slots, row_size], dense. A token with a negative slot is skipped. value may
+// be null: there are only keys. Returns -1, or a token whose slot is out of range; nothing is
+// written then.
 template <typename T>
 int64_t reshape_and_cache(const T* key, const T* value, T* key_cache, T* value_cache,
                           const int64_t* slot_mapping, int64_t num_tokens, int64_t row_size,

@@ -26,7 +26,7 @@ class Exchange {
  public:
   explicit Exchange(const Arena& arena) : arena_(arena), count_(slot(arena.rank)->count + 1) {}
 
-  // The buffer of a rank in this exchange.
+  // Returns the buffer of a rank in this exchange.
   void* buffer(int64_t rank) const {
     return static_cast<char*>(arena_.memory) + arena_.header_bytes +
            (2 * rank + (count_ & 1)) * arena_.buffer_bytes;
@@ -105,7 +105,7 @@ class Exchange {
   uint32_t count_;
 };
 
-// x: [n], replaced by the sum over the ranks, added in float and rounded once.
+// Replaces x [n] by its sum over the ranks, added in float and rounded once.
 template <typename T>
 int64_t all_reduce(const Arena& arena, T* x, int64_t n, int num_threads) {
   Exchange exchange(arena);
@@ -135,8 +135,8 @@ int64_t all_reduce(const Arena& arena, T* x, int64_t n, int num_threads) {
   return vllm_cpu::kExchanged;
 }
 
-// x: [rows, row_bytes] of this rank; out: [rows, num_ranks * row_bytes], in the order of the ranks.
-// Both dense.
+// Gathers x [rows, row_bytes] of all ranks into out [rows, num_ranks * row_bytes], in the order of
+// the ranks. Both are dense.
 inline int64_t all_gather(const Arena& arena, const char* x, char* out, int64_t rows,
                           int64_t row_bytes) {
   Exchange exchange(arena);
@@ -151,7 +151,7 @@ inline int64_t all_gather(const Arena& arena, const char* x, char* out, int64_t 
     const int64_t status = exchange.meet();
     if (status != vllm_cpu::kExchanged) return status;
     for (int64_t rank = 0; rank < arena.num_ranks; ++rank) {
-      for (int64_t at = begin; at < end;) {  // up to the end of each row
+      for (int64_t at = begin; at < end;) {  // copy at most to the end of a row
         const int64_t row = at / row_bytes, column = at % row_bytes;
         const int64_t left = row_bytes - column, size = end - at < left ? end - at : left;
         char* const place = out + (row * arena.num_ranks + rank) * row_bytes + column;

@@ -15,11 +15,11 @@ VLLM_STRUCT(Arena,
   int64_t timeout_us;
 );
 
-constexpr int64_t kMaxRanks = 63;  // maximum of a group: its header of 4096 bytes has a cache line
-                                   // for each rank
+constexpr int64_t kMaxRanks = 63;  // largest number of ranks in a group: its header of 4096 bytes
+                                   // has a cache line for each rank
 
-// Result of an exchange: complete; a rank has failed elsewhere; or kMissing + the rank that did not
-// arrive in time.
+// Result of an exchange. kExchanged: it is complete. kAborted: a rank has failed elsewhere.
+// kMissing + r: rank r did not arrive in time.
 constexpr int64_t kExchanged = 0;
 constexpr int64_t kAborted = 1;
 constexpr int64_t kMissing = 2;
