@@ -81,7 +81,7 @@ int64_t draw(const Row<T>& row, const RowNumbers& random, const Weighing& weigh,
   int64_t first = first_of_largest(speeds, kVocabBlock);
   // All quotients may underflow to 0. Then take the most likely token of the block.
   if (!(weights[first] > 0)) first = first_of_largest(weights, kVocabBlock);
-  // With given numbers that are not above 0, even padding after the vocabulary can win.
+  // With given random values that are not above 0, even padding after the vocabulary can win.
   const int64_t token = block * kVocabBlock + first;
   return token < row.vocab_size ? token : row.vocab_size - 1;
 }
@@ -169,7 +169,7 @@ int64_t sample_row(const SampleArgs<T>& args, const Logit* logits, int64_t index
   return draw(row, random, weigh, scratch);
 }
 
-// The first `count` random numbers for each key and its position; out: [num_rows, count].
+// The first `count` random values for each key and its position; out: [num_rows, count].
 inline void draw_exponentials(const uint64_t* keys, const int64_t* positions, int64_t num_rows,
                               int64_t count, float* out, int num_threads) {
   parallel_rows(num_rows, count, num_threads, [&](int64_t row) {

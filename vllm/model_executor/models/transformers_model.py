@@ -374,7 +374,10 @@ class TransformersForCausalLM(CausalLM):
             if hasattr(module, "layer_idx") and _attends(module)
         }
         if self.arch.hf_config.get("num_kv_shared_layers"):
-            raise ConfigError("its layers read the keys and values of earlier layers")
+            raise ConfigError(
+                "its layers read the keys and values of earlier layers (num_kv_shared_layers), "
+                "which is not supported"
+            )
         if len(found) != self.arch.num_layers:
             raise ConfigError(
                 f"only {len(found)} of its {self.arch.num_layers} layers have attention that can "
