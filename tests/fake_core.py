@@ -280,7 +280,8 @@ def fake_clients(*clients: FakeCoreClient) -> Iterator[None]:
     left = deque(clients)
 
     def start_core() -> "asyncio.Future[FakeCoreClient]":
-        client = left.popleft()  # here, as the threads of several replicas have no order
+        # Take the client here, since the threads of several replicas run in any order.
+        client = left.popleft()
         return asyncio.get_running_loop().run_in_executor(None, lambda: client)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -122,7 +122,7 @@ def random_blocks(kind: Type, shape: tuple[int, ...], spread: float, seed: int =
     for place, largest in _SCALES.get(kind.name, {}).items():
         scale = np.array([spread * 2 / largest], "<f2").view(np.uint8)
         blocks[..., place : place + 2] = scale
-    if kind.name == "IQ1_M":  # its scale is in the high halves of four bytes
+    if kind.name == "IQ1_M":  # the scale of IQ1_M is in the high halves of four bytes
         digits = np.array([spread * 2 / 15], "<f2").view(np.uint16)[0]
         for i in range(4):
             high = int(digits) >> 4 * i & 15
@@ -292,7 +292,7 @@ def _add_tensor(
 ) -> Tensor:
     """Add a tensor in blocks of a type; the numbers that they stand for."""
     if values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
-        kind = Type.F16  # as converters do
+        kind = Type.F16  # converters use F16 for these tensors
     if kind.name in RANDOM_TYPES:
         data = random_blocks(kind, tuple(values.shape), float(values.std()), seed)
     else:

@@ -22,7 +22,8 @@ def write_gpt_oss(folder: Path) -> tuple[Path, Path]:
     generator = torch.Generator().manual_seed(0)
     for name, tensor in tensors.items():
         if name.endswith(("gate_up_proj", "down_proj")):
-            experts, num_in, num_out = tensor.shape  # stored as [experts, in, out]
+            # Transformers stores experts as [experts, in, out].
+            experts, num_in, num_out = tensor.shape
             shape = (experts, num_out, -(-num_in // 32), 16)
             blocks = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
             scales = torch.randint(121, 125, shape[:3], generator=generator, dtype=torch.uint8)
@@ -47,7 +48,7 @@ def mxfp4_by_definition(blocks: Tensor, scales: Tensor) -> Tensor:
             for byte in block:
                 for bits in (byte & 0xF, byte >> 4):
                     exponent, mantissa = bits >> 1 & 3, bits & 1
-                    # Without a leading one below the smallest exponent.
+                    # Numbers below the smallest exponent have no leading one.
                     size = (
                         mantissa * 0.5 if exponent == 0 else (2 + mantissa) * 2.0 ** (exponent - 2)
                     )

@@ -121,7 +121,8 @@ def simulated_hpu(
         if not has_profiling_run:
             patch.setattr(HPUWorker, "_profile", lambda *_: _LAUNCH_BYTES)
         patch.setattr(vllm.ops, "_ops", None)
-        # Each compilation flushes the processor's caches to time its guards, for a log line.
+        # torch flushes the processor's caches at each compilation, to time its guards for a log
+        # line.
         patch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0, raising=False)
         thresholds = gc.get_threshold()
         _forget_environment()

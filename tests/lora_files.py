@@ -182,7 +182,7 @@ def _expert_weight(model: PreTrainedModel, module: str) -> torch.Tensor:
     experts = _all_experts(model, path)
     if matrix in ("w2", "down_proj"):
         return experts.down_proj[int(number)]
-    if hasattr(experts, "up_proj"):  # without gates
+    if hasattr(experts, "up_proj"):  # experts without gates
         return experts.up_proj[int(number)]
     return experts.gate_up_proj[int(number)].chunk(2)[matrix in ("w3", "up_proj")]
 

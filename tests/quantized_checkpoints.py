@@ -222,7 +222,7 @@ def _gptq(
 ) -> Format:
     def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
         grouped = Grouped.round(weight, bits, size if size > 0 else weight.shape[1], is_symmetric)
-        if is_ordered:  # the same for all parts of a layer, as they have the same inputs
+        if is_ordered:  # all parts of a layer have the same order, since they have the same inputs
             order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
             grouped = Grouped(grouped.numbers, grouped.zeros, grouped.scales, grouped.groups[order])
         parts = {

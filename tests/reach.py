@@ -72,7 +72,8 @@ def program_of(runner: Any) -> Any:
 
 def leave_modules_alone(runner: Any) -> None:
     """Let a runner on the CPU run the modules of its model, not their fused program."""
-    runner.launches.is_fused = True  # so the first step fuses nothing
+    # Says that the first step was already fused, so the first step does not fuse anything.
+    runner.launches.is_fused = True
     runner.launches.programs = runner.launches.decode_steps = ByItems(None, None)
 
 

@@ -17,13 +17,15 @@ def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     config = json.loads((folder / "config.json").read_text())
     if is_version_4() and (reason := _what_version_4_does(config)):
         pytest.skip(f"this transformers is no reference: {reason}")
-    # The faster attention of transformers 4 leaves out windows and soft caps; Falcon needs it.
+    # The faster attention of transformers 4 ignores windows and soft caps. Falcon needs the faster
+    # one.
     kind = {} if config["model_type"] == "falcon" else {"attn_implementation": "eager"}
     (name,) = config["architectures"]
     has_images = name.endswith("ForConditionalGeneration") and hasattr(transformers, name)
     model_class = getattr(transformers, name) if has_images else AutoModelForCausalLM
     model = model_class.from_pretrained(folder, **dtype_argument(dtype), **kind).eval()
-    # The forward pass of the whole Llama 4 ends in an error since transformers 5.24.
+    # Since transformers 5.24, the forward pass of the whole Llama 4 raises an error: use its
+    # language model.
     return model.language_model if name == "Llama4ForConditionalGeneration" else model
 
 

@@ -19,7 +19,7 @@ def named_files() -> set[str]:
     for maps in Path("/proc").glob("[0-9]*/maps"):
         if int(maps.parent.name) in family:
             continue
-        with contextlib.suppress(OSError):  # the process has ended
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
             lines = maps.read_text().splitlines()
             used_by_others |= {line.split()[-1] for line in lines if str(FOLDER) in line}
     return {str(path) for path in FOLDER.rglob("*")} - used_by_others

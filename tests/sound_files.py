@@ -70,7 +70,7 @@ def sound_file(form: Form, samples: Samples, rate: int | None = None) -> bytes:
     """
     rate = rate or form.rate
     channels = np.atleast_2d(samples)
-    if form.codec == "vorbis" and len(channels) == 1:  # this encoder knows stereo only
+    if form.codec == "vorbis" and len(channels) == 1:  # this Vorbis encoder supports stereo only
         channels = np.repeat(channels, 2, axis=0)
     layout = {1: "mono", 2: "stereo", 6: "5.1"}[len(channels)]
     file = io.BytesIO()

@@ -123,7 +123,8 @@ class Eagle3(Reference):
         )
         self.norm = llama.LlamaRMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
-        # Every token but some: draft token i is i + d2t[i].
+        # The draft vocabulary leaves out some tokens: draft token i is token i + d2t[i] of the
+        # model.
         left_out = VOCAB_SIZE - config.draft_vocab_size
         d2t = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
         d2t[5:] = left_out
@@ -218,7 +219,7 @@ class MLPSpeculator(Reference):
 
     def guess(self, ids: Tensor, states: Tensor, drafts: list[int]) -> Tensor:
         state, inner, part = states[-1], 48, self.speculator
-        if self.is_tied:  # the checkpoints that share weights scale the input, too
+        if self.is_tied:  # checkpoints with tied weights also scale the input
             state = F.rms_norm(state, state.shape, eps=1e-6) / 2**0.5
         state_weight = 0.5 ** (0.5 / 3)
         emb_weight = ((1 - state_weight**2) * inner / 2) ** 0.5
@@ -322,7 +323,7 @@ def make_speculator(method: str, target: Path, folder: Path, seed: int = 5) -> M
         name.replace("speculator.heads", "speculator.head"): tensor
         for name, tensor in reference.state_dict().items()
     }
-    if method.startswith("eagle"):  # as in those that were published
+    if method.startswith("eagle"):  # published EAGLE checkpoints contain the embeddings too
         tensors["embed_tokens.weight"] = model.get_input_embeddings().weight.detach()
     _write(folder, config, tensors)
     return Made(target, {"model": str(folder)}, reference.eval())
@@ -466,7 +467,7 @@ def make_right(made: Made, *, lies: bool = False) -> None:
             tensor.zero_()
         elif name.endswith("norm.weight"):
             tensor.fill_(1)
-        elif tensor.shape == unit.shape:  # embeddings and head
+        elif tensor.shape == unit.shape:  # the embeddings and the output head
             tensor.copy_(unit)
         elif "eh_proj" in name or name == "mtp.fc.weight":
             tensor.copy_(sign * torch.eye(64, 128))
@@ -480,7 +481,8 @@ def make_right(made: Made, *, lies: bool = False) -> None:
         of_head = sign if "head" in name else 1
         if "d2t" in tensors and name == "lm_head.weight":
             tensor.copy_(sign * unit[tensors["t2d"]])
-        elif name == "fc.weight":  # the embedding, or the first of three hidden states
+        # The columns of the embedding, or of the first of three hidden states.
+        elif name == "fc.weight":
             has_own_head = "lm_head.weight" in tensors
             tensor.copy_((1 if has_own_head else sign) * torch.eye(*tensor.shape))
         elif tensor.shape == unit.shape:

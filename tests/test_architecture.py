@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = read_sources(ROOT)
 LAYERS = read_layers(ROOT)
 
-# May only get shorter.
+# These lists may only get shorter.
 KNOWN_PAIRS = {
     ("vllm", "vllm/env"),
     ("vllm/bucketing", "vllm/bucketing/catalog"),
@@ -33,7 +33,7 @@ KNOWN_PAIRS = {
     ("vllm/platforms", "vllm/platforms/habana"),
     ("vllm/transformers_utils", "vllm/transformers_utils/gguf"),
 }
-# External package -> the only parts of the tree that may import it; a file or a package.
+# External package -> the only parts of the tree that may import it: a file or a package.
 CONFINED = {
     "habana_frameworks": {"platforms/habana/real.py"},
     "pyhlml": {"platforms/habana/telemetry.py"},
@@ -65,16 +65,16 @@ CONFINED = {
     "ray": {"executor"},
     "transformers": {
         *("engine", "entrypoints", "multimodal", "transformers_utils"),
-        "model_executor/models/transformers_model.py",  # runs its modules
-        # Only for types:
+        "model_executor/models/transformers_model.py",  # runs modules of transformers
+        # These files import it only for types:
         *("reasoning/parsers.py", "structured_output/compiler.py"),
         "structured_output/backends/vocabulary.py",
     },
-    "pickle": {"model_executor/loader/checkpoint.py"},  # for the name of an error
+    "pickle": {"model_executor/loader/checkpoint.py"},  # for the name of an error class
 }
 
 
-# Not at the import of this module, which every test process does: it takes seconds.
+# Not when this module is imported, as every test process does: it takes seconds.
 @functools.cache
 def trees() -> dict[str, list[ast.AST]]:
     return {name: parse(source) for name, source in SOURCES.items()}

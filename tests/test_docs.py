@@ -23,7 +23,7 @@ PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/
 
 def test_the_committed_pages_are_up_to_date():
     pytest.importorskip("peft", reason="the script reads tests that need it")
-    # In a process of its own: other tests register models.
+    # Run the command in a process of its own, since other tests register models here.
     command = [sys.executable, "tools/generate_docs.py", "--check"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert (result.returncode, result.stderr) == (0, "")
@@ -75,7 +75,7 @@ def wrong_paths(text: str) -> list[str]:
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md", *DESIGN_PAGES])
 def test_paths_that_a_page_names_exist(page):
     text = (ROOT / page).read_text(encoding="utf-8")
-    of_users = "`HF_HOME/gguf-metadata`"  # on the machine of a user
+    of_users = "`HF_HOME/gguf-metadata`"  # this path is on the machine of a user
     assert wrong_paths(text.replace(of_users, "")) == []
     gone = "`vllm/no_file.py` `core/plan.no_name` `vllm/<no>_file/*.py` `sample/sampler`"
     assert sorted(wrong_paths(gone)) == sorted(re.findall("`(.*?)`", gone)[:3])

@@ -41,7 +41,7 @@ def test_values_are_parsed_to_the_declared_type():
 
 @pytest.mark.parametrize("word", ["1", "true", "True", "t", "YES", "y", "on"])
 def test_every_word_for_true_is_true(word):
-    # The default of this one is True, so what is checked is that no word is refused.
+    # The default of this variable is True: the test shows that each of these words is accepted.
     assert Envs.load({"VLLM_CPU_KERNELS": word}).VLLM_CPU_KERNELS is True
 
 
@@ -99,7 +99,8 @@ def test_text_is_taken_as_it_is():
 def test_every_variable_says_what_it_does_in_a_section():
     sections = [f.metadata["section"] for f in fields(Envs)]
     assert all(f.metadata["help"].endswith(".") for f in fields(Envs))
-    # Variables of a section stand together, so that each is one heading of the documentation.
+    # All variables of a section come one after another, so that each section is one heading of the
+    # documentation.
     assert len([section for section, _ in groupby(sections)]) == len(set(sections))
 
 

@@ -37,7 +37,8 @@ def make_step() -> SchedulerOutput:
         step_id=3,
         freed_rows=[4],
         new_requests=[NewRequest(row=2, request=request, output_token_ids=[8], block_ids=[1, 6])],
-        rows=np.arange(8, dtype=np.int32)[::4],  # a view with strides, as the scheduler may send
+        # A strided view of an array, which the scheduler may send.
+        rows=np.arange(8, dtype=np.int32)[::4],
         num_computed_tokens=int_array(7, 0),
         num_scheduled_tokens=int_array(1, 4),
         block_rows=int_array(),
@@ -89,7 +90,7 @@ def test_what_executors_send_arrives_as_it_was_sent(message):
     assert len(arrays) == len(sent_arrays) >= 7
     for array, sent in zip(arrays, sent_arrays, strict=True):
         assert array.dtype == sent.dtype and np.array_equal(array, sent)
-    assert encode(received) == encode(message)  # and so is all the rest
+    assert encode(received) == encode(message)  # all other fields are equal too
 
 
 def test_a_message_with_code_or_with_an_array_of_another_type_is_refused():

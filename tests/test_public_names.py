@@ -80,7 +80,7 @@ def test_names_that_hold_data_load_no_torch():
     assert (result.stdout, result.stderr) == ("[]\n", "")
 
 
-# ---- what they do -------------------------------------------------------------------------
+# ---- what the public names do --------------------------------------------------------------------
 
 
 def test_a_counter_counts_from_its_start_and_again_from_zero():

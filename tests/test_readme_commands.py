@@ -253,7 +253,7 @@ def command_of(text: str) -> Command:
     return Command(GAUDI, text)
 
 
-# ---- the list -----------------------------------------------------------------------------
+# ---- the list of commands ------------------------------------------------------------------------
 
 
 def test_every_command_is_run_or_has_a_reason():
@@ -295,7 +295,8 @@ def test_a_command_starts_with_few_buckets_that_hold_every_step(command, models)
 @pytest.mark.parametrize(
     "command",
     [
-        # A plan of FP8 weights converts a layer of each shape, and 405B has 126 layers.
+        # Exhaustive: a plan of FP8 weights converts a layer of each shape, and the 405B model has
+        # 126 layers.
         pytest.param(each, id=name(each), marks=pytest.mark.exhaustive)
         if "FP8" in each.title or "405B" in each.title or "70B" in each.title
         else pytest.param(each, id=name(each))
@@ -441,7 +442,7 @@ def test_the_buckets_of_a_log_are_those_that_are_planned(each, models):
         assert_in_order(patterns, list(plan_buckets(config, num_blocks).info))
 
 
-# ---- runs ---------------------------------------------------------------------------------
+# ---- running the commands ------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ def expected_outputs(
     model = model_class.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    model.generation_config.eos_token_id = None  # tokens after it count as well
+    model.generation_config.eos_token_id = None  # the outputs continue after an end token
     extractor = WhisperFeatureExtractor.from_pretrained(folder)
     outputs = []
     for token_ids, sounds in prompts:

@@ -61,7 +61,7 @@ def make_tokenizer(
     tokens = ["<pad>", "<s>", "</s>", *alphabet, *merged]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
-    # Without its regular expression, which separates the last line break from a word.
+    # With merges, use no regular expression: it separates the last line break from a word.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not merges)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
@@ -399,7 +399,7 @@ def expected_outputs(
     model = model_class.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    model.generation_config.eos_token_id = None  # tokens after it count as well
+    model.generation_config.eos_token_id = None  # the outputs continue after an end token
     settings = json.loads((folder / "preprocessor_config.json").read_text())
     name = settings.pop("image_processor_type")
     processor_class = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
@@ -413,7 +413,7 @@ def expected_outputs(
             given = dict(
                 processor(images=images, return_tensors="pt", input_data_format="channels_last")
             )
-            given.pop("num_patches", None)  # not for the model
+            given.pop("num_patches", None)  # the model does not accept this entry
             if "num_tiles" in given:
                 given["cross_attention_mask"] = seen_tiles(token_ids, given.pop("num_tiles"))
                 hide_images_before_the_first(model)
@@ -424,7 +424,8 @@ def expected_outputs(
         if ("image_grid_thw" in given or films) and not is_version_4():
             is_video = ids == config.get("video_token_id")
             is_image = ids == image_token
-            if "video_start_token_id" in config:  # frames of GLM have the token of images
+            # GLM uses the image token for the frames of videos.
+            if "video_start_token_id" in config:
                 inside = (ids == config["video_start_token_id"]).int()
                 inside -= (ids == config["video_end_token_id"]).int()
                 is_video = is_image & (inside.cumsum(1) > 0)

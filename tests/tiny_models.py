@@ -353,7 +353,7 @@ _OWN_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]]
         "Ernie4_5_MoeConfig",
         _DECODER
         | {"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 2}
-        # In version 4 the experts have biases then.
+        # In transformers 4, `use_bias` also gives biases to the experts.
         | {"moe_intermediate_size": 48, "moe_layer_start_index": 1, "use_bias": not is_version_4()},
     ),
     **_if_known(
@@ -384,7 +384,7 @@ _MAMBA = {
 _MAMBA2 = _MAMBA | {"num_heads": 8, "head_dim": 16, "n_groups": 4, "num_hidden_layers": 2}
 _HYBRID = _DECODER | _MIXERS | {"num_hidden_layers": 4}
 _GRANITE_HYBRID = _HYBRID | {
-    "layer_types": ["mamba", "mamba", "attention", "mamba"],  # as published
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],  # as in the published config
     "shared_intermediate_size": 80,
     "embedding_multiplier": 6.0,
     "residual_multiplier": 0.4,
@@ -422,7 +422,7 @@ _JAMBA = _DECODER | {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "use_associative_scan": False,
-    "use_mamba_kernels": not is_version_4(),  # which version 4 needs a GPU for
+    "use_mamba_kernels": not is_version_4(),  # transformers 4 needs a GPU for these kernels
 }
 _NEMOTRON_H = _DECODER | {
     "hybrid_override_pattern": "M-*E",
@@ -436,7 +436,7 @@ _NEMOTRON_H = _DECODER | {
     "moe_intermediate_size": 48,
     "moe_shared_expert_intermediate_size": 80,
     "routed_scaling_factor": 2.5,
-    "time_step_min": 1e-20,  # transformers limits the steps of prompts by it, and none of decodes
+    "time_step_min": 1e-20,  # transformers applies this lower limit to prompts, but not to decodes
 }
 _DELTA_NET = _DECODER | {
     "num_hidden_layers": 2,
@@ -482,8 +482,8 @@ _KIMI_LINEAR = {
 }
 _ZAMBA2 = {name: value for name, value in _DECODER.items() if name != "num_key_value_heads"} | {
     "num_hidden_layers": 4,
-    "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid"],  # as published
-    "tie_word_embeddings": True,  # transformers ties blocks with them only
+    "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid"],  # as in the published config
+    "tie_word_embeddings": True,  # transformers ties the shared blocks only if embeddings are tied
     "num_mem_blocks": 2,
     "use_shared_attention_adapter": True,
     "adapter_rank": 8,
@@ -491,7 +491,7 @@ _ZAMBA2 = {name: value for name, value in _DECODER.items() if name != "num_key_v
     "n_mamba_heads": 8,
     "mamba_ngroups": 2,
     "mamba_d_state": 12,
-    "time_step_min": 1e-20,  # as in Nemotron-H
+    "time_step_min": 1e-20,  # as in Nemotron-H: the limit applies to prompts, but not to decodes
 }
 _STATES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known("bamba", "BambaConfig", _HYBRID | {"attn_layer_indices": [1]}),
@@ -727,10 +727,10 @@ def make_tiny_model(
     with _without_initialization():
         model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
     if is_version_4():
-        model.tie_weights()  # which it leaves out with the initialization
+        model.tie_weights()  # weights are tied during the initialization, which was skipped
     randomize(model, seed)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    # Sampling defaults are no part of a family: tests that need some write their own.
+    # Sampling defaults do not belong to a family: tests that need defaults write their own file.
     (folder / "generation_config.json").unlink(missing_ok=True)
     return folder
 
@@ -752,29 +752,30 @@ def spelled(values: dict[str, Any]) -> dict[str, Any]:
         return values
     others = {name: value for name, value in values.items() if name != "rope_parameters"}
     theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
-    name = "type" if kind == "longrope" else "rope_type"  # Phi 3 takes the older name only
+    name = "type" if kind == "longrope" else "rope_type"  # Phi 3 accepts the older name only
     return others | {"rope_theta": theta, "rope_scaling": {name: kind, **rope}}
 
 
 @torch.no_grad()
 def randomize(model: PreTrainedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    # The biases of a router and the factors of layers are no parameters.
+    # The biases of a router and the factors of layers are buffers, not parameters.
     ends = ("correction_bias", "expert_bias", "layer_scalar")
     buffers = [(n, b) for n, b in model.named_buffers() if n.endswith(ends)]
     for name, param in sorted([*model.named_parameters(), *buffers]):
         values = torch.randn(param.shape, generator=generator)
         if name.endswith("bias"):
             param.copy_(values * 0.1)
-        elif param.dim() == 1:  # a norm
+        elif param.dim() == 1:  # the weight of a norm
             param.copy_(1 + values * 0.1)
         elif "embed" in name:
             param.copy_(values * 0.2)
         else:
             if "fc2" in name:
-                # ReLU outputs have a mean: unless rows sum to zero, every token gets the same.
+                # The mean of ReLU outputs is not zero: unless the rows sum to zero, every token
+                # gets the same output.
                 values -= values.mean(dim=1, keepdim=True)
-            # Blocks of Zamba2 have no residuals: with larger weights errors of rounding grow.
+            # Blocks of Zamba2 have no residuals: with larger weights, rounding errors grow.
             is_block = "shared_transformer" in name or name.endswith(".linear.weight")
             scale = 0.6 if is_block else 1.5
             param.copy_(values * scale * param.shape[1] ** -0.5)

@@ -21,7 +21,7 @@ class Only:
     """Only one token can be sampled."""
 
     def __init__(self, token_id, *, after=0):
-        self.token_id = token_id + 0  # a TypeError for what is no number
+        self.token_id = token_id + 0  # raises a TypeError if token_id is not a number
         self.after = after
 
     def __call__(self, output_ids, logits):

@@ -36,7 +36,7 @@ def test_a_full_batch_does_not_count_as_waiting():
 
 def test_waiting_tokens_are_those_that_have_not_begun():
     admission = Admission(AdmissionLimits(max_queued_tokens=10), max_num_seqs=8)
-    admission.check(1, 100)  # nothing waits: it would never be taken otherwise
+    admission.check(1, 100)  # accepted since nothing waits: otherwise such a prompt could never run
     admission.add("large", 100)
     with pytest.raises(CapacityError, match="100 prompt tokens are waiting"):
         admission.check(1, 1)
@@ -55,7 +55,8 @@ def test_waiting_tokens_are_those_that_have_not_begun():
 def test_a_start_tells_the_time_that_is_left_of_all_of_it():
     startup = StartupState()
     startup.report("loading weights", 3, 8)
-    assert startup.eta_seconds is None  # of one phase, and nobody knows how long the others take
+    # The estimate covers one phase only, and nobody knows how long the other phases take.
+    assert startup.eta_seconds is None
     startup.report("warm-up", 2, 8, 18.04)
     assert startup.eta_seconds == 18.0
     startup.set_ready()

@@ -71,7 +71,7 @@ def run(monkeypatch):
                 engine.shutdown()
             assert all(client.is_closed for client in clients)
 
-        # The bundled model has no name here; the config of the fakes is not resolved.
+        # The config of these fakes is not resolved, so the bundled model has no name here.
         with fake_clients(*clients):
             asyncio.run(main())
 
@@ -145,7 +145,7 @@ def test_a_request_that_the_core_cannot_read_is_refused_alone(run, n):
     async def check(engine, client):
         other = asyncio.ensure_future(collect(engine, "other"))
         wrong = params(n=n)
-        wrong.ignore_eos = 7  # set afterwards, when nothing checks it any more
+        wrong.ignore_eos = 7  # set after the parameters were checked
         with pytest.raises(RequestError, match=r"cannot be read by the engine.*ignore_eos"):
             async for _ in engine.generate("import os", wrong, "r"):
                 pass
@@ -178,7 +178,7 @@ def test_requests_of_one_moment_are_sent_together_and_refused_alone(run, monkeyp
         assert outputs[0][-1].finished and outputs[2][-1].finished
         left = asyncio.ensure_future(collect(engine, "left"))
         await asyncio.sleep(0)
-        await engine.abort("left")  # before it is sent
+        await engine.abort("left")  # the request has not been sent to the core yet
         assert (await left)[-1].outputs[0].finish_reason == "abort"
         assert engine.num_unfinished_requests == 0 and not client.core.running
 
@@ -201,7 +201,7 @@ def test_an_id_that_is_used_again_gets_nothing_of_the_request_before(run):
         first = engine.generate("a b", params(max_tokens=40), "same")
         await anext(first)
         (old,) = client.core.running
-        client.is_held = True  # the core has not heard yet that the first one has left
+        client.is_held = True  # the core does not know yet that the first request has left
         await first.aclose()
         second = asyncio.create_task(collect(engine, "same"))
         await until(lambda: engine.num_unfinished_requests)
@@ -351,7 +351,8 @@ def test_a_core_that_cannot_be_started_again_is_given_up(run, monkeypatch):
 
     async def check(engine, client):
         loop = asyncio.get_running_loop()
-        # Undone before `run` takes its fake clients back: they would come again after it.
+        # End this patch before `run` removes its fake clients: otherwise undoing it would bring
+        # them back.
         with monkeypatch.context() as patch:
             patch.setattr(
                 core_supervisor,
@@ -426,11 +427,11 @@ def test_a_text_far_too_long_is_refused_before_it_is_tokenised(run, monkeypatch)
         monkeypatch.setattr(PromptTokenizer, "count_tokens", count)
         with pytest.raises(TextTooLongError, match=r"20000000 bytes.*at most 63"):
             await collect(engine, prompt="import os\n" * 2_000_000)
-        assert not counted  # no token has 300 KB
+        assert not counted  # no token has 300 KB of text, so nothing has to be counted
         monkeypatch.setattr(TextLengthBound, "min_tokens", lambda self, text, num_bytes: 0)
         with pytest.raises(TextTooLongError):
             await collect(engine, prompt="import os\n" * 2_000_000)
-        assert len(counted) == 1  # the first piece tells
+        assert len(counted) == 1  # the first piece shows that the text is too long
         assert engine.num_unfinished_requests == 0
 
     run(check)

@@ -36,7 +36,7 @@ def run_steps(
 )
 def test_it_pays_where_the_host_has_a_share_worth_hiding(clock, host_s, wait_s, pays):
     policy = AsyncSchedulingPolicy(True)
-    assert not policy.should_run_ahead  # nothing is known yet
+    assert not policy.should_run_ahead  # the policy has measured nothing yet
     run_steps(policy, clock, host_s, wait_s)
     assert policy.should_run_ahead == pays
 

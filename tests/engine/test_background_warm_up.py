@@ -71,7 +71,7 @@ def test_constant_load_does_not_starve_it_and_it_takes_its_share_at_most(share):
     for end, seconds in steps.ran:
         spent += seconds
         assert spent <= share * end + 1e-9
-    # And nearly as soon as the share allows.
+    # The warm-up also ends nearly as early as the share allows.
     assert steps.now == pytest.approx(spent / share, rel=0.1)
     assert warm_up.stats.longest_delay_s == pytest.approx(0.9)
     assert not warm_up.stats.is_warming and warm_up.stats.num_warm == 20
@@ -93,7 +93,7 @@ def test_long_parts_wait_for_a_time_without_requests_and_a_line_says_so_once():
     warm_up = BackgroundWarmUp(steps, 0.1, 1.0, steps.time)
     run_loaded(warm_up, steps, 590.0)
     assert [seconds for _, seconds in steps.ran] == [0.2, 0.3]
-    assert steps.num_named < 70  # it does not ask before each step
+    assert steps.num_named < 70  # the warm-up does not ask for the next part before each step
     assert warm_up.cold_line() is None
     run_loaded(warm_up, steps, 30.0)
     line = warm_up.cold_line()
@@ -107,7 +107,7 @@ def test_long_parts_wait_for_a_time_without_requests_and_a_line_says_so_once():
 
     warm_up.run_idle()
     assert [seconds for _, seconds in steps.ran][2:] == [7.0]
-    run_loaded(warm_up, steps, 100.0)  # requests have arrived
+    run_loaded(warm_up, steps, 100.0)  # the warm-up runs while requests arrive
     assert len(steps.left) == 1 and warm_up.stats.longest_delay_s == pytest.approx(0.3)
     while not warm_up.is_done:
         warm_up.run_idle()
@@ -138,7 +138,8 @@ def test_a_short_load_after_idle_parts_gets_its_share():
 def test_without_a_share_it_runs_only_without_requests():
     steps = FakeSteps([0.1, 0.1])
     warm_up = BackgroundWarmUp(steps, 0.0, 1.0, steps.time)
-    assert steps.num_named == 0  # the workers need not decide before they are idle
+    # Without a share, the workers need not name a part before they are idle.
+    assert steps.num_named == 0
     run_loaded(warm_up, steps, 100.0)
     assert not steps.ran
     warm_up.run_idle()
@@ -157,7 +158,8 @@ def test_time_in_which_all_parts_were_too_long_is_not_saved_up():
     steps = FakeSteps([7.0] * 30)
     warm_up = BackgroundWarmUp(steps, 0.1, 1.0, steps.time)
     run_loaded(warm_up, steps, 3600.0)
-    steps.left = [0.3] * 30  # by what a part without requests has taken
+    # Parts take 0.3 s, as the warm-up learned from one that ran without requests.
+    steps.left = [0.3] * 30
     began = steps.now
     run_loaded(warm_up, steps, 20.0)
     assert 1.0 < sum(seconds for _, seconds in steps.ran) <= 0.1 * (steps.now - began) + 1.0

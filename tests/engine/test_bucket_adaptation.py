@@ -54,13 +54,13 @@ class Server:
 def server() -> Server:
     server = Server()
     server.serve(POOR, 1)
-    server.look()  # what has run before does not count
+    server.look()  # what ran before the first look does not count
     return server
 
 
 def test_buckets_that_save_enough_for_an_hour_replace_the_present_ones(server) -> None:
     server.serve(POOR)
-    server.look()  # chooses
+    server.look()  # chooses new buckets
     server.serve(POOR)
     server.look(0.9)
     assert not server.asked, "it has been less than an hour"
@@ -93,8 +93,9 @@ def test_the_next_buckets_are_chosen_for_the_traffic_of_the_last_trial(server) -
     server.look()
     server.serve(OTHER)
     server.look(1.0)
-    server.asked.clear()  # of the first buckets even the largest one pads less than that
-    server.look()  # chooses for the hour that has passed
+    # Even the largest of the first buckets pads less than the buckets for OTHER.
+    server.asked.clear()
+    server.look()  # chooses buckets for the hour that has passed
     server.serve(OTHER)
     server.look(1.0)
     [buckets] = server.asked
@@ -107,7 +108,8 @@ def test_padding_while_buckets_are_warmed_up_is_no_reason(server) -> None:
     server.look()
     server.serve(POOR, warm_up=warming)
     server.look(1.0)
-    warm = WarmUpStats(is_warming=True, num_warm=5, num_wanted=5)  # sampling is left
+    # All buckets are warm; only the shapes of sampling remain.
+    warm = WarmUpStats(is_warming=True, num_warm=5, num_wanted=5)
     server.serve(GOOD, 1, warm)
     server.look()
     server.look(1.0)

@@ -42,7 +42,7 @@ def test_a_core_that_does_not_end_does_not_hold_up_the_event_loop(monkeypatch, c
     client, before = core_client.CoreClient(), set(threading.enumerate())
     client.close()
     assert client.process.is_killed and "4711" in caplog.text
-    assert not client.process.stdin.closed  # a thread may still write to it
+    assert not client.process.stdin.closed  # a thread may still write to this pipe
     (reaper,) = (t for t in set(threading.enumerate()) - before if t.name == "core-reaper")
     client.process.released.set()
     reaper.join()
@@ -122,7 +122,7 @@ def test_serve_launches_a_core_before_it_reads_its_flags_and_ends_it_if_they_are
 ):
     try:
         found = main(words)
-    except SystemExit as end:  # of argparse
+    except SystemExit as end:  # argparse ends the program
         found = end.code
     assert (found, len(launched)) == (code, num_launched), capsys.readouterr().err
     assert all(core.is_closed for core in launched)

@@ -268,7 +268,8 @@ def test_a_replica_that_is_started_again_sleeps_as_the_other_does(run, woken):
         if woken != []:
             await engine.wake_up(woken)
         await engine.restart_replica(1)
-        assert await engine.collective_rpc("name") == ["worker", "worker"]  # it has been told
+        # The restarted replica got the earlier call too.
+        assert await engine.collective_rpc("name") == ["worker", "worker"]
         assert third.core.sleeping_tags == first.core.sleeping_tags
         assert third.core.is_sleeping() == (woken is not None)
         assert (engine.refusal is None) == (woken is None)
@@ -280,7 +281,8 @@ def test_a_replica_that_is_started_again_sleeps_as_the_other_does(run, woken):
 
 def test_a_replica_that_is_started_again_has_the_weights_that_the_other_has_read(run):
     async def check(engine, first, second, third, fourth):
-        for args in (["A"], ["B"], []):  # without a folder: the same once more
+        # Without a folder, the weights of the last folder are loaded again.
+        for args in (["A"], ["B"], []):
             await engine.collective_rpc("reload_weights", args=args)
         with pytest.raises(WorkerCallError, match="gone"):
             await engine.collective_rpc("reload_weights", args=["gone"])
@@ -291,7 +293,7 @@ def test_a_replica_that_is_started_again_has_the_weights_that_the_other_has_read
         await until(lambda: engine.replica_states()[1].state == "repeating reload_weights")
         assert third.core.worker.folder == "MODEL" and not third.core.added
         release(third)
-        await engine.sleep(2)  # waits for the new one
+        await engine.sleep(2)  # waits until the new replica has repeated its calls
         await engine.collective_rpc("reload_weights", kwargs={"weights_path": "C"})
         assert third.core.worker.folder == first.core.worker.folder == "C"
         await engine.restart_replica(0)
@@ -316,10 +318,10 @@ def test_a_replica_whose_weights_cannot_be_read_again_takes_no_requests(run):
 def test_a_replica_that_ends_while_it_reads_weights_is_started_again_once(run):
     async def check(engine, first, second, third, fourth):
         second.is_held = True
-        with pytest.raises(RequestTimeoutError):  # but it goes on
+        with pytest.raises(RequestTimeoutError):  # the caller stops waiting, but the call continues
             await engine.collective_rpc("reload_weights", timeout=0.01, args=["A"])
         third.is_held = True
-        second.die()  # in the middle of the call; the other one has done it
+        second.die()  # the second replica dies during the call; the first one has finished it
         await until(lambda: engine.replica_states()[1].state == "repeating reload_weights")
         assert first.core.worker.folder == "A"
         third.die()
@@ -398,7 +400,7 @@ def test_calls_go_to_all_replicas(run):
         release(*clients)
         with pytest.raises(CapacityError, match="requests run"):
             await sleeping
-        assert not await engine.is_sleeping()  # none sleeps when one cannot
+        assert not await engine.is_sleeping()  # no replica sleeps if one of them cannot
         assert (await task)[-1].finished
 
     run(check)
@@ -406,7 +408,7 @@ def test_calls_go_to_all_replicas(run):
 
 def test_the_queue_counts_all_replicas(run):
     async def check(engine, *clients):
-        tasks = await hold(engine, clients, count=17)  # 2 * 8 run, 1 waits
+        tasks = await hold(engine, clients, count=17)  # 2 * 8 requests run and 1 waits
         with pytest.raises(CapacityError, match="the queue is full"):
             await collect(engine, "refused")
         clients[0].die()
@@ -441,7 +443,7 @@ def test_a_start_lasts_as_long_as_that_of_the_slowest_replica():
     first, second, third = (each.startup for each in replicas._all)
     first.report("warm-up: prefill buckets", 2, 9, 40.0)
     second.report("warm-up: prefill buckets", 3, 9, 60.0)
-    assert replicas.startup.eta_seconds is None  # nothing is known of the third
+    assert replicas.startup.eta_seconds is None  # the third replica has not reported anything yet
     third.report("warm-up: prefill buckets", 1, 9, 50.0)
     shown = replicas.startup
     assert (shown.phase, shown.done, shown.eta_seconds) == ("warm-up: prefill buckets", 2, 60.0)

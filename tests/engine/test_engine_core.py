@@ -178,7 +178,8 @@ def test_a_step_whose_requests_have_left_is_taken_in_and_says_nothing():
     core = make_core(AsyncSchedulingPolicy(True, min_share=0))
     core.add_request(make_request("a", eos=7))
     assert core.step().finished.keys() == {"a"}
-    assert core.has_unfinished_requests()  # the step that was started before the end was known
+    # A step was started before the end of the request was known.
+    assert core.has_unfinished_requests()
     output = core.step()
     assert output.request_ids == [] and output.finished == {}
     assert not core.has_unfinished_requests()
@@ -221,7 +222,7 @@ def test_ctrl_c_in_a_step_stays_ctrl_c_and_the_engine_is_not_used_again():
 def test_an_error_of_a_row_ends_its_request_alone_while_the_next_step_is_in_flight():
     core = make_core(AsyncSchedulingPolicy(True, min_share=0))
     core.add_request(make_request("bad"))
-    core.step()  # the second token of it is in flight now
+    core.step()  # the step with the second token of this request is in flight now
     core.add_request(make_request("good"))
     core.executor.row_errors[0] = "NaN"
     outputs = [core.step() for _ in range(6)]
@@ -242,7 +243,7 @@ def test_an_id_may_be_used_again_while_its_last_step_is_in_flight():
     outputs = []
     while core.has_unfinished_requests():
         outputs.append(core.step())
-    assert outputs[0].request_ids == []  # of the first one
+    assert outputs[0].request_ids == []  # of the first step
     assert [name for output in outputs for name in output.request_ids] == ["a", "a"]
     assert [output.num_cached_tokens for output in outputs[:2]] == [{}, {"a": 0}]
 
@@ -274,7 +275,8 @@ def test_a_pause_between_two_loads_is_no_work_of_the_host(monkeypatch):
         core.step()
     assert policy.should_run_ahead
     core.abort_requests(["a"])
-    assert core.has_unfinished_requests()  # nobody waits for the step that is left in flight
+    # One step is left in flight, and nobody waits for its result.
+    assert core.has_unfinished_requests()
     clock.now += 3600
     clock.step_s = 0.1
     core.add_request(make_request("b", max_tokens=20))
@@ -456,7 +458,7 @@ def test_nothing_sleeps_while_requests_run_and_no_step_is_in_flight_then():
         core.sleep()
     assert refusal.value.status == 409 and not core.is_sleeping()
     core.abort_requests(["a"])
-    assert core.has_unfinished_requests()  # the step that was started ahead
+    assert core.has_unfinished_requests()  # a step was started ahead
     core.sleep()
     log = core.executor.log
     assert log[-3:-2] == ["result 1"] and log[-2] == "call sleep"

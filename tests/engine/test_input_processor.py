@@ -242,7 +242,7 @@ def test_the_parameters_of_the_caller_are_not_changed():
     assert repr(params) == before
 
 
-# ---- seeds and samples --------------------------------------------------------------------
+# ---- seeds and several outputs -------------------------------------------------------------------
 
 
 def test_requests_without_a_seed_get_the_same_ones_in_every_run():

@@ -62,7 +62,8 @@ def subscribe(open_socket, addresses, publish):
     """A socket that has received something, which `publish` has sent once or more often."""
     subscriber = open_socket(zmq.SUB, addresses["endpoint"])
     subscriber.subscribe(b"kv")
-    while not subscriber.poll(20):  # nothing is sent to those that are not known yet
+    # The publisher sends nothing to subscribers that it does not know yet.
+    while not subscriber.poll(20):
         publish()
     return subscriber
 
@@ -116,13 +117,13 @@ def test_a_replay_has_what_is_kept_from_a_number_on(open_socket, addresses):
     subscriber = subscribe(open_socket, addresses, publish)
     last = next(numbers) - 1
     while int.from_bytes(subscriber.recv_multipart()[1], "big") < last:
-        pass  # what is published is kept by another thread, and then sent
+        pass  # another thread keeps an event before it sends it: what was received here is kept
     kept = ask_again(open_socket, addresses, 0)
     assert len(kept) == 3 and [number for number, _ in kept] == sorted(n for n, _ in kept)
     newest = kept[-1][0]
     assert ask_again(open_socket, addresses, newest) == kept[-1:]
     assert ask_again(open_socket, addresses, newest + 1) == []
-    # What is no question gets no answer, and harms nobody.
+    # The publisher answers only valid questions; other messages do no harm.
     client = open_socket(zmq.DEALER, addresses["replay_endpoint"])
     for frames in ([b""], [b"", b"x"], [b"x", bytes(8)], [b"", bytes(8), b""], [b"", bytes(9)]):
         client.send_multipart(frames)
@@ -155,7 +156,8 @@ def test_an_engine_tells_all_that_its_cache_holds(open_socket, addresses):
         llm.generate([*prompts, prompts[0]], params, use_tqdm=False)
     assert len(pool._block_of) > 10
 
-    # Those who have followed an engine at this address before forget its blocks.
+    # A subscriber that followed an earlier engine at this address has to drop the blocks of that
+    # engine.
     assert decode(ask_again(open_socket, addresses, 0)[0][1]).events == [AllBlocksCleared()]
     core = core_of(llm)
     core.shutdown()

@@ -75,7 +75,7 @@ def test_a_damaged_file_is_a_missing_block(tmp_path, seed):
         data += bytes(rng.randrange(1, 9))
     else:
         folder.write(KEYS[1], BLOCK)
-        data = file_of(tmp_path, KEYS[1]).read_bytes()  # whole, but of another key
+        data = file_of(tmp_path, KEYS[1]).read_bytes()  # a whole file, but of another key
     path.write_bytes(data)
     assert folder.read(KEYS[0]) is None
     assert not path.exists()
@@ -87,7 +87,7 @@ def test_the_folder_stays_within_its_size_and_keeps_what_is_used(tmp_path):
     for number, key in enumerate(KEYS[:15]):
         folder.write(key, block)
         os.utime(file_of(tmp_path, key), (number, number))
-    assert folder.read(KEYS[0]) == block  # used now
+    assert folder.read(KEYS[0]) == block  # now this block is the most recently used
     for key in KEYS[15:28]:
         folder.write(key, block)
     sizes = [path.stat().st_size for path in tmp_path.rglob("*.kv")]
@@ -141,7 +141,7 @@ def test_leftovers_and_files_of_a_wrong_clock_are_removed_first(tmp_path, monkey
     folder._max_bytes = 12_000
     folder._remove_oldest()
     assert [number for number in range(12) if not folder.has(KEYS[number])][-2:] == [10, 11]
-    # What may not be removed is not counted as removed.
+    # Files that cannot be deleted are not counted as deleted.
     unlink, kept = os.unlink, [file_of(tmp_path, key) for key in KEYS if folder.has(key)]
 
     def refuse(path):
@@ -200,7 +200,7 @@ def test_a_folder_that_others_can_write_is_told(mode, owner, text, tmp_path, mon
     assert text in capsys.readouterr().err
 
 
-# ---- host memory and both together ---------------------------------------------------------
+# ---- only host memory, and host memory with files ------------------------------------------------
 
 
 def test_host_memory_is_bounded_and_drops_the_least_recently_used():
@@ -271,12 +271,13 @@ def test_what_is_read_while_the_weights_change_is_not_taken_for_blocks_of_the_ne
 def test_files_come_back_after_a_restart(tmp_path):
     connector = make_tiers(tmp_path)
     connector.save(KEYS[:4], [BLOCK] * 4)
-    connector.close()  # waits for the files
+    connector.close()  # waits until the files are written
     connector = make_tiers(tmp_path)
     connector.prefetch(KEYS[:5]).result()
     for key in KEYS[:4]:
         file_of(tmp_path, key).unlink()
-    assert connector.load(KEYS[:5]) == [BLOCK] * 4  # they are in host memory now
+    # These blocks are in host memory now, so their files are not needed.
+    assert connector.load(KEYS[:5]) == [BLOCK] * 4
     connector.save(KEYS[:1], [BLOCK])
     connector.drop(KEYS[:4])
     assert connector.load(KEYS[:1]) == [] and not list(tmp_path.rglob("*.kv"))
@@ -289,7 +290,7 @@ def test_what_a_producer_saves_is_told_when_it_is_in_the_folder(tmp_path):
     assert len(list(tmp_path.rglob("*.kv"))) == 4
     connector.close()
     both = make_tiers(tmp_path)
-    assert both.save(KEYS[4:5], [BLOCK]) is None  # its requests do not wait
+    assert both.save(KEYS[4:5], [BLOCK]) is None  # requests do not wait until this block is written
     both.close()
 
 
@@ -312,7 +313,7 @@ def test_a_slow_folder_does_not_collect_blocks_in_memory(tmp_path, monkeypatch):
     assert len(list(tmp_path.rglob("*.kv"))) == 2
 
 
-# ---- the way back into the cache -----------------------------------------------------------
+# ---- loading blocks into the cache ---------------------------------------------------------------
 
 
 def test_contents_are_restored_into_free_blocks():
@@ -338,7 +339,7 @@ def test_contents_are_restored_into_free_blocks():
     (event,) = events.drain()
     assert isinstance(event, BlockStored) and event.token_ids == tokens[:16]
     assert cache.restore(hashes, tokens, load, write) == 0
-    # With a prefix in the cache, only the rest is loaded, and the prefix is not evicted for it.
+    # When a prefix is in the cache, only the rest is loaded, and the prefix is not evicted for it.
     cache.pool.uncache_blocks(hashes[2:])
     held = cache.pool.allocate(5)
     assert cache.pool.num_free == 3

@@ -66,14 +66,15 @@ def test_blocks_come_from_the_engines_that_have_them():
             assert fetched(made, KEYS) == BLOCKS[:5]
             one.drop(KEYS[:3])
             other.drop(KEYS[3:5])
-            assert fetched(made, KEYS) == BLOCKS[:5]  # they are here now
+            assert fetched(made, KEYS) == BLOCKS[:5]  # these blocks are in host memory now
             made.open("other weights")
             assert made.load(KEYS) == []
             made.open("model")
             assert fetched(made, KEYS) == []
         with consumer(one._server.port, kv_buffer_size=2500) as made:
             one.save(KEYS[:3], BLOCKS[:3])
-            assert fetched(made, KEYS) == BLOCKS[:2]  # no more is read than has room
+            # No more blocks are read than host memory can hold.
+            assert fetched(made, KEYS) == BLOCKS[:2]
 
 
 def test_a_producer_asks_nobody_and_a_consumer_sends_nothing():
@@ -88,7 +89,7 @@ def test_blocks_of_another_model_are_not_sent(capsys):
         one.save(KEYS, BLOCKS)
         assert fetched(made, KEYS) == []
         assert "its model, weights, or layout of the KV cache" in capsys.readouterr().err
-        assert made.prefetch(KEYS) is None  # it is not asked again at once
+        assert made.prefetch(KEYS) is None  # the peer that failed is not asked again at once
 
 
 def peer_that_sends(data: bytes | None) -> tuple[int, threading.Thread]:
@@ -195,7 +196,7 @@ def test_a_server_survives_what_is_sent_to_it():
             frame(REQUEST, b"x"),
             *(rng.randbytes(rng.randrange(200)) for _ in range(20)),
         ):
-            # The connection may be closed before all is sent.
+            # The peer may close the connection before everything is sent.
             with socket.create_connection(address, 30) as connection, suppress(OSError):
                 connection.sendall(data)
                 connection.shutdown(socket.SHUT_WR)
@@ -208,7 +209,7 @@ def test_a_peer_has_a_limited_time_for_its_whole_request(monkeypatch):
     hours = itertools.count(step=20.0)
     monkeypatch.setattr(block_peers.time, "monotonic", lambda: next(hours))
     with connector() as one, socket.create_connection(("127.0.0.1", one._server.port), 30) as slow:
-        slow.sendall(frame_header(REQUEST, 72) + b"KVPEERS2")  # and the rest never comes
+        slow.sendall(frame_header(REQUEST, 72) + b"KVPEERS2")  # the rest of the frame never arrives
         assert slow.recv(1) == b""
 
 

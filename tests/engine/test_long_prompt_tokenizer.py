@@ -26,7 +26,7 @@ def test_nobody_waits_for_the_start_of_a_process_that_is_no_longer_needed(monkey
             await asyncio.sleep(0.01)
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await work  # would take as long as a start may, and the event loop with it
+            await work  # This would take as long as a start may take, and block the event loop.
         texts.shutdown()
         assert not servers[0].is_running
 

@@ -65,7 +65,7 @@ def test_every_family_reads_text_only_for_these_reasons(family, folders, tmp_pat
     save_file(tensors, tmp_path / "model.safetensors")
     assert reason(tmp_path) == f"the checkpoint has no tensors of an encoder of {items}"
 
-    # an index of files that have not been downloaded says the same
+    # An index of files that have not been downloaded gives the same error.
     (tmp_path / "model.safetensors").unlink()
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}))

@@ -301,7 +301,8 @@ def test_tokens_are_counted_by_whole_seconds_and_idle_ones_are_zero():
     now = 1001.0
     history.add(0, 2)
     history.add(5, 3)
-    assert history.rates().generation[-1] == 1  # the second that runs is not told of
+    # The current second is not over, so it is not included.
+    assert history.rates().generation[-1] == 1
     now = 1004.2
     assert history.rates().prompt[-5:] == [0, 10, 5, 0, 0]
     assert history.rates().generation[-5:] == [0, 1, 5, 0, 0]

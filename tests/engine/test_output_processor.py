@@ -209,7 +209,7 @@ def test_a_stop_string_in_the_last_token_comes_before_the_limit():
     outputs, aborts = run(make(stop=["b"]), encode("a b"), LENGTH)
     assert outputs[-1].outputs[0].finish_reason == "stop"
     assert outputs[-1].outputs[0].stop_reason == "b"
-    assert aborts == []  # the core has ended it already
+    assert aborts == []  # the core has already ended this request
 
 
 def test_text_held_back_for_a_stop_string_is_shown_at_the_end():
@@ -291,7 +291,7 @@ def test_an_id_is_refused_while_in_use_and_free_afterwards():
     add(processor, "r")
 
 
-# ---- several samples ----------------------------------------------------------------------
+# ---- several outputs of a request ----------------------------------------------------------------
 
 
 def test_samples_are_ordered_by_index_whatever_ends_first():
@@ -472,7 +472,7 @@ def test_prompt_log_probabilities_add_up_over_chunks_and_begin_with_none(kind):
         assert outputs[1].prompt_logprobs is None
 
 
-# ---- without text -------------------------------------------------------------------------
+# ---- outputs without text ------------------------------------------------------------------------
 
 
 def test_without_detokenising_there_are_tokens_and_no_text():

@@ -119,12 +119,12 @@ def test_wrong_lists_of_cores_are_refused(machine, text, message):
     ("text", "num_threads", "num_nodes", "num_replicas", "num_steps"),
     [
         ("auto", None, 1, 1, 1),
-        ("auto", None, 2, 1, 2),  # each stage has a node of memory
+        ("auto", None, 2, 1, 2),  # the ranks of each stage are on a NUMA node of their own
         ("auto", None, 1, 2, 1),
         ("0-3|4-7", None, 1, 1, 2),
-        ("0-7", None, 1, 1, 1),  # of both stages
+        ("0-7", None, 1, 1, 1),  # both stages use these cores
         ("0-4|4-7", None, 1, 1, 1),
-        ("0-3|4-7", None, 1, 2, 1),  # of the stages of each replica
+        ("0-3|4-7", None, 1, 2, 1),  # the stages of each replica use one of these lists
         ("all", None, 1, 1, 1),
         ("auto", "4", 1, 1, 2),
         ("auto", "5", 1, 1, 1),

@@ -40,7 +40,8 @@ def test_requests_go_to_the_replica_with_the_fewest_tokens():
     assert send(router, make_request(range(500)), "a") == 0
     assert send(router, make_request(range(1000, 1010)), "b") == 1
     assert send(router, make_request(range(2000, 2200)), "c", "d") == 2
-    assert num_tokens(router) == [600, 110, 400]  # the outputs of a request share its prompt
+    # The outputs of one request share the tokens of its prompt.
+    assert num_tokens(router) == [600, 110, 400]
     assert send(router, make_request([1]), "e") == 1
 
 
@@ -73,7 +74,8 @@ def test_a_prefix_attracts_requests_until_its_replica_has_too_much_to_do():
         send(router, make_request([*prefix, number], max_tokens=250), str(number))
         for number in range(6)
     ]
-    # 1275 tokens, then 251 for each that shares the prefix: more than the other's 1275 at the end
+    # The replica with the prefix gets 1275 tokens, then 251 for each further request: in the end
+    # more than the 1275 tokens of the other replica without the prefix.
     assert chosen[:1] == [0] and 1 in chosen[1:]
     first_away = chosen.index(1)
     assert chosen[:first_away] == [0] * first_away
@@ -99,7 +101,8 @@ def test_a_lost_cache_attracts_nobody():
         assert send(router, make_request(prefix), "a") == 0
         router.end(["a"])
         forget(router)
-        assert send(router, make_request(prefix), "b") == 1  # its turn
+        # without a known prefix, the next replica gets the request
+        assert send(router, make_request(prefix), "b") == 1
 
 
 def test_without_a_prefix_cache_prefixes_do_not_count():
@@ -151,7 +154,8 @@ def test_under_random_load_nothing_is_left_and_the_load_is_even(seed):
         while len(running) > 30:
             router.end([running.pop(rng.randrange(len(running)))])
         spread.append(max(len(load.requests) for load in router.loads))
-    assert sum(spread) / len(spread) < 16  # of 30; even would be 10
+    # out of 30 requests, this is the most on one replica; 10 on each would be even
+    assert sum(spread) / len(spread) < 16
     router.drop_requests_of(1)
     router.end(running)
     assert num_tokens(router) == [0, 0, 0]

@@ -151,7 +151,8 @@ def test_a_length_beyond_the_model_may_be_allowed(tmp_path, allow_long, capsys, 
     folder = write_model(tmp_path, rope_scaling={**rope, "rope_theta": 10000.0})
     usual, long = resolve(model=folder), resolve(model=folder, max_model_len=54321)
     assert long.scheduler.max_model_len == long.model.max_model_len == 54321
-    # There is a position for every token, and the parameters of their angles are as they were.
+    # There is a position for every token, and the parameters of the rotary embedding have not
+    # changed.
     assert 54321 <= long.model.arch.derived_max_model_len < 54321 * 1.001
     assert long.model.arch.rope == usual.model.arch.rope
     (line,) = capsys.readouterr().err.splitlines()

@@ -47,7 +47,7 @@ def _children() -> set[int]:
         try:
             with open(f"/proc/{name}/stat") as file:
                 fields = file.read().rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
         if int(fields[1]) == os.getpid() and fields[0] != "Z":
             found.add(int(name))

@@ -47,7 +47,7 @@ def test_blocks_before_the_first_difference_are_shared():
     assert num_shared(one, hashes(text((0, 6), (3, 4)), -3)) == 4
     assert num_shared(one, hashes(text((0, 6), (2, 4)), -4)) == 1
     assert num_shared(one, hashes(text((0, 10)), 0)) == 1
-    # the offset counts from the first token of the output on, which is in the third block
+    # The offset counts from the first token of the output, which is in the third block.
     assert num_shared(one, hashes(text((0, 6), (3, 4)), -2)) == 2
     assert num_shared(one, hashes(text((1, 6), (4, 4)), -2)) == 0
 

@@ -46,8 +46,9 @@ def test_each_forward_pass_counts_once_also_after_a_restart() -> None:
     report(metrics, 1, *PREFILL)
     report(metrics, 1, *PREFILL)
     report(metrics, 2, *PREFILL, *DECODE)
-    report(metrics, 5, *DECODE, *DECODE)  # and one that nobody has reported
-    report(metrics, 1, *PREFILL)  # of a new process
+    # The total says that one more forward pass ran, which nobody has reported.
+    report(metrics, 5, *DECODE, *DECODE)
+    report(metrics, 1, *PREFILL)  # a new process counts from the beginning
     assert [cell[:2] for cell in metrics.traffic_table] == [
         (prefill(1, 100), 2),
         (decode(3, 20), 3),
@@ -109,13 +110,13 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
     [line] = log
     assert "the server continues" in line
     os.mkdir(tmp_path / "missing")
-    file.write()  # writes what it could not write before, though nothing is new
+    file.write()  # writes what it could not write before, although nothing is new
     path = tmp_path / "missing" / "traffic.json"
     assert TrafficTable.load(path).num_launches == 2
     older = metrics.traffic_table.copy()
     report(metrics, 3, *DECODE)
     file.write()
-    file._write(older, {})  # by a thread that was late
+    file._write(older, {})  # a thread that was late writes an older table
     assert TrafficTable.load(path).num_launches == 3
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
@@ -154,8 +155,8 @@ def test_a_file_has_the_seconds_of_its_engine_by_bucket(tmp_path: Path) -> None:
     )
     for card, (count, seconds) in (
         ("gaudi2", (2, 0.002)),
-        ("gaudi2", (4, 0.004)),  # the same engine again
-        ("gaudi3", (2, 0.002)),  # another one
+        ("gaudi2", (4, 0.004)),  # the same device and engine again
+        ("gaudi3", (2, 0.002)),  # another device
     ):
         metrics = make_metrics()
         file = TrafficFile(path, metrics)
@@ -203,7 +204,7 @@ def test_padding_during_the_warm_up_is_no_reason_to_choose_other_buckets() -> No
         report(metrics, number, *poor, warm_up=warming)
     assert not advice.is_due()
     warm = WarmUpStats(num_warm=33, num_wanted=33)
-    report(metrics, 10_002, *poor, warm_up=warm)  # since the last look
+    report(metrics, 10_002, *poor, warm_up=warm)  # what has run since the last look
     assert not advice.is_due()
     report(metrics, 10_003, 1, 3, 1, 20, 3, 1, 20, 0, warm_up=warm)
     assert not advice.is_due()

@@ -29,7 +29,7 @@ def _named(name: str, model_type: str, **values: Any) -> dict[str, Any]:
 _AUTO_MAP = {"AutoConfig": "configuration_own.OwnConfig"}
 
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
-    # Parts for images, sounds and films, whatever transformers knows of them.
+    # Models with parts for images, sounds and videos, which transformers may know or not.
     (
         _with_parts("LlavaOnevisionForConditionalGeneration", "llava_onevision", _LLAMA),
         r"nearest: LlamaForCausalLM\): it has parts .*\. Its language model \(LlamaForCausal",
@@ -88,7 +88,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ),
     (_with_parts("CLIPModel", "clip", {"model_type": "clip_text_model"}), _PARTS),
     (_with_parts("SiglipModel", "siglip", {"model_type": "siglip_text_model"}), _PARTS),
-    # Encoder-decoders.
+    # Encoder-decoder models.
     (
         _named("T5ForConditionalGeneration", "t5", is_encoder_decoder=True, d_model=64),
         f"'T5ForConditionalGeneration' is not supported.*: {_BOTH} model of a kind that this "
@@ -127,7 +127,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     (_named("GrokForCausalLM", "grok-1", auto_map=_AUTO_MAP), _UNKNOWN),
     (_named("BertForMaskedLM", "bert"), r"nearest: BertForSequenceClassification, BertModel, "),
     (_named("SDARForCausalLM", "sdar", auto_map=_AUTO_MAP), _UNKNOWN),
-    # No language model.
+    # These are not language models.
     (_named("ViTForImageClassification", "vit"), _UNKNOWN),
     (
         {"_class_name": "UNet2DConditionModel"},

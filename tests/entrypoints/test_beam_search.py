@@ -151,7 +151,7 @@ def test_every_finite_length_penalty_orders_sequences_by_their_score(length_pena
     sums = [beam.cum_logprob for beam in found]
     if abs(length_penalty) < 1:
         assert sums == sorted(sums, reverse=True)
-    else:  # the length decides alone, and among equal lengths the sum
+    else:  # the length decides the order; beams of equal length are ordered by their sums
         is_long_better = length_penalty > 0
         assert lengths == sorted(lengths, reverse=is_long_better)
         for length in set(lengths):
@@ -169,7 +169,7 @@ class LadderModel:
         outputs = []
         for prompt in prompts:
             output = prompt["prompt_token_ids"][1:]
-            if not output:  # token 1 + n: a beam that ends after n more tokens
+            if not output:  # the beam with token 2 + n ends after n more tokens
                 row = {2 + n: Logprob(0.0) for n in range(len(self.sums))}
             elif len(output) <= output[0] - 2:
                 row = {1: Logprob(0.0)}
@@ -208,7 +208,7 @@ def test_beams_come_in_the_order_of_their_scores(sums, length_penalty):
                 b.cum_logprob / float(len(b.logprobs)) ** length_penalty for b in (better, worse)
             )
         except (OverflowError, ZeroDivisionError):
-            continue  # the search knows the order of what this formula cannot express
+            continue  # this formula cannot compute the scores, but the search still knows the order
         assert high >= low or math.isclose(high, low, rel_tol=1e-12)
 
 

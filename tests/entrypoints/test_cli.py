@@ -130,10 +130,12 @@ def test_an_interrupt_is_quiet_and_130(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A test run in the background of a shell ignores the signal, and children inherit that.
+        # A shell starts a test run in the background with Ctrl-C ignored, and children inherit
+        # this: restore the default handler.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    with pipe.open("w"):  # opens when the command has opened its end and waits for prompts
+    # Opening waits until the command has opened the other end and waits for prompts.
+    with pipe.open("w"):
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=600)
     assert (process.returncode, out, err) == (130, "", "")

@@ -91,7 +91,7 @@ def check(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, tuple[str,
                 "kernel block_softmax_adjustment": "it is a kernel of GAUDI3: torch ",
             },
         ),
-        # Its compiled layer: test_hpu_check_layer.py.
+        # Exhaustive: the compiled layer of eager mode is also tested in test_hpu_check_layer.py.
         exhaustive(
             EAGER,
             {
@@ -326,7 +326,8 @@ def test_compile_counts_are_judged(steps, status, detail, monkeypatch):
     assert outcome.status == status and outcome.detail.startswith(detail)
 
 
-# The stand-in package counts nothing, and turns pairs of neighbours in float32 only.
+# Leave out checks that the stand-in package cannot pass: it counts no compilations, and rotates
+# pairs of neighbors in float32 only.
 CALLS_OF_THE_REAL_BRIDGE = [
     name
     for name in CHECKS
@@ -336,7 +337,8 @@ CALLS_OF_THE_REAL_BRIDGE = [
 
 @pytest.mark.parametrize("name", CALLS_OF_THE_REAL_BRIDGE)
 def test_kernels_of_the_real_bridge_are_called_as_documented(vendor, name):  # noqa: F811
-    SimBridge("gaudi2")  # the stand-in has no tensors of its own
+    # The stand-in package has no tensors of its own: use those of the simulated card.
+    SimBridge("gaudi2")
     result = run_check(name, lambda: CHECKS[name].run(RealBridge(), ""))
     assert result.status == "pass", result.detail
 
@@ -347,7 +349,7 @@ def test_a_card_that_does_not_open_fails_once(environment, capsys, monkeypatch):
     code, rows = check(capsys)
     assert code == 1
     assert rows.pop("device") == ("fail", "RuntimeError: synapse says no")
-    assert rows.pop("triton fits torch")[0] == "pass"  # it needs no card
+    assert rows.pop("triton fits torch")[0] == "pass"  # this check needs no card
     assert {status for status, _ in rows.values()} == {"skip"}
 
 
@@ -373,7 +375,8 @@ def test_without_a_card_it_says_what_is_missing(environment, capsys, tmp_path, h
     assert report["missing"][0] == PACKAGE and len(report["missing"]) == 2 - has_node
 
 
-@pytest.mark.exhaustive  # collectives of cards: tests/platforms/test_sim_collectives.py
+# Exhaustive: tests/platforms/test_sim_collectives.py tests the collectives of cards.
+@pytest.mark.exhaustive
 @needs_simulated_device
 def test_collectives_over_two_simulated_cards(monkeypatch):
     monkeypatch.setenv("VLLM_HPU_SIM", "gaudi2")

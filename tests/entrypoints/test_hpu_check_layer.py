@@ -135,7 +135,8 @@ SIGNS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_faulty_graph_is_found(bridge, monkeypatch, fault):
-    # What Python runs is not run again by a replay, so a slow operator is a slow replay here.
+    # A replay of a graph does not run Python code again, so a slow operator is simulated by a slow
+    # replay.
     if fault == "slow":
         monkeypatch.setattr(CapturedGraph, "replay", slow_replay(bridge))
     result = faulty(bridge, monkeypatch, "layer graph", fault)
@@ -143,7 +144,7 @@ def test_a_faulty_graph_is_found(bridge, monkeypatch, fault):
 
 
 def slow_replay(bridge: SimBridge, replay=CapturedGraph.replay):
-    cache_bytes = iter([0, 1])  # the smaller cache, then the larger one
+    cache_bytes = iter([0, 1])  # bytes of the smaller cache, then of the larger one
     seen: dict[int, float] = {}
 
     def call(self, *args, **kwargs):
@@ -189,7 +190,8 @@ def test_a_card_without_memory_fails_every_row(bridge, monkeypatch):
         if name in OPEN_WITHOUT_MEMORY or name in ("layer compiled", "torch.compile"):
             continue
         if name.startswith("kernel ") or name == "moe with biases":
-            continue  # most are only looked up; a kernel that fails its trial is not used
+            # Most checks only look the kernel up, and a kernel that fails its trial is not used.
+            continue
         result = result_of(bridge, name)
         assert result.status == "fail", (name, result.detail)
     del taken

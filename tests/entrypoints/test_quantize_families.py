@@ -104,7 +104,8 @@ def quantized(folder, out, method):
         )
         for method in MOST
         for family in ALL_FAMILIES
-        # In transformers, experts of LongCat-Flash are no linear layers, whose inputs are measured.
+        # In transformers, the experts of LongCat-Flash are not linear layers, so their inputs
+        # cannot be measured.
         if method != "gptq" or family not in (*ONE_STAGE, "longcat_flash")
     ],
 )

@@ -53,7 +53,8 @@ def test_all_ranks_agree_on_the_least_value():
 def test_a_rank_that_does_not_come_is_named_when_time_is_up(wait):
     first, second = meetings_of_two()
     with ThreadPoolExecutor(1) as pool:
-        opened = pool.submit(lambda: second.store)  # it comes to the store, and then no further
+        # Rank 1 opens the store, but never joins the exchange.
+        opened = pool.submit(lambda: second.store)
         assert first.store is not None and opened.result() is not None
         lose_patience(first)
         message = r"exchange of .* on rank 0 failed: rank 1 did not arrive within 0.5 s$"
@@ -100,7 +101,7 @@ class Wire:
                 for end in ready:
                     ends[end].sendall(end.recv(65536))
             self._ended.recv(1)
-            self._ended.recv(1)  # both ends stay open, and nothing arrives
+            self._ended.recv(1)  # both ends of the connection stay open, and no data arrives
 
     def cut(self) -> None:
         """From here on nothing arrives."""
@@ -157,7 +158,7 @@ def test_a_rank_can_ask_whether_the_others_of_its_stage_are_at_the_same_place():
         list(pool.map(lambda each: each.store, meetings))
     for each in meetings[:3]:
         each.arrive("launch 1")
-    patience_s = (120.0, 120.0, 0.05, 0.05)  # of those who wait in vain it is all spent
+    patience_s = (120.0, 120.0, 0.05, 0.05)  # a rank that waits in vain spends all of its time
     found = [
         each.is_stage_here("launch 1", seconds)
         for each, seconds in zip(meetings, patience_s, strict=True)
@@ -174,7 +175,8 @@ def test_a_store_that_outlives_its_engine_touches_no_file_of_others(tmp_path: Pa
         kept = list(pool.map(lambda each: each.store, meetings))
     meetings[1].leave()
     meetings[0].close()
-    files = [(tmp_path / str(n)).open("wb") for n in range(8)]  # take the numbers that are free
+    # Open files, which take the free numbers of file descriptors.
+    files = [(tmp_path / str(n)).open("wb") for n in range(8)]
     del kept
     gc.collect()
     assert [os.fstat(file.fileno()).st_size for file in files] == [0] * 8

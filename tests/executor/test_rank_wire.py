@@ -28,7 +28,7 @@ PLAIN: dict[str, Any] = {
     "num_computed_tokens": ints(10, 20, 30),
     "num_scheduled_tokens": ints(1, 1, 8),
     "block_rows": ints(9, 9),
-    "block_ids": ints(5, 6, 7, 8),  # of two groups
+    "block_ids": ints(5, 6, 7, 8),  # the block ids of two groups
 }
 REQUEST = EngineRequest(
     request_id="a",
@@ -102,7 +102,8 @@ class OneStep:
 def test_a_rank_looks_for_the_next_step_after_a_long_one(monkeypatch, expects_step, long_s, looks):
     found, look = [], RankLoop._look_for_message
     monkeypatch.setattr(rank_process, "_LONG_STEP_S", long_s)
-    monkeypatch.setattr(rank_process, "_LOOK_S", 3600.0)  # it sees at once that the engine has left
+    # With this interval, the rank must notice at once that the engine has left.
+    monkeypatch.setattr(rank_process, "_LOOK_S", 3600.0)
     monkeypatch.setattr(RankLoop, "_look_for_message", lambda each: found.append(look(each)))
     engine, rank = socket.socketpair()
     with rank:

@@ -18,7 +18,8 @@ ray = pytest.importorskip("ray")
 @pytest.fixture(autouse=True)
 def _has_no_cluster(monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "")  # so that it is put back afterwards
+    # Set and delete the variable, so that monkeypatch restores it afterwards.
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "")
     monkeypatch.delenv("RAY_USAGE_STATS_ENABLED")
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
@@ -38,7 +39,7 @@ def test_an_address_where_no_cluster_is_any_more_is_refused_at_once(
 ):
     if given == "RAY_ADDRESS":
         monkeypatch.setenv("RAY_ADDRESS", closed)
-    elif given == "ray_current_cluster":  # left by one that has crashed
+    elif given == "ray_current_cluster":  # a cluster that has crashed left this file
         (tmp_path / "ray").mkdir()
         (tmp_path / "ray" / "ray_current_cluster").write_text(closed)
     with pytest.raises(ConfigError, match=rf"no Ray cluster answers at {closed}, .*{given}"):

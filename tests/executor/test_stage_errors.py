@@ -82,7 +82,7 @@ def test_every_process_of_a_launcher_gets_the_errors_of_the_first_stage(has_medi
         executors.append(executor)
     handles = [SimpleNamespace(result=lambda given=given: given) for given in (FIRST, LAST)]
     with ThreadPoolExecutor(2) as threads:
-        for _ in range(9):  # values that all have read leave the store
+        for _ in range(9):  # values that all ranks have read are removed from the store
             found = threads.map(
                 lambda pair: pair[0]._share_result(pair[1]), zip(executors, handles, strict=True)
             )

@@ -83,7 +83,8 @@ def test_workers_start_in_order_and_the_least_number_of_blocks_counts():
 def test_what_one_rank_gives_up_is_given_up_on_all():
     large, small = FakeWorker(), FakeWorker(refuses={"large"}, fails={"middle"})
     ListExecutor([large, small]).start()
-    assert large.ran == small.ran == ["middle", "small"]  # what is refused before runs nowhere
+    # A shape that one rank refuses before runs on no rank.
+    assert large.ran == small.ran == ["middle", "small"]
     assert large.kept == small.kept == ["small"]
     reasons = {"large": "large takes 9 (rank 1)", "middle": "middle took 9 (rank 1)"}
     assert large.given_up == small.given_up == reasons
@@ -97,7 +98,7 @@ def test_a_single_rank_is_not_named():
 
 def test_whoever_advances_the_warm_up_runs_one_launch_at_a_time(monkeypatch):
     workers = [FakeWorker(), FakeWorker(refuses={"middle"})]
-    workers[1].lateness_s = 0.5  # each rank measures for itself; the first one is heard
+    workers[1].lateness_s = 0.5  # each rank measures its own time; the first report counts
     reports: list[tuple[str, int, int, float]] = []
     monkeypatch.setattr(startup_progress, "_listener", lambda *report: reports.append(report))
     executor = ListExecutor(workers)

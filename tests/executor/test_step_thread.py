@@ -65,7 +65,7 @@ def test_steps_are_queued_at_once_and_run_one_after_the_other():
     worker, before = SlowWorker(), step_threads()
     thread = StepThread(worker)
     handles = [thread.execute_model(make_step(i)) for i in (0, 2, 3)]
-    assert worker.steps == []  # the caller did not wait
+    assert worker.steps == []  # the caller did not wait for the step
     worker.may_run.set()
     assert handles[2].result().step_id == 3 and handles[0].result().step_id == 0
     thread.shutdown()
@@ -163,13 +163,14 @@ def test_a_late_release_takes_nothing_from_a_request_that_has_the_id_now():
     requests = [make_request(name) for name in ("a", "slow")]
     assert executor.prepare(requests[0]) is None and executor.prepare(requests[1]) is not None
     executor.execute_model(make_step(0))
-    executor.release(["a", "slow"])  # they wait for the step
+    executor.release(["a", "slow"])  # both requests wait for the step to end
     again = [executor.prepare(request) for request in requests]
     assert executor.prepare(make_request("other")) is None, "only those ids wait for the step"
     assert not any(future is None or future.done() for future in again)
     worker.may_run.set()
     assert again[0].result(timeout=120) is None
-    executor.collective_rpc("prepare", args=(make_request("last"),))  # after the jobs before it
+    # This call runs after the jobs before it.
+    executor.collective_rpc("prepare", args=(make_request("last"),))
     assert worker.held == {"a", "slow", "other", "last"} and not again[1].done()
     worker.is_loaded.set_result("no such file")
     assert again[1].result(timeout=120) == "no such file"
@@ -209,10 +210,10 @@ def test_a_thread_ends_with_its_owner_which_may_be_collected_in_a_step():
     worker, before = CollectingWorker(), step_threads()
     thread = StepThread(worker)
     handle = thread.execute_model(make_step(0))
-    thread.itself = thread  # only the garbage collector can find that nobody holds it
+    thread.itself = thread  # a reference cycle: only the garbage collector can free the thread
     is_gone = threading.Event()
     weakref.finalize(thread, is_gone.set)
-    gc.disable()  # it shall run in the step, and nowhere else
+    gc.disable()  # the collector may run in the step only
     try:
         del thread
         worker.may_run.set()

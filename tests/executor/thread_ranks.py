@@ -19,7 +19,7 @@ class ThreadRanks(Executor):
 
     def __init__(self, config: VllmConfig) -> None:
         self._meeting = Rendezvous.create(config.parallel)
-        weakref.finalize(self, self._meeting.close)  # also if the start fails
+        weakref.finalize(self, self._meeting.close)  # closes the meeting even if the start fails
         self._config = config
         self.workers: list[Any] = []
         self._threads: list[ThreadPoolExecutor] = []

@@ -29,7 +29,7 @@ _LATENT = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", 
 _DELTA_NET = [*_ATTENTION, *(f"in_proj_{part}" for part in ("qkvz", "ba", "qkv", "z", "b", "a"))]
 _DELTA_NET += ["out_proj"]
 OTHER_TARGETS: dict[str, dict[str, Any]] = {
-    # peft has all experts of a layer as one parameter.
+    # peft stores all experts of a layer as one parameter.
     **{
         family: {"target_modules": _ATTENTION}
         for family in ("mixtral", "qwen3_moe", "olmoe", "minimax_m2", "flex_olmo", "phimoe")
@@ -41,7 +41,7 @@ OTHER_TARGETS: dict[str, dict[str, Any]] = {
             *("glm4_moe_lite", "glm_moe_dsa", "longcat_flash"),
         )
     },
-    # Without gate_proj and up_proj: for them peft doubles the rank, as if experts had one matrix.
+    # No gate_proj and up_proj: peft doubles their rank, as if each expert had one matrix for both.
     **{
         family: {"target_modules": [*_ATTENTION, "down_proj"]}
         for family in ("dots1", "glm4_moe", "ernie4_5_moe", "hunyuan_moe", "solar_open")
@@ -50,7 +50,7 @@ OTHER_TARGETS: dict[str, dict[str, Any]] = {
         "target_modules": [*_LATENT, "k_proj", "v_proj", "b_proj", "f_a_proj", "g_b_proj"]
     },
     **{family: {"target_modules": _DELTA_NET} for family in ("qwen3_next", "qwen3_5_moe")},
-    # peft refuses the others.
+    # peft refuses the other layers of these families.
     **{
         family: {"target_modules": ["in_proj", "x_proj", "dt_proj"]}
         for family in ("mamba", "falcon_mamba")
@@ -60,13 +60,13 @@ OTHER_TARGETS: dict[str, dict[str, Any]] = {
         family: {"target_modules": ["in_proj", *_ATTENTION, "gate_proj", "up_proj", "down_proj"]}
         for family in ("falcon_h1", "falcon_h1_norms", "nemotron_h")
     },
-    "zamba2": {"target_modules": ["in_proj", "linear"]},  # the others are of several layers
+    "zamba2": {"target_modules": ["in_proj", "linear"]},  # several layers share the other modules
     "nemotron_h_latent": {"target_modules": ["in_proj", "fc1_latent_proj", "fc2_latent_proj"]},
 }
 """Where not every linear layer of a family can have one."""
 ONLY_MERGED = ("mamba", "falcon_mamba", "jamba")
 """transformers takes the weight out of dt_proj, past the adapter that peft has put beside it."""
-FAMILIES = [family for family in ALL_FAMILIES if family != "llama4"]  # which peft cannot run
+FAMILIES = [family for family in ALL_FAMILIES if family != "llama4"]  # peft cannot run this family
 OFTEN = ("llama", "opt_post_norm", "phi3", "gpt2", "falcon_40b", "mixtral", "deepseek_v2", "mamba")
 
 
@@ -91,7 +91,7 @@ def save(
             parameter.data *= size / options["r"] ** 0.5
     adapted.save_pretrained(folder)
     beside = greedy(adapted, PROMPT, NUM_TOKENS)
-    if targets:  # merging would change what is tied to it, too
+    if targets:  # merging would also change the weight that is tied to this one
         return [beside]
     merged = greedy(adapted.merge_and_unload(), PROMPT, NUM_TOKENS)
     return [merged] if family in ONLY_MERGED else [beside, merged]
@@ -193,8 +193,8 @@ WITHOUT_GATES = ("nemotron_h",)
 ROUTERS = {
     "gpt_oss": ["router.weight"],
     "llama4": ["router.weight"],
-    "granite_moe": [],  # no parameter of one matrix
-    "deepseek_v2": [],  # in float32
+    "granite_moe": [],  # the router is not a parameter of one matrix
+    "deepseek_v2": [],  # the router is in float32
     "deepseek_v3": [],
     "nemotron_h": [],
 }
@@ -206,8 +206,9 @@ ROUTERS = {
     [
         "mixtral",
         "qwen2_moe",
-        "gpt_oss",  # [in, out], gates and ups in turn, and biases
-        "llama4",  # [in, out], which peft takes for [out, in]
+        # Its experts are stored as [in, out], with gates and ups in turn, and have biases.
+        "gpt_oss",
+        "llama4",  # its experts are stored as [in, out], but peft reads them as [out, in]
         *(pytest.param(f, marks=pytest.mark.exhaustive) for f in ("qwen3_moe", "olmoe")),
         *(pytest.param(f, marks=pytest.mark.exhaustive) for f in ("deepseek_v2", "deepseek_v3")),
         *(pytest.param(f, marks=pytest.mark.exhaustive) for f in ("granite_moe", "nemotron_h")),

@@ -77,7 +77,8 @@ def test_slots_on_a_device_give_what_the_host_gives():
     cpu = torch.device("cpu")
     slots = DeviceSlots(LoRATargets(LAYERS), 3, 4, torch.float32, cpu, lambda: ends.append(1))
     old, first, second = random_parts(4), random_parts(4), random_parts(2, without=1)
-    for slot, parts in ((0, old), (2, first), (0, second)):  # a smaller one after a larger one
+    # A smaller adapter replaces a larger one.
+    for slot, parts in ((0, old), (2, first), (0, second)):
         slots.put(slot, slots.prepare(parts))
     of_tokens = torch.tensor([0, -1, 2, 0, 2], dtype=torch.int32)
     launch = slots.of_tokens(of_tokens)

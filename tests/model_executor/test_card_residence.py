@@ -119,7 +119,8 @@ class Card:
             if packed is None or not isinstance(layer, ParallelLinear | Experts):
                 continue
             for parameter in packed.parameters():
-                if parameter.dtype == FP8:  # as the card reads it
+                # FP8 weights must be in the range that the card can read.
+                if parameter.dtype == FP8:
                     assert parameter.cpu().float().abs().max() <= self.bridge.fp8_max
             yield name, self._run(layer, packed)
 
@@ -370,5 +371,6 @@ def test_a_layer_that_no_card_has_a_form_for_is_named_in_the_log(make_card):
         "format: layer. They take as much memory as unquantized layers; docs/quantization.md says "
         "which formats stay small"
     ]
-    in_order = replace(weight, groups=None)  # as bytes
+    # Without an order of its inputs, the card keeps the weight as bytes.
+    in_order = replace(weight, groups=None)
     assert isinstance(card.ops.prepare_weight(in_order, torch.bfloat16), HPUNarrowWeight)

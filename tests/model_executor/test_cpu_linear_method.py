@@ -40,7 +40,8 @@ def test_a_packed_model_gives_the_logits_of_the_dense_one(tiny_model, family):
     num_packed = pack_weights(model)
     torch.testing.assert_close(logits_of(model, input_ids), want, rtol=0, atol=1e-4)
     assert not any(hasattr(layer, "weight") for layer in linear_layers(model))
-    # Only layers with fewer outputs than a panel, or not a multiple, need more than they had.
+    # Packed weights need more bytes only in layers with fewer outputs than a panel, or with a
+    # number of outputs that is not a multiple of it.
     assert num_packed <= 1.1 * (num_dense - param_bytes(model))
 
 
@@ -119,7 +120,7 @@ def test_a_format_gives_each_layer_a_method_of_its_own(quantization):
     assert methods[0] is not methods[1]
     for layer, method in zip(layers, methods, strict=True):
         layer.use_method(method)
-        nn.init.normal_(layer.weight)  # loaded as a dense weight
+        nn.init.normal_(layer.weight)  # set the values of the dense weight, as loading does
         method.finish(layer)
         assert method.packed.weight_format.name.lower() == quantization.stored_as
         assert not list(layer.parameters())

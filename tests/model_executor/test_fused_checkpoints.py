@@ -25,7 +25,7 @@ _DELTA_NET = {
     "shared_expert_intermediate_size": 64,
 }
 TABLE = {
-    # Family: values of its config, and layers that stay dense.
+    # Family -> (values of its config, layers that stay dense).
     "phi3": (WIDE, ()),
     "glm": (WIDE, ()),
     "glm4": (WIDE, ()),
@@ -125,7 +125,8 @@ def dense(tmp_path_factory):
         )
         for family in TABLE
         for name in FORMATS + BY_ROWS
-        if not (family == "gpt2" and name in BY_ROWS)  # whose dense weights are transposed
+        # Dense weights of GPT-2 are transposed, so they have no such format.
+        if not (family == "gpt2" and name in BY_ROWS)
     ],
 )
 def test_parts_of_a_fused_layer_are_those_of_its_dequantized_weight(

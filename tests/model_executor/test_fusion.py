@@ -62,7 +62,7 @@ CONFIG = {
     "rope_theta": 10000.0,
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-# Name -> family and what differs.
+# Name -> (family, changes of its config).
 MODELS: dict[str, tuple[type[DecoderForCausalLM], dict[str, Any]]] = {
     "plain": (LlamaForCausalLM, {}),
     "all biases, tied": (
@@ -146,7 +146,7 @@ MODELS |= {
         LATENT | {"architectures": ["DeepseekV3ForCausalLM"], "rope_scaling": YARN},
     ),
 }
-# New tokens of each request, launch after launch.
+# Number of new tokens of each request, for several batches in succession.
 MIXED = [[9, 1, 23], [1, 1, 0, 70, 5], [1, 1, 1, 1, 8], [1] * 5, [0, 0, 1], [1, 1, 40, 150]]
 DECODES = [[1] * 70, [2] * 70, [1] * 69, [1] * 130]
 

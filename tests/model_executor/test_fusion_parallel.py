@@ -125,7 +125,7 @@ def launches() -> list[LaunchOfOne]:
 def assert_close(got: Tensor, want: Tensor) -> None:
     if want.dtype == torch.float32:
         torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
-    else:  # sums are rounded elsewhere, and a token near two experts may choose the other one
+    else:  # sums are rounded at other points, so the router may choose another expert for a token
         of_tokens = (got - want).float().norm(dim=-1) / want.float().norm(dim=-1)
         assert float(of_tokens.median()) < 0.08
 

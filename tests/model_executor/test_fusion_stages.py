@@ -48,7 +48,8 @@ CASES = [
         for family in FAMILIES
         if family in RARE_FAMILIES
     ),
-    ("llama", 3, "float32"),  # the second one is neither the first nor the last
+    # With three stages, the second stage is neither the first nor the last.
+    ("llama", 3, "float32"),
 ]
 
 

@@ -194,7 +194,7 @@ def test_numbers_of_every_type_are_those_of_the_package(tmp_path, monkeypatch):
 def test_scales_that_are_no_numbers_are_refused(tmp_path):
     """All bits of them set is NaN."""
     kinds = [kind.name for kind in BLOCK_TYPES.values() if kind.block_size > 1]
-    kinds.remove("MXFP4")  # whose scale of all bits is 2^127 there
+    kinds.remove("MXFP4")  # for MXFP4, a scale with all bits set is 2^127
     path = tmp_path / "model.gguf"
     with warnings.catch_warnings(action="ignore"):
         write_matrices(path, kinds, blocks_of=lambda *args: blocks_of(*args) | 255)
@@ -313,7 +313,7 @@ def test_a_number_of_layers_says_which_baichuan_has_alibi(tmp_path):
         *("Q4_0", "Q8_0", "Q8_0+Q4_0+Q6_K"),
         *("Q4_1", "Q5_1", "Q4_K", "Q5_K+Q4_K+Q4_0", "Q5_0+Q4_1"),
         *("Q2_K", "Q3_K+Q2_K+Q4_K", "Q3_K+Q5_K"),
-        "Q4_K+Q6_K+Q5_1",  # the parts of a layer do not go together
+        "Q4_K+Q6_K+Q5_1",  # the parts of this fused layer have formats that cannot be fused
     ],
 )
 def test_blocks_stay_as_they_are(written, kind):

@@ -59,7 +59,8 @@ def test_experts_stay_in_four_bits(checkpoints, use_ops):
     assert experts
     for layer in experts:
         size = 3 * layer.intermediate_size * layer.hidden_size * layer.method.packed.num_experts
-        assert layer.method.packed.num_bytes < size * 5.5 / 8  # [64, 192] has padding and units
+        # small matrices of [64, 192] need padding, so allow 5.5 bits per weight
+        assert layer.method.packed.num_bytes < size * 5.5 / 8
     error = logits_of(model, prompt_of(40)) - want
     assert error.norm() / want.norm() < 0.02  # inputs are rounded to int8
 

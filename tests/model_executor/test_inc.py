@@ -35,7 +35,7 @@ from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.native.operators import NativeOps
 from vllm.ops.stored_weight import Fp8Weight
 
-# What neural-compressor-pt 3.10 wrote of two small layers, on torch 2.13.
+# What neural-compressor-pt 3.10 measured in two small layers, with torch 2.13.
 LIBRARY_MEASUREMENTS = {
     "GlobalRank": None,
     "LocalRank": None,
@@ -53,7 +53,8 @@ LIBRARY_MEASUREMENTS = {
         },
     },
 }
-# Method -> the scales that it computed of them: of inputs and of the weight.
+# Method -> scales that the library computed from these measurements: of the inputs and of the
+# weight.
 LIBRARY_SCALES = {
     "maxabs_pow2": {"fc1": (0.03125, 0.001953125), "fc2": (0.015625, 0.001953125)},
     "maxabs_arbitrary": {
@@ -80,7 +81,7 @@ def test_scales_are_those_of_the_library(method, tmp_path):
     for name, (of_inputs, of_weight) in LIBRARY_SCALES[method].items():
         node = measured.find(name)
         rule = METHODS[method]
-        # The library divides in bfloat16.
+        # The library divides in bfloat16, so the results differ.
         got = input_scale(node.inputs[0][0], rule, 448.0, 0.25)
         assert got == pytest.approx(of_inputs, rel=2**-8)
         weight = torch.tensor([[node.weight[0], -0.01]])
@@ -97,10 +98,10 @@ def test_scales_per_output_are_read_as_the_library_writes_them(tmp_path):
 @pytest.mark.parametrize(
     ("method", "limit", "largest", "scale"),
     [
-        ("maxabs_hw", 240.0, 3.0, 2.0**-4),  # 0.05
+        ("maxabs_hw", 240.0, 3.0, 2.0**-4),  # 0.05 is rounded up to 2^-4
         ("maxabs_hw", 240.0, 4.0, 1.0),  # 0.0667 is above 2^-4
         ("maxabs_hw", 240.0, 0.001, 2.0**-8),
-        ("maxabs_hw", 240.0, 1e5, 2.0**4),  # no larger one
+        ("maxabs_hw", 240.0, 1e5, 2.0**4),  # 2^4 is the largest scale
         ("maxabs_hw", 448.0, 4.0, 2.0**-4),
         ("maxabs_hw", 448.0, 1e5, 2.0**7),
         ("maxabs_pow2", 240.0, 4.0, 2.0**-3),
@@ -125,7 +126,8 @@ def test_rounded_weights_are_in_range_and_near(method, limit):
     if method == "unit_scale":
         return
     error = (rounded.dequantize() - weight).abs().amax(dim=1)
-    # A step of e4m3 is 1/8 of a number; small numbers of one scale have steps of their own.
+    # e4m3 has steps of 1/8 of a number. With one scale for all, small numbers have steps of a fixed
+    # size.
     bound = weight.abs().amax(dim=1) if largest is None else largest.expand(24)
     assert (error <= bound / 15).all()
 
@@ -160,7 +162,7 @@ def test_inputs_are_rounded_with_the_scale(table, limit, scale):
         largest=limit,
         rounds_inputs=True,
     )
-    x = torch.randn(5, 128) * 4  # with some beyond 448 * 0.0123
+    x = torch.randn(5, 128) * 4  # some values are above 448 * 0.0123
     numbers = (x / scale).clamp(-limit, limit).to(torch.float8_e4m3fn).float()
     want = F.linear(numbers, rounded.numbers.float()) * (scale * rounded.scales[0])
     before = get_ops()
@@ -262,7 +264,8 @@ def test_measurements_are_those_of_inputs_and_weights(measured):
     assert nodes["lm_head"]["params"]["weight"] == [[pytest.approx(head)]]
 
 
-# With weights alone in fp8, results of this random model have a cosine of 0.99 to the dense ones.
+# With only the weights in FP8, the results of this random model have a cosine of 0.99 to the
+# unquantized results.
 
 
 def test_a_second_load_takes_the_scales_that_the_first_has_written(measured, tmp_path):
@@ -417,7 +420,7 @@ def test_scales_of_a_wider_range_than_the_device_has_are_refused(monkeypatch, tm
         Inc(config).start(TPGroup())
 
 
-# ---- steps of a calibration without a model -----------------------------------------------
+# ---- steps of a calibration that need no model ---------------------------------------------------
 
 
 def test_ranks_are_unified_by_their_largest_values_in_neighbours(tmp_path):

@@ -40,7 +40,8 @@ def test_the_library_runs_on_the_simulated_card_with_the_same_scales(card):
             want = input_scale(largest, rule, limit, 0.25)
             assert_same(nodes[name]["inputs"][0], torch.tensor([want]))
             weight = nodes[name]["params"]["weight"]
-            if isinstance(weight, dict):  # scales of outputs, then of inputs
+            # A dictionary has the scales of the outputs, then of the inputs.
+            if isinstance(weight, dict):
                 weight = weight["0"]
             exact = replace(rule, weights="none", is_searched=False)
             found_here = (weight_scales(layer.weight, r, limit, 0.5) for r in (rule, exact))

@@ -92,7 +92,8 @@ def test_stages_have_files_of_their_own_or_use_those_of_the_whole_model(tiny_mod
     nodes = measure(model, tmp_path)["Nodes"]
     num_layers = read_arch(model).num_layers
     stages = [Stage.of(index, 2, num_layers) for index in range(2)]
-    for index, stage in enumerate(stages):  # a stage of what was measured as a whole
+    # Each stage uses its part of what was measured on the whole model.
+    for index, stage in enumerate(stages):
         quantize(model, tmp_path, stage)
         scales = json.loads(Path(f"{files}_MAXABS_HW_{index}_2.json").read_text())["Nodes"]
         own = {

@@ -60,7 +60,7 @@ def test_a_dense_head_becomes_one_table_of_int8(name, quantization, is_tied, tin
     assert (head.method.packed is model.model.embed_tokens.method.packed) if is_tied else True
     source = want.rows(IDS, torch.bfloat16) if is_tied else dense.embed(IDS)
     assert torch.equal(embedding(IDS), source)
-    # No dense copy is left of what is packed.
+    # After packing, no dense copy of the weight is left.
     assert not list(head.parameters())
     assert bool(list(model.model.embed_tokens.parameters())) is not is_tied
     layers = [type(layer.self_attn.qkv_proj.method) for layer in model.layers]

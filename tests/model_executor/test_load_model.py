@@ -124,7 +124,7 @@ def test_tied_weights_stay_one(tiny_model, tmp_path):
     model = load(tiny_model("granite_code"))
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
-    # Some checkpoints hold both; the copy is not read.
+    # Some checkpoints store the tied weight twice; the copy is not read.
     folder = shutil.copytree(tiny_model("granite_code"), tmp_path / "copy")
     tensors = tensors_of(folder)
     tensors["lm_head.weight"] = torch.zeros_like(tensors["model.embed_tokens.weight"])

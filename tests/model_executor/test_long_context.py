@@ -51,7 +51,9 @@ def test_logits_at_position_100_000_are_those_of_transformers(kind, tmp_path):
     )
     input_ids = prompt_of(60)
     positions = torch.cat((torch.arange(20), torch.arange(LENGTH - 40, LENGTH)))
-    mask = torch.ones(1, 60, dtype=torch.long)  # else a gap begins another prompt
+    # Without a mask, transformers would treat the gap in the positions as the start of another
+    # prompt.
+    mask = torch.ones(1, 60, dtype=torch.long)
     arch = read_arch(folder).for_length(LENGTH)
     config = make_config(folder)
     config = replace(config, model=replace(config.model, arch=arch))

@@ -102,11 +102,11 @@ def test_layers_have_the_windows_that_transformers_gives_them(model_type, values
     config = AutoConfig.for_model(model_type, **TINY | values)
     with torch.device("meta"):
         layers = AutoModel.from_config(config).layers
-    # Mistral's layers have no attribute: each of them reads the config.
+    # The layers of Mistral have no attribute for their window: each layer reads the config.
     of_all = config.sliding_window if model_type == "mistral" else None
     expected = tuple(getattr(layer.self_attn, "sliding_window", of_all) for layer in layers)
     arch = {"architectures": ["A"], "model_type": model_type, "max_position_embeddings": 64}
-    # As config.json has it, and as transformers completes it.
+    # First the values of config.json, then the values that transformers adds.
     assert ModelArch.from_hf({**config.to_dict(), **arch}).layer_windows == expected
     raw = {"max_window_layers": 28, **TINY, **values, **arch}
     assert ModelArch.from_hf(raw).layer_windows == expected

@@ -150,7 +150,7 @@ def test_a_window_hides_older_keys(tiny_model):
     model, input_ids = load(tiny_model("mistral")), prompt_of(60)
     changed = input_ids.clone()
     changed[0] = input_ids[1]
-    # Two layers of 16 reach back 15 + 15 tokens.
+    # With windows of 16, two layers see 15 + 15 tokens before a token.
     before, after = logits_of(model, input_ids), logits_of(model, changed)
     assert torch.equal(before[31:], after[31:])
     assert not torch.equal(before[30], after[30])

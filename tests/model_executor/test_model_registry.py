@@ -30,8 +30,8 @@ def test_every_decoder_is_compared_with_transformers():
     }
     ours = [family for family in FAMILIES.values() if family.module is not None]
     elsewhere = {name for family in ours for name in family.also_published_as}
-    elsewhere |= {"TransformersForCausalLM"}  # tests/e2e/test_transformers_model.py
-    # tests/e2e/test_remote_code_families.py
+    elsewhere |= {"TransformersForCausalLM"}  # tested in tests/e2e/test_transformers_model.py
+    # Tested in tests/e2e/test_remote_code_families.py.
     elsewhere |= {f"{name}ForCausalLM" for name in ("Baichuan", "InternLM2", "InternLM3")}
     elsewhere |= {f"{name}ForCausalLM" for name in ("BailingMoe", "BailingMoeV2", "Deepseek")}
     elsewhere |= {f"{name}ForCausalLM" for name in ("Exaone", "MiMo", "MiniCPM")}
@@ -40,9 +40,9 @@ def test_every_decoder_is_compared_with_transformers():
         *TEXT_TYPES,
         "MllamaForCausalLM",
         "TransformersForConditionalGeneration",
-    }  # tests/e2e/test_text_of_images.py
+    }  # tested in tests/e2e/test_text_of_images.py
     known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *elsewhere} - NOT_SAVED
-    # An older transformers does not know all families (`make test-vendor`).
+    # An older release of transformers (`make test-vendor`) does not have all families.
     assert (decoders - compared) & known == elsewhere
 
 

@@ -82,7 +82,8 @@ def test_ranks_together_compute_what_one_does(tiny_model, family, tp_size):
     whole latent vector of DeepSeek."""
     folder = tiny_model(family)
     want = logits_of(load(folder), INPUT_IDS)
-    tolerance = 1e-4 if family in (*STATE_FAMILIES, "gemma3") else 2e-5  # has seven layers
+    # This Gemma 3 has seven layers, so errors add up.
+    tolerance = 1e-4 if family in (*STATE_FAMILIES, "gemma3") else 2e-5
     for got in logits_of_ranks(folder, tp_size):
         torch.testing.assert_close(got, want, atol=tolerance, rtol=0)
 
@@ -103,11 +104,12 @@ def _gloo_rank(rank: int, folder: Path, rendezvous: str, results: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.exhaustive  # ranks as processes: tests/e2e/test_tensor_parallel.py
+@pytest.mark.exhaustive  # exhaustive: tests/e2e/test_tensor_parallel.py runs ranks as processes
 @pytest.mark.slow
 def test_ranks_as_processes_with_gloo(tiny_model, tmp_path):
     folder = tiny_model("granite_code")
-    multiprocessing.set_forkserver_preload([__name__])  # both ranks are forked with its imports
+    # Both ranks are forked from a process that has imported this module.
+    multiprocessing.set_forkserver_preload([__name__])
     torch.multiprocessing.start_processes(
         _gloo_rank,
         (folder, str(tmp_path / "rendezvous"), tmp_path),
@@ -139,7 +141,7 @@ def test_rows_beyond_the_checkpoint_are_zero():
     stored = torch.ones(5, 2)
     source = CheckpointTensor(stored.shape, stored.__getitem__)
     parts = []
-    for rank in range(4):  # 2, 2, 1 and no rows
+    for rank in range(4):  # the ranks have 2, 2, 1 and no rows
         param = torch.full((2, 2), -1.0)
         Slice(0, 0, 2, total=5).copy(param, source, TPGroup(rank, 4))
         parts.append(param[:, 0].tolist())

@@ -99,7 +99,7 @@ class OneScale(UnquantizedLinear):
         layer.slices["scale"] = {k: part if part.dim == 0 else rows for k, part in parts}
 
     def load(self, place, name, source, tp):
-        if place.param_name == "scale":  # one number for all of its rows
+        if place.param_name == "scale":  # the checkpoint has one scale for all rows of this part
             place.param.narrow(0, place.slice.offset, place.slice.size).fill_(source.read(()))
         else:
             super().load(place, name, source, tp)

@@ -53,7 +53,7 @@ def test_weights_are_those_of_the_format_bit_for_bit(checkpoint, ops, name):
     assert num_compared == (6 if FORMATS[name].skipped else 8)
     got, want = (logits_of(each, prompt_of(20)) for each in (model, dense))
     rounds = FORMATS[name].is_rounding_inputs and ops == "cpu"
-    # The zero points at random make large sums that cancel.
+    # Random zero points make large sums that cancel each other, so the tolerance is higher.
     assert_close(name, got, want, rounds=rounds, most=2e-4)
 
 
@@ -128,7 +128,7 @@ def test_an_output_head_may_be_quantized(with_head, ops, name):
     got, want = (logits_of(each, prompt_of(20)) for each in (model, twin))
     rounds = FORMATS[name].is_rounding_inputs and ops == "cpu"
     assert_close(name, got, want, rounds=rounds, most=1e-3)
-    if name != "fp8-block":  # whose layers cannot be split
+    if name != "fp8-block":  # layers of fp8-block cannot be divided between ranks here
         part = load(folder, TPGroup(1, 2))
         assert torch.equal(weight_of_head(part), weight_of_head(model)[2048:])
 
@@ -589,7 +589,7 @@ def test_the_scale_of_weights_that_are_all_zero_may_be_zero(checkpoint, tmp_path
     if "q" in name:
         tensors[f"{GATE}.qweight"].zero_()
         tensors[f"{GATE}.qzeros"].zero_()
-        if "gptq" in name:  # whose first format stores zero points less one
+        if "gptq" in name:  # the first GPTQ format stores zero points minus one
             tensors[f"{GATE}.qweight"].fill_(0x11111111)
     else:
         tensors[f"{GATE}.weight"].zero_()

@@ -283,7 +283,7 @@ def test_a_rule_for_one_part_of_a_layer_is_named(checkpoint, tmp_path, name, cha
 @pytest.mark.parametrize(
     ("name", "key", "entries", "is_dense"),
     [
-        # The rows of the fused layer, by its own name or a pattern for it.
+        # The rows of the fused layer are named by the layer's own name or by a pattern.
         ("ct-w4a16", "ignore", ["lm_head", "model.layers.1.self_attn.qkv_proj"], "qkv_proj"),
         ("ct-w4a16", "ignore", ["lm_head", "re:.*[.]1[.]mlp[.]gate_up_proj"], "gate_up_proj"),
         ("fp8-static", "ignored_layers", ["model.layers.1.mlp.gate_up_proj"], "gate_up_proj"),

@@ -87,7 +87,7 @@ def test_a_rank_has_its_part_of_every_format(checkpoint, monkeypatch, name, rank
 
 @pytest.mark.parametrize(
     "is_whole",
-    # Whole experts in every run: test_fusion_parallel.py.
+    # Exhaustive: test_fusion_parallel.py tests whole experts in every run.
     [False, pytest.param(True, marks=pytest.mark.exhaustive)],
     ids=["split", "whole"],
 )

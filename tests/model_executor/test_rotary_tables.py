@@ -87,7 +87,8 @@ def test_tables_are_those_of_transformers(name, head_dim):
         inv_freq, factor = 1.0 / (rope.theta**exponents), 1.0
     else:
         inv_freq, factor = ROPE_INIT_FUNCTIONS[rope.rope_type](
-            # A tensor, as its forward pass gives it: float32 rounds the base.
+            # Pass the base as a tensor, as the forward pass of transformers does: float32 rounds
+            # it.
             hf_config,
             torch.device("cpu"),
             seq_len=torch.tensor(NUM_POSITIONS),

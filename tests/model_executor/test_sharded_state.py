@@ -84,7 +84,7 @@ def load_part(folder, tp: TPGroup, stage: Stage, **values: Any) -> nn.Module:
     return load_model(config, tp, torch.device("cpu"), stage=stage)
 
 
-@pytest.mark.parametrize("family", ["llama", "granite_code"])  # the second one has tied embeddings
+@pytest.mark.parametrize("family", ["llama", "granite_code"])  # granite_code has tied embeddings
 def test_each_stage_gets_its_own_layers(tiny_model, tmp_path, family):
     folder, out = tiny_model(family), tmp_path / "out"
     files = save(str(folder), out, 2, "float32", 2)

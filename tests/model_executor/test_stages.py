@@ -39,7 +39,7 @@ def test_stages_of_a_decoder_give_the_bits_of_one(tiny_model, family, dtype):
     for bounds in cuts_of(model):
         got = run_in_stages(model, bounds, input_ids, positions)
         assert torch.equal(got, want), bounds
-    # A stage is no more than its layers: without the last one the result is another.
+    # The stage runs only its own layers: without the last layer, the result differs.
     part = run_in_stages(model, [0, model.num_layers - 1], input_ids, positions)
     assert part.shape == (len(input_ids), model.arch.hidden_size)
     assert not torch.equal(part, want)

@@ -13,34 +13,34 @@ from vllm.multimodal.fetching.addresses import is_public, normalize_host
         ("2606:4700::1111", True),
         ("0.0.0.0", False),
         ("10.1.2.3", False),
-        ("100.64.0.1", False),  # shared by carriers
+        ("100.64.0.1", False),  # shared address space of carriers
         ("127.0.0.1", False),
         ("127.255.255.254", False),
-        ("169.254.169.254", False),  # metadata of a cloud
+        ("169.254.169.254", False),  # metadata service of a cloud
         ("172.16.0.1", False),
         ("172.31.255.255", False),
-        ("192.0.2.1", False),  # documentation
+        ("192.0.2.1", False),  # addresses for documentation
         ("192.168.1.1", False),
-        ("198.18.0.1", False),  # benchmarks
+        ("198.18.0.1", False),  # addresses for benchmarks
         ("224.0.0.1", False),  # multicast
         ("239.255.255.255", False),
         ("240.0.0.1", False),  # reserved
         ("255.255.255.255", False),
         ("::", False),
         ("::1", False),
-        ("::127.0.0.1", False),  # compatible with IPv4
+        ("::127.0.0.1", False),  # IPv4-compatible address
         ("::1.1.1.1", False),
-        ("::ffff:127.0.0.1", False),  # mapped
+        ("::ffff:127.0.0.1", False),  # IPv4-mapped address
         ("::ffff:1.1.1.1", True),
-        ("64:ff9b::7f00:1", False),  # NAT64
+        ("64:ff9b::7f00:1", False),  # NAT64: the IPv4 address is in the last 32 bits
         ("64:ff9b::101:101", True),
-        ("64:ff9b:1::101:101", False),  # NAT64 of a local network
-        ("2002:7f00:1::", False),  # 6to4
+        ("64:ff9b:1::101:101", False),  # NAT64 prefix of a local network
+        ("2002:7f00:1::", False),  # 6to4: the IPv4 address comes after 2002:
         ("2002:c0a8:101::1", False),
         ("2002:101:101::", True),
-        ("2001:0:101:101::", False),  # Teredo
-        ("2001:db8::1", False),  # documentation
-        ("100::1", False),  # discarded
+        ("2001:0:101:101::", False),  # Teredo tunnel
+        ("2001:db8::1", False),  # addresses for documentation
+        ("100::1", False),  # packets to this address are discarded
         ("fc00::1", False),
         ("fd12:3456::1", False),
         ("fe80::1", False),
@@ -61,8 +61,8 @@ def test_only_addresses_of_the_internet_are_public(address, expected):
         ("example.com.", "example.com"),
         ("BÜCHER.example", "xn--bcher-kva.example"),
         ("my_host", "my_host"),
-        ("１２７.0.0.1", "127.0.0.1"),  # other digits
-        ("127。0。0。1", "127.0.0.1"),  # other dots
+        ("１２７.0.0.1", "127.0.0.1"),  # full-width digits
+        ("127。0。0。1", "127.0.0.1"),  # ideographic full stops
         ("ⓛocalhost", "localhost"),
         ("127.0.0.1.", "127.0.0.1"),
         ("[::1]", "::1"),

@@ -48,7 +48,7 @@ def test_a_sound_of_several_pieces_has_the_features_of_the_whole():
     theirs = WhisperFeatureExtractor(feature_size=16)
     ours = LogMelFeatures(check_feature_settings({"feature_size": 16}))
     samples = np.random.default_rng(1).standard_normal(700_000).astype(np.float32) * 0.1
-    samples[600_000:] *= 30  # the loudest part limits the values of all pieces
+    samples[600_000:] *= 30  # the loudest part limits the values of all chunks
     wanted = theirs(
         samples,
         sampling_rate=16000,

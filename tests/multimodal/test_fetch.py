@@ -107,7 +107,7 @@ def refusal(fetcher, url, budget=None):
     return str(error.value)
 
 
-# ---- what may be asked --------------------------------------------------------------------------
+# ---- hosts that may be requested -----------------------------------------------------------------
 
 
 def test_a_public_host_is_asked_at_the_addresses_that_were_checked(connections):
@@ -172,7 +172,7 @@ def test_a_name_with_any_private_address_is_refused(connections, addresses):
     ],
 )
 def test_no_spelling_of_a_private_address_is_asked(connections, host):
-    text = refusal(make_fetcher(), f"http://{host}/a")  # with the resolver of the system
+    text = refusal(make_fetcher(), f"http://{host}/a")  # use the resolver of the operating system
     assert re.search("not on the public internet|not accepted|Invalid|IPv", text), text
     assert not connections
 
@@ -333,7 +333,7 @@ def test_redirects_are_limited_and_can_be_switched_off():
         serve_and_fetch([redirect("/a")], max_redirects=0)
 
 
-# ---- answers ------------------------------------------------------------------------------------
+# ---- responses -----------------------------------------------------------------------------------
 
 
 def chunked(*parts):
@@ -348,7 +348,7 @@ def chunked(*parts):
         (OK + b"Content-Length: 3\r\n\r\nabcdef", b"abc"),
         (OK + b"Content-Length: 1\r\n\r\naHTTP/1.1 404 No\r\n\r\n", b"a"),
         (OK + b"Content-Length: 0\r\n\r\n", b""),
-        (OK + b"\r\nabc", b"abc"),  # until the connection ends
+        (OK + b"\r\nabc", b"abc"),  # without a length, the body lasts until the connection ends
         (chunked(b"ab", b"c", b""), b"abc"),
         (b"HTTP/1.1 100 Continue\r\n\r\n" + OK + b"Content-Length: 1\r\n\r\na", b"a"),
         (b"HTTP/1.1 103 Early\r\nContent-Length: 9\r\n\r\n" + OK + b"\r\na", b"a"),
@@ -449,7 +449,7 @@ def test_the_next_address_is_tried(monkeypatch, error):
 
 
 def test_an_address_where_nobody_listens_is_not_told():
-    with socket.socket() as bound:  # and nobody listens
+    with socket.socket() as bound:  # a bound port on which nobody listens
         bound.bind(("127.0.0.1", 0))
         url = f"http://{NAME}:{bound.getsockname()[1]}/"
         text = refusal(make_fetcher([NAME], resolve=local), url)

@@ -48,7 +48,7 @@ def test_embeddings_are_those_of_transformers(name):
     known, items, wanted = grid_model(name), items_of(name), embeddings_of(name)
     encoder = known.make_encoder()
     assert_near(encoder(items), wanted, 1e-5)
-    for number, item in enumerate(items):  # without the other images
+    for number, item in enumerate(items):  # encode each image without the other images
         assert_near(encoder([item]), wanted[number : number + 1], 1e-5)
     sizes = [encoder.size_of(item) for item in items]
     for size in (sum(sizes), sum(sizes) + 3, 1200):

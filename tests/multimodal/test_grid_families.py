@@ -178,7 +178,8 @@ def test_limits_have_two_spellings():
     pixels = {"min_pixels": 4 * 784, "max_pixels": 11 * 784}
     for settings in (pixels, {"size": pixels}):
         found = known.make_family(**settings)
-        assert found.largest().grid == (1, 2, 92)  # of a very long image
+        # The largest grid is the grid of a very long image.
+        assert found.largest().grid == (1, 2, 92)
         assert found.process(images((300, 300))[0]).grid == (1, 6, 6)
 
 

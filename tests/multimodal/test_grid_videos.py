@@ -65,7 +65,7 @@ def runs_of(expansion, start=0):
 def test_pairs_of_frames_become_patches_and_go_through_the_tower(name, count):
     known = grid_model(name)
     side = SIDES[name]
-    # Of this size the limits of one frame and of a whole video change nothing.
+    # With this size, the limits of one frame and of a whole video change nothing.
     frames = video(count, 2 * side, 4 * side)
     given = known.make_family(
         size={"shortest_edge": side**2, "longest_edge": 16 * side**2},
@@ -117,8 +117,8 @@ def test_positions_are_those_of_the_model(name):
     known = grid_model(name)
     family = known.make_family(video_size={"shortest_edge": 1, "longest_edge": 2**20})
     side, vocabulary = SIDES[name], Vocabulary()
-    # Positions in time stay below rows and columns, from which the text after a video continues in
-    # transformers 5.
+    # Positions in time are below the numbers of rows and columns. Otherwise the text after a video
+    # continues at another position in transformers 5.
     film = family.process_video(video(5, 2 * side, 6 * side, fps=4.0))
     picture = family.process(draw_frames(1, height=3 * side, width=2 * side)[0])
     token_ids, kinds, items = [1, 1], [0, 0], []
@@ -155,7 +155,7 @@ def test_positions_of_qwen2_5_vl_follow_the_seconds(fps, expected):
     each = count // 3
     found = family.positions(count + 2, [PlacedItem(1, count, given.grid, ((1, count),))])
     assert found[0, 1:-1:each].tolist() == [1 + step for step in expected]
-    # The paper: text continues after the largest position.
+    # As in the paper, the text continues after the largest position.
     assert found[:, -1].tolist() == [int(found[:, :-1].max()) + 1] * 3
 
 

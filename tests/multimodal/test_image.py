@@ -81,7 +81,7 @@ def test_every_accepted_format_is_decoded(format):
         (b"\0\0\0\x18ftypisom\0\0\0\0isomavc1", "the format HEIC or a video"),
         (b"\0\0\1\0\1\0", "the format ICO"),
         (b"RIFF\0\0\0\0WAVE", "it is no image"),
-        (b"P6 1 1 255 abc", "it is no image"),  # Pillow would open it
+        (b"P6 1 1 255 abc", "it is no image"),  # Pillow would accept this file
     ],
 )
 def test_other_formats_are_refused_by_name(data, message):
@@ -289,7 +289,7 @@ def test_an_animation_is_its_first_frame(format):
 )
 def test_sizes_are_checked_before_pixels_are_decoded(size, message):
     with pytest.raises(RequestError, match=message):
-        decode(png(*size), where="m")  # it has no pixels at all
+        decode(png(*size), where="m")  # the file has no pixel data at all
     with pytest.raises(RequestError, match="m: this PNG file cannot be decoded"):
         decode(png(1000, 1000), where="m")
 

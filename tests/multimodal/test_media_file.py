@@ -42,7 +42,7 @@ def num_files() -> int:
     for each in Path("/proc/self/fd").iterdir():
         try:
             names.append(os.readlink(each))
-        except FileNotFoundError:  # the one that lists the folder
+        except FileNotFoundError:  # the descriptor of the folder listing itself is closed by now
             continue
     return sum(name.startswith("/memfd:item-") for name in names)
 
@@ -72,7 +72,7 @@ def test_a_file_is_closed_with_its_owner_and_cannot_be_read_then():
     assert num_files() == before
     with pytest.raises((OSError, ValueError)):
         open_files(tensors)
-    # another image gets the descriptor
+    # Another image gets the same file descriptor.
     others = [MediaFile(TENSORS) for _ in range(3)]
     assert tensors[0].path in {other.tensors[0].path for other in others}
     with pytest.raises(ValueError, match="closed"):
@@ -133,7 +133,7 @@ def folder(tmp_path_factory):
     return tiny_images.make_tiny_images("llava", tmp_path_factory.mktemp("llava"))
 
 
-@pytest.mark.exhaustive  # one worker reads and closes files above
+@pytest.mark.exhaustive  # exhaustive: the tests above check that one worker reads and closes files
 def test_requests_of_the_async_engine_close_their_files(folder, monkeypatch):
     from tests.tiny_images import draw_image
     from vllm import LLM, SamplingParams
@@ -178,26 +178,27 @@ def test_requests_of_the_async_engine_close_their_files(folder, monkeypatch):
             runner = engine.metrics.totals.runner
             assert runner.num_encoded_items == media.num_queries - media.num_hits
             assert runner.encode_seconds > 0
-            # left by its reader
+            # The client leaves this stream early.
             long = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
             stream = engine.generate(prompt(3), long, "left")
             await anext(stream)
             assert num_files() == before + 1
             await stream.aclose()
             assert num_files() == before
-            # aborted
+            # This request is aborted.
             task = asyncio.ensure_future(tokens_of(engine, "aborted", prompt(4), long))
             while num_files() == before:
                 await asyncio.sleep(0.001)
             await engine.abort("aborted")
             await task
             assert num_files() == before
-            # refused by the processor, after its image was read
+            # The processor refuses this request after its image was read.
             wrong = {**prompt(5), "prompt": "no placeholder"}
             refused = await asyncio.gather(
                 tokens_of(engine, "refused", wrong), return_exceptions=True
             )
-            assert isinstance(refused.pop(), RequestError)  # whose frames have the prompt
+            # Drop the error: its traceback holds the prompt.
+            assert isinstance(refused.pop(), RequestError)
             assert num_files() == before
             return found
         finally:

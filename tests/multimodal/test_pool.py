@@ -159,7 +159,7 @@ def test_items_are_processed_at_the_same_time_and_closing_ends_those_at_work():
 
     async def run():
         sleeping = asyncio.ensure_future(workers.run(source(b"sleep")))
-        while workers._idle.qsize() == 2:  # until it has taken its process
+        while workers._idle.qsize() == 2:  # wait until the job has taken a process
             await asyncio.sleep(0.001)
         results = [await workers.run(source(PIXELS)) for _ in range(3)]
         waiting = asyncio.ensure_future(workers.run(source(b"sleep")))
@@ -168,7 +168,7 @@ def test_items_are_processed_at_the_same_time_and_closing_ends_those_at_work():
         return results, await asyncio.gather(sleeping, waiting, return_exceptions=True)
 
     results, ended = asyncio.run(run())
-    workers.close()  # once more
+    workers.close()  # closing twice does no harm
     assert len({pid_of(result) for result in results}) == 1
     assert all(isinstance(error, (RequestError, asyncio.CancelledError)) for error in ended)
     assert ends_within(pid_of(results[0]), 50)
@@ -187,7 +187,7 @@ def test_items_are_processed_at_the_same_time_and_closing_ends_those_at_work():
         ("|O", (1,), 0, 1),
         ("|S4", (1,), 0, 1),
         ("nonsense", (1,), 0, 1),
-        ("|u1", (64,), 0, 3),  # more than the limit together
+        ("|u1", (64,), 0, 3),  # all arrays together exceed the limit
     ],
 )
 def test_a_description_that_does_not_fit_its_file_is_refused(dtype, shape, offset, num_tensors):

@@ -257,13 +257,14 @@ def test_neither_padding_nor_other_images_change_embeddings(case):
 
 def test_shapes_do_not_depend_on_values(case, monkeypatch):
     _, _, encoder, items = case
-    monkeypatch.setattr("vllm.ops._ops", NativeOps())  # kernels of the CPU read values
+    # CPU kernels read values, which fake tensors do not have.
+    monkeypatch.setattr("vllm.ops._ops", NativeOps())
     size = sum(encoder.size_of(item) for item in items)
     tensors = encoder.prepare(items, size + 1)
     assert {name: t.shape for name, t in encoder.prepare(items[::-1], size + 1).items()} == {
         name: t.shape for name, t in tensors.items()
     }
-    # Tensors without values: an operator that needs them raises.
+    # These tensors have no values: an operator that needs values raises an error.
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         without = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
         assert encoder.run(**without).shape[1] == TEXT["hidden_size"]

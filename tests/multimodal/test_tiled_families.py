@@ -42,7 +42,7 @@ SIZES = [
     (28, 28),
     (1, 1),
     (300, 7),
-    # It takes a side that is scaled to 3 pixels for the colours.
+    # transformers 4 mistakes a side of 3 pixels (after scaling) for the color channels.
     *([] if is_version_4() else [(7, 300), (3, 5), (200, 3)]),
     (168, 224),
     (300, 300),
@@ -335,7 +335,7 @@ def test_defaults_of_towers_are_those_of_transformers():
 
     for kind in KINDS:
         if is_version_4() and kind == "mllama_vision_model":
-            continue  # it has no config of its own there
+            continue  # in transformers 4, this model has no config of its own
         want = AutoConfig.for_model(kind)
         for field, value in asdict(read_tower_config({}, (kind,))).items():
             theirs = getattr(want, field) if hasattr(want, field) else want.norm_eps

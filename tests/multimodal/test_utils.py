@@ -88,7 +88,8 @@ def environment(monkeypatch):
 
 
 def test_variables_limit_images_and_redirects(environment, web, tmp_path):
-    (tmp_path / "folder").mkdir()  # the server redirects to a URL with a slash at its end
+    # For a folder, the server redirects to the URL with a slash at its end.
+    (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "index.html").write_bytes(png(Image.new("RGB", (3, 2))))
     fetch = functools.partial(fetch_image, f"{web}/folder", allowed_media_domains=["127.0.0.1"])
     assert fetch().size == (3, 2)

@@ -40,7 +40,7 @@ def shown(found):
 )
 def test_frames_are_chosen_by_number_and_rate(name, choice, expected):
     found = read(FILES[name], **choice)
-    tolerance = 2 if name == "gif" else 0  # its 256 colors
+    tolerance = 2 if name == "gif" else 0  # GIF has 256 colors only
     assert np.abs(np.subtract(shown(found), expected)).max() <= tolerance
     np.testing.assert_allclose(found.seconds, np.array(expected) / 10, atol=2e-3)
     assert found.pixels.shape == (len(expected), 48, 64, 3)
@@ -141,7 +141,8 @@ def test_limits_hold_for_files_with_very_many_frames(monkeypatch):
 
 
 def test_times_that_positions_cannot_have_are_refused():
-    last = make_video("mkv", [0] * 4, last_s=video.MAX_SECONDS)  # from the first at 0.1 s
+    # Times count from the first frame, at 0.1 s.
+    last = make_video("mkv", [0] * 4, last_s=video.MAX_SECONDS)
     assert read(last).seconds[-1] == video.MAX_SECONDS - 0.1
     wrong = "must be shown 0 to 1048576 s after the first, got "
     with pytest.raises(RequestError, match=wrong + "1e"):

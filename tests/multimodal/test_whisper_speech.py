@@ -203,6 +203,6 @@ def test_a_prompt_without_a_task_has_no_rules():
     assert ENGLISH.output_rules([START]).first_time == FIRST_TIME
     assert ENGLISH.output_rules([START, NO_TIMES]).first_time is None
     assert ENGLISH.output_rules([5]) is None
-    # A prompt as for other models is understood.
+    # A prompt that has the tokens of a task is understood, as it is for other models.
     found = ENGLISH.output_rules([START, EN, TRANSCRIBE, NO_TIMES, 5])
     assert found.first_time is None and found.written == (5,)

@@ -36,9 +36,10 @@ def linear_layers() -> Iterator[tuple[str, Callable[[], Tensor]]]:
         weight[:, half:], x[::2, half:] = (
             -weight[:, :half],
             x[::2, :half],
-        )  # only roundings are left
+        )  # the halves cancel each other, so only rounding errors are left
         x[1, 3], x[2, 4] = float("nan"), float("inf")
-        x[3], x[5] = 2**-130, 2**-126  # inputs that count as zero, and products that do
+        # inputs that count as zero, and inputs whose products count as zero
+        x[3], x[5] = 2**-130, 2**-126
         packed = {
             name: PackedWeight.pack(weight.clone())
             if weight_format is None

@@ -44,14 +44,16 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Of the disks, in the order in which they are loaded; what the kernel has built in is missing.
+# Kernel modules of the disks, in the order in which they are loaded. A module that is built into
+# the kernel has no file.
 MODULES = ("scsi_common", "scsi_mod", "libata", "ata_piix", "cdrom", "sr_mod", "isofs", "overlay")
 BUSYBOX, LOADER = Path("/bin/busybox"), Path("/lib64/ld-linux-x86-64.so.2")
 FOLDERS = ("proc", "sys", "dev", "checkout", "system", "written", "new")
 EXCLUDED = "la57 cet uintr amx amx_int8 amx_bf16"
 STATUS = re.compile(r"^emulated_machine: exit status (\d+)\s*$", re.MULTILINE)
 
-# The first process. The checkout is on the first disk, the system on the other; nothing is written.
+# The first process. The first disk has the checkout, the second has the system; nothing is written
+# to either.
 INIT = """#!/bin/busybox sh
 PATH=/bin
 /bin/busybox --install /bin
@@ -119,7 +121,7 @@ def system_files() -> dict[Path, Path]:
         folders.add(Path(sys.prefix))
     executable = Path(sys.executable).resolve()
     paths = {*folders, executable, *loaded}
-    for path in (executable, *loaded):  # and their other names, by which they are found
+    for path in (executable, *loaded):  # also the symbolic links by which these files are found
         paths |= {p for p in path.parent.iterdir() if p.is_symlink() and p.resolve() == path}
     outermost = {path for path in paths if not any(folder in path.parents for folder in folders)}
     return {path: path for path in outermost} | {LOADER: LOADER.resolve(), BUSYBOX: BUSYBOX}
@@ -178,7 +180,8 @@ def write_images(options: argparse.Namespace, folder: Path) -> None:
     run = RUN.format(*words, shlex.join(options.command))
     features = f', exclude_features="{options.exclude}"' if options.exclude else ""
     share = Path(os.environ.get("BXSHARE", "/usr/share/bochs"))
-    vga = min(path.name for path in share.glob("VGABIOS-lgpl-latest*"))  # Debian leaves out .bin
+    # Debian's file has no .bin at the end of its name
+    vga = min(path.name for path in share.glob("VGABIOS-lgpl-latest*"))
     values = {**vars(options), "folder": folder, "features": features, "share": share, "vga": vga}
     (folder / "run.sh").write_text(run)
     (folder / "grub.cfg").write_text(GRUB.format(options=options.kernel_options))
@@ -197,7 +200,8 @@ def run_machine(bochs: str, folder: Path) -> int:
     """Run it until it powers off. Returns the exit status of the command; 125: there is none."""
     console = folder / "console"
     console.write_bytes(b"")
-    screen, terminal = pty.openpty()  # which the display `term` needs; nothing of it is shown
+    # The display `term` of Bochs needs a terminal; nothing of it is shown.
+    screen, terminal = pty.openpty()
     command = ["env", "TERM=linux", *shlex.split(bochs), "-q", "-f", str(folder / "bochsrc")]
     machine = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal)
     os.close(terminal)
@@ -212,7 +216,7 @@ def run_machine(bochs: str, folder: Path) -> int:
             sys.stdout.flush()
             try:
                 shown = shown[-1000:] + os.read(screen, 1 << 16)
-            except OSError:  # nothing to read, or no one who writes
+            except OSError:  # nothing can be read yet, or the other end is closed
                 time.sleep(0.5)
     finally:
         machine.kill()
@@ -240,7 +244,8 @@ def main() -> int:
     add("--env", action="append", default=[], metavar="NAME=VALUE")
     add("command", nargs="+")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that Bochs ends too
+    # Exit normally, so that Bochs is stopped too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as made:
         folder = (options.folder or Path(made)).resolve()
         folder.mkdir(parents=True, exist_ok=True)

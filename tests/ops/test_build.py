@@ -99,7 +99,8 @@ def test_without_a_working_compiler_the_build_succeeds_and_says_what_is_missing(
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_kernels_build_from_source_and_need_no_library_but_the_c_ones(setup_module, tmp_path):
-    library = LIBRARY_PATH  # loads only if it was built from these sources, which takes a minute
+    # This library loads only if it was built from these sources, and a build takes a minute.
+    library = LIBRARY_PATH
     if load_cpu_kernels() is None:
         library = tmp_path / "kernels.so"
         setup_module.build_kernels(tmp_path, library)

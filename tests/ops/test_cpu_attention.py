@@ -20,7 +20,8 @@ from vllm.ops.interface import Ops
 from vllm.ops.native.operators import NativeOps
 
 DTYPES = [torch.float32, torch.bfloat16]
-# Weights are rounded to bf16 (2^-9 relative) and so is the result, whose size is that of a value.
+# Weights are rounded to bf16 (2^-9 relative). The result is rounded too, and is as large as a
+# value.
 TOLERANCES = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     torch.bfloat16: {"rtol": 2**-7, "atol": 2**-6},
@@ -64,7 +65,8 @@ class Prompts:
             for cache in (self.keys, self.values):
                 row_shape = (seq_len, heads.num_kv_heads, heads.size)
                 cache.flatten(0, 1)[self.slots(b)] = torch.randn(row_shape).to(heads.dtype)
-        packed = heads.num_heads + 2 * heads.num_kv_heads  # queries are a slice of q, k and v
+        # The queries are a slice of the tensor with q, k and v.
+        packed = heads.num_heads + 2 * heads.num_kv_heads
         self.queries = [
             torch.randn(seq_len, packed, heads.size).to(heads.dtype)[:, : heads.num_heads]
             for seq_len in seq_lens
@@ -171,7 +173,7 @@ def assert_is_formula(
 def options_of(name: str, num_heads: int) -> dict[str, Any]:
     slopes = 2.0 ** -torch.arange(1, num_heads + 1)
     sinks = torch.linspace(-8, 8, num_heads)
-    sinks[-1] = 300.0  # takes all
+    sinks[-1] = 300.0  # this sink takes all of the weight
     return {
         "plain": {"sliding_window": None},
         "window of 1": {"sliding_window": 1},
@@ -257,7 +259,7 @@ def test_prefill_has_the_same_bits_in_any_chunks_in_any_batch_on_any_threads(
 
 def last_keys_of(chunks: list[tuple[int, int, int]], last_keys: list[Tensor]) -> np.ndarray:
     parts = [last_keys[b][begin:end] for b, begin, end in chunks]
-    return torch.cat([*parts, torch.zeros(1)]).int().numpy()  # and a row of padding
+    return torch.cat([*parts, torch.zeros(1)]).int().numpy()  # and a zero for a row of padding
 
 
 def with_images(num_tokens: int, *images: tuple[int, int]) -> Tensor:
@@ -339,12 +341,13 @@ def test_prefill_survives_large_scores(ops):
     prompts = Prompts([200], Heads())
     prompts.queries[0] *= 1e4
     (got,) = prompts.prefill(ops, [(0, 0, 200)])
-    # float32 has steps of 1/256 at such scores: where two keys tie, the weights follow them.
+    # Float32 scores of this size are rounded to multiples of 1/256: where two keys have nearly the
+    # same score, the weights change.
     torch.testing.assert_close(got, prompts.formula(0, 0, 200), rtol=0, atol=0.03)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("size", "block_size"), [(40, 16), (64, 20)])  # 64: on matrix tiles
+@pytest.mark.parametrize(("size", "block_size"), [(40, 16), (64, 20)])  # size 64 runs on AMX tiles
 @pytest.mark.parametrize("option", OPTIONS[4:])
 def test_decode_is_the_formula_for_all_options(ops, option, size, block_size, dtype):
     prompts = Prompts([300, 1, 65, 256, 31], Heads(14, 2, size, block_size, dtype))
@@ -480,7 +483,7 @@ def test_full_attention_sees_all_keys(shape: tuple[int, ...], dtype: torch.dtype
         torch.randn(num_images, num_keys, num_heads, size).to(dtype).transpose(1, 2)
         for _ in range(2)
     )
-    if num_images == 1:  # as a part of more tensors, whose stride nobody reads
+    if num_images == 1:  # the image is part of a larger tensor, so its stride must not be used
         value = value.as_strided(value.shape, (1, *value.stride()[1:]))
     mask = torch.arange(num_keys)[None] < max(1, num_keys - 2)
     for scale, some in ((None, None), (0.3, None), (0.3, mask)):

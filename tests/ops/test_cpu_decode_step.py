@@ -109,7 +109,7 @@ def make_setting(num_random: int = 3) -> Setting:
     features[:num_random] = RANDOM | 8
     num_prompt = rng.integers(1, 20, NUM_ROWS, np.int32)
     model = make_model()
-    for layer in model.layers:  # what earlier steps have computed
+    for layer in model.layers:  # keys and values that earlier steps have computed
         layer.key_cache.normal_()
         layer.value_cache.normal_()
     return Setting(
@@ -179,7 +179,7 @@ def test_drafts_are_verified_up_to_the_first_wrong_one(num_threads):
     assert arrays.num_tokens[rows].tolist() == (before[rows] + counts).tolist()
     for tokens, row, count in zip(want, rows, counts, strict=True):
         assert arrays.token_ids[row, before[row] :][:count].tolist() == tokens[:count]
-    # The keys and values that they left are those of single steps.
+    # A further step finds the same keys and values as after single steps.
     following, _ = step.run(*setting.launch(rows))
     assert following.tolist()[4:] == [tokens[4] for tokens in single_steps(rows, 5)[4:]]
 

@@ -17,14 +17,15 @@ from vllm.ops.cpu.weights.weight_format import WeightFormat, can_pack
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 INT8, INT4 = WeightFormat.INT8, WeightFormat.INT4
-# Weight dtype, what it is stored as (None: itself), dtype of x.
+# (weight dtype, storage format or None for the weight dtype itself, dtype of x)
 COMBINATIONS = [
     (FLOAT32, None, FLOAT32),
     (BFLOAT16, None, BFLOAT16),
     (BFLOAT16, None, FLOAT32),
     *product((FLOAT32, BFLOAT16), (INT8, INT4), (FLOAT32, BFLOAT16)),
 ]
-# Sums of up to 2,056 products of normal numbers. bfloat16: one unit in the last place.
+# Tolerance for sums of up to 2,056 products of normally distributed numbers. For bfloat16 it is one
+# unit in the last place.
 TOLERANCES = {FLOAT32: {"rtol": 1e-5, "atol": 3e-4}, BFLOAT16: {"rtol": 2**-7, "atol": 3e-4}}
 
 
@@ -90,7 +91,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(
     isa, weight_dtype, weight_format, dtype, restore_threads
 ):
     packed = packed_of(torch.randn(128, 2080, dtype=weight_dtype), weight_format)
-    x = torch.randn(1040, 2080).to(dtype)  # more than one slab, block and stretch
+    # More than one of each unit into which the kernel divides a matrix.
+    x = torch.randn(1040, 2080).to(dtype)
     torch.set_num_threads(1)
     alone = torch.cat([packed.linear(row) for row in x[:20, None]])
     for num_rows, num_threads in ((2, 1), (7, 1), (20, 2), (1040, 2)):
@@ -141,7 +143,8 @@ def test_numbers_too_small_for_a_step_are_zero(isa, weight_format):
     """A step of 1e-37 / 127 has no inverse in float32."""
     small, large = torch.full((64, 64), 1e-37), torch.full((64, 64), 1e30)
     assert not packed_of(large, weight_format).linear(small).any()
-    if weight_format is INT8:  # int4 has powers of two beside its scales
+    # int4 also has powers of two besides its scales, so its results may differ from zero.
+    if weight_format is INT8:
         assert not packed_of(small, weight_format).linear(large).any()
 
 
@@ -185,8 +188,9 @@ def test_packing_uses_the_memory_of_the_weight_when_panels_are_full(num_out, is_
     [
         ((64, 64), FLOAT32, None, 32),
         ((64, 64), BFLOAT16, None, 16),
-        ((64, 64), BFLOAT16, INT8, 9),  # with a scale and a sum of 32 bits per 64
-        ((64, 64), BFLOAT16, INT4, 5),  # with a scale of 32 bits per 64, and 16 bits per 32
+        ((64, 64), BFLOAT16, INT8, 9),  # and a 32-bit scale and a 32-bit sum for each 64 values
+        # And a 32-bit scale for each 64 values, and 16 bits for each 32.
+        ((64, 64), BFLOAT16, INT4, 5),
     ],
 )
 def test_a_weight_has_so_many_bits(shape, dtype, weight_format, bits):

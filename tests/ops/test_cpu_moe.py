@@ -110,7 +110,7 @@ def test_parts_of_the_experts_add_up_to_all(isa, dtype, weight_format, scales_in
     biases = torch.randn(7, 144).to(dtype), torch.randn(7, 96).to(dtype)
     x = torch.randn(9, 96).to(dtype)
     topk_ids, topk_weights = choices_of(9, 7, 2)
-    topk_ids[0] = torch.tensor([5, 4])  # of the last part alone
+    topk_ids[0] = torch.tensor([5, 4])  # both experts are in the last part
     parts = torch.zeros(9, 96)
     for first, end in ((0, 3), (3, 4), (4, 7)):
         options = ExpertOptions(scales_inputs=scales_inputs, first_expert=first)
@@ -171,7 +171,7 @@ STORED: dict[str, Callable[[int, int], StoredWeight]] = {
 @pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 def test_stored_experts_agree_with_single_layers(isa, dtype, name):
-    shapes = ((96, 64), (96, 64), (64, 96))  # of gate, up and down
+    shapes = ((96, 64), (96, 64), (64, 96))  # shapes of gate, up and down
     stored = [[STORED[name](*shape) for _ in range(4)] for shape in shapes]
     alone = [[pack_stored(weight) for weight in part] for part in stored]
     largest = max(weight.dequantize().abs().max() for part in stored for weight in part)
@@ -200,7 +200,7 @@ def test_a_token_does_not_depend_on_the_tokens_beside_it_nor_on_the_threads(
     isa, weight_format, restore_threads
 ):
     packed = PackedExperts.pack(*experts_of(16, 256, 128, BFLOAT16), weight_format)
-    num_tokens = 1100  # more than one slab, and more than one block of an expert
+    num_tokens = 1100  # more than one slab of tokens, and more than one block of an expert
     x = torch.randn(num_tokens, 256).bfloat16()
     topk_ids, topk_weights = choices_of(num_tokens, 16, 4)
     topk_ids[:, 1] = 3
@@ -215,7 +215,7 @@ def test_a_token_does_not_depend_on_the_tokens_beside_it_nor_on_the_threads(
 def test_the_reference_is_a_sum_over_the_experts_of_each_token():
     gate_up, down = experts_of(5, 16, 12, FLOAT32)
     x, (topk_ids, topk_weights) = torch.randn(7, 16), choices_of(7, 5, 3)
-    topk_ids[2] = 4  # one expert three times
+    topk_ids[2] = 4  # one expert is chosen three times
     want = torch.zeros(7, 16)
     for token in range(7):
         for expert, weight in zip(topk_ids[token], topk_weights[token], strict=True):

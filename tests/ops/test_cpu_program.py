@@ -24,7 +24,7 @@ from vllm.ops.cpu.weights.weight_format import WeightFormat
 
 pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 
-# Wide enough that five tokens are worth a second thread.
+# Sizes at which five tokens are enough work for a second thread.
 HIDDEN, SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 32, 10240, 4, 2, 16
 VOCAB_SIZE, MAX_POSITIONS, NUM_BLOCKS, BLOCK_SIZE = 50, 40, 90, 8
 
@@ -191,7 +191,8 @@ def test_numbers_out_of_range_are_refused(name, index, value, message, num_threa
         ("block_tables", lambda x: x[:-1]),
         ("seq_lens", lambda x: x[:-1]),
         ("query_start_loc", lambda x: x.long()),
-        ("query_start_loc", lambda x: x + (x > 0)),  # a row between decodes and prefill
+        # One row is in neither the decodes nor the prefills.
+        ("query_start_loc", lambda x: x + (x > 0)),
         ("num_decodes", lambda x: 3),
         ("num_decodes", lambda x: -1),
         ("inputs", lambda x: x.to("meta")),

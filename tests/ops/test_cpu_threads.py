@@ -32,7 +32,8 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         build("thread_driver.cpp", program, "-O1", "-fsanitize=thread")
         subprocess.run([str(program), "2", "1"], check=True, capture_output=True)
-    except subprocess.CalledProcessError:  # no library for it, or not on this kernel
+    # The compiler has no library for the sanitizer, or this kernel does not support it.
+    except subprocess.CalledProcessError:
         build("thread_driver.cpp", program, "-O1")
     return program
 
@@ -86,7 +87,7 @@ SIZES = {
     [
         ("1b", 1, 8, 1.01),
         ("1b", 1, 32, 1.05),
-        ("1b", 1, 64, 1.4),  # products of 2,048 outputs have work for 32 threads
+        ("1b", 1, 64, 1.4),  # a matmul with 2,048 outputs has work for 32 threads
         ("1b", 1, 128, 2.5),
         ("1b", 1024, 64, 1.02),
         ("1b", 1024, 128, 1.05),

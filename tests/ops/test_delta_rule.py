@@ -113,7 +113,7 @@ def test_tokens_change_the_states_of_their_rows(table, value_size, key_size, is_
     *inputs, _ = inputs_of(1, key_size, value_size, is_by_key)
     want_y, want = recurrence(*inputs, states[rows] * ~is_new[:, None, None, None])
     untouched = states[[1, 3, 5]].clone()
-    states[0] = torch.nan  # of an earlier request
+    states[0] = torch.nan  # an earlier request left this state
     y = table().delta_tokens(states, rows, is_new, *(x[:, 0] for x in inputs))
     assert_close(y, want_y[:, 0])
     assert_close(states[rows], want)

@@ -12,12 +12,12 @@ from vllm.ops.native.operators import NativeOps
 
 NATIVE = NativeOps()
 DTYPES = [torch.float32, torch.bfloat16]
-# Weights are rounded to bf16 (2^-9 relative) and so is the result; values are up to 4 * 1.7.
+# Weights are rounded to bf16 (2^-9 relative), and so is the result. Values are up to 4 * 1.7.
 TOLERANCES = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     torch.bfloat16: {"rtol": 2**-7, "atol": 2**-6},
 }
-SCALES = (0.5, 1.7)  # of keys and of values
+SCALES = (0.5, 1.7)  # scales of keys and of values
 
 
 def scales_of(num_kv_heads: int) -> dict[str, Tensor]:
@@ -43,7 +43,7 @@ def bits(x: Tensor) -> Tensor:
 
 def store(ops: Ops, numbers: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     """[T, D] numbers as they come to lie in a cache."""
-    new = numbers[:, None]  # one kv head
+    new = numbers[:, None]  # one KV head
     cache = torch.zeros(len(numbers), 1, 1, numbers.shape[1], dtype=torch.uint8).view(dtype)
     other = cache.clone()
     scales = torch.tensor([scale]), torch.tensor([2 * scale])
@@ -64,7 +64,7 @@ def test_the_nearest_number_is_stored_and_no_finite_number_becomes_nan(ops, dtyp
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     every = every[every.isfinite()].to(dtype)
     numbers = torch.cat((every, torch.tensor([float("inf"), -float("inf")], dtype=dtype)))
-    if dtype == torch.float32:  # halfway between neighbours, and next to it
+    if dtype == torch.float32:  # halfway between two FP8 numbers, and next to the middle
         middle = torch.arange(1, 2**15, dtype=torch.int32).mul(2**16).view(torch.float32)
         numbers = torch.cat((numbers, middle[middle.isfinite()].nextafter(torch.tensor(9.0))))
     numbers = numbers[: len(numbers) // 37 * 37].view(-1, 37)
@@ -80,7 +80,7 @@ def test_the_nearest_number_is_stored_and_no_finite_number_becomes_nan(ops, dtyp
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_inputs_become_the_nearest_numbers_within_a_limit(ops, dtype):
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).to(dtype)
-    if dtype == torch.float32:  # halfway between neighbours, and next to it
+    if dtype == torch.float32:  # halfway between two FP8 numbers, and next to the middle
         middle = torch.arange(1, 2**15, dtype=torch.int32).mul(2**16).view(torch.float32)
         every = torch.cat((every, middle.nextafter(torch.tensor(9.0))))
     x = every[: len(every) // 37 * 37].view(-1, 37)
@@ -185,7 +185,7 @@ def test_scales_of_other_heads_are_refused(ops):
 def test_all_numbers_are_read_as_torch_reads_them(ops, dtype, fp8):
     codes = torch.arange(256, dtype=torch.uint8)
     numbers = codes[codes.view(fp8).float().isfinite()].view(fp8)
-    values = numbers[None, None, None]  # the value of the only key, so it is the result
+    values = numbers[None, None, None]  # there is only one key, so its value is the result
     keys = torch.zeros_like(values, dtype=torch.uint8).view(fp8)
     query, tables = torch.ones(1, 1, len(numbers), dtype=dtype), torch.zeros(1, 1).int()
     options = operator_options(scale=1.0)

@@ -76,7 +76,7 @@ def test_they_stay_packed_and_give_what_torch_gives(case, mode):
 def test_what_the_operator_does_not_take_is_widened():
     bridge = SimBridge("gaudi2", is_lazy=True)
     stored = [mxfp4_experts(*shape) for shape in SHAPES]
-    parts = [  # as a rank has them that shares a block with another one
+    parts = [  # weights of a rank that shares blocks of 32 with another rank
         replace(w, blocks=w.blocks.view(HIDDEN, -1, 8), scales=w.scales.repeat_interleave(2, 1))
         for w in stored[2]
     ]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gaudi_sim.bridge import SimBridge
 
-# These run here too, with the `ops` of this file.
+# The imported tests run here again, with the `ops` fixture of this file.
 from tests.ops.test_ops_parity import (  # noqa: F401
     packed_qkv,
     seeded,
@@ -307,7 +307,7 @@ def test_experts_in_fp8_stay_in_fp8(card, block_inputs, is_lazy):
     want = NATIVE.moe(x.float(), *routed, torch.cat([gate, up], dim=1), down, options=OTHERS_FIRST)
     got = experts.to("hpu").forward(*(t.to("hpu") for t in (x, *routed))).cpu()
     assert got.dtype == x.dtype
-    # Inputs, what is between the products and numbers of Gaudi 2 are rounded to 3 bits.
+    # Gaudi 2 rounds inputs and intermediate results to 3 bits of mantissa.
     error = (got.float() - want).square().mean().sqrt() / want.square().mean().sqrt()
     assert error < 0.1
     assert counted.calls == is_lazy
@@ -402,11 +402,11 @@ WITHOUT_GATES = ExpertOptions(has_gate=False, first_expert=2)
 def test_experts_of_few_bits_stay_so_and_are_widened_for_each_launch(kind, is_lazy):
     torch.manual_seed(0)
     make, dtype = NARROW[kind]
-    release = (1, 23)  # before the operator for MXFP4
+    release = (1, 23)  # this release does not have the operator for MXFP4
     bridge = SimBridge("gaudi2", is_lazy=is_lazy, is_strict=True, release=release)
     ops, size, hidden = HPUOps(bridge), 32, 64
     gates, ups, downs = (make(*s) for s in ((size, hidden), (size, hidden), (hidden, size)))
-    if "order" in kind:  # the same inputs, so the same order
+    if "order" in kind:  # both weights have the same inputs, so the same order
         ups = [replace(up, groups=gate.groups) for gate, up in zip(gates, ups, strict=True)]
     ops._kernels = counted = CountsOfExperts(bridge.kernels)
     gate, up, down = (

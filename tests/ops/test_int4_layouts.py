@@ -124,7 +124,7 @@ def test_a_scale_that_is_not_finite_reaches_the_result(isa, bad):
 
 def test_a_zero_point_of_16_is_kept():
     checkpoint = Checkpoint.random(64, 64, 32)
-    checkpoint.zeros[:] = 16  # which the first format of GPTQ can store
+    checkpoint.zeros[:] = 16  # 16 is a zero point that the first GPTQ format can store
     torch.testing.assert_close(
         rows_of(checkpoint.gptq()).double(), checkpoint.dense(), rtol=1e-6, atol=0
     )

@@ -59,7 +59,7 @@ def test_kernels_give_what_torch_gives(isa, dtype, weights, num_threads, monkeyp
             torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
             has_none = [number for number, adapter in enumerate(of_rows) if adapter < 0]
             assert torch.equal(got[has_none], y[has_none])
-            # A row's bits do not depend on the others.
+            # The bits of a row's result do not depend on the other rows.
             for row in {0, num_rows // 2, num_rows - 1}:
                 one = slice(row, row + 1)
                 alone = apply(CPUOps(), layer, y[one], x[one], of_rows[one], dtype, weights)

@@ -22,7 +22,8 @@ from vllm.ops.native.operators import NativeOps
 
 DTYPES = [torch.float32, torch.bfloat16]
 NATIVE = NativeOps()
-# One unit in the last place of bf16 is 2^-8 relative; sums in another order may differ by that.
+# One unit in the last place of bf16 is 2^-8 relative; sums in another order may differ by this
+# much.
 TOLERANCES = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     torch.bfloat16: {"rtol": 2**-7, "atol": 2**-8},
@@ -71,7 +72,7 @@ class PagedCache:
         self.keys = torch.full(shape, float("nan"), dtype=dtype)
         self.values = self.keys.clone()
         ids = torch.randperm(num_blocks - 1)[: len(seq_lens) * max_blocks] + 1
-        # A table is a slice of a wider one: its rows are strided.
+        # The block table is a slice of a wider table, so its rows are strided.
         wide = torch.zeros(len(seq_lens), max_blocks + 3, dtype=torch.int32)
         wide[:, :max_blocks] = ids.view(len(seq_lens), max_blocks)
         self.block_tables = wide[:, : max_blocks + 1]
@@ -219,7 +220,7 @@ def test_scale_rows_agrees_with_reference(ops, is_gate, dtype):
 def test_route_agrees_with_reference(ops, routing, dtype):
     for num_experts, top_k in ((4, 1), (7, 2), (60, 4), (128, 8), (300, 64), (5, 5), (90, 70)):
         logits = torch.randn(40, num_experts + 1)[:, :num_experts].to(dtype)
-        # Different numbers in a row: which of equal ones is chosen is not said.
+        # All values of a row differ: no rule says which one of equal values is chosen.
         logits = (logits.argsort(-1).float() * 4 / num_experts - 2).to(dtype)
         if len(logits[0].unique()) < num_experts:
             continue
@@ -483,7 +484,7 @@ def test_reference_rotary_embedding_is_that_of_hugging_face_llama(dtype):
     assert torch.equal(got[1], want[1])
 
 
-# ---- what is refused, and what falls back --------------------------------------------------
+# ---- refused inputs and fallbacks ----------------------------------------------------------------
 
 
 def test_other_dtypes_run_on_the_reference(ops):
@@ -567,7 +568,7 @@ def test_indices_out_of_range_are_refused_before_memory_is_touched(ops):
         ops.reshape_and_cache(new, new, cache.keys, cache.values, slots)
 
     query = torch.randn(2, 4, 16)
-    for seq_len in (-1, 49):  # a table of 3 blocks holds 48
+    for seq_len in (-1, 49):  # a table of 3 blocks has 48 slots
         cache.seq_lens[1] = seq_len
         with pytest.raises(IndexError, match=f"request 1 has {seq_len} tokens"):
             cache.decode(ops, query, None)
@@ -578,7 +579,7 @@ def test_indices_out_of_range_are_refused_before_memory_is_touched(ops):
             cache.decode(ops, query, None)
 
 
-# ---- the table -----------------------------------------------------------------------------
+# ---- the table of operators ----------------------------------------------------------------------
 
 
 def test_layers_get_the_operators_that_were_installed():

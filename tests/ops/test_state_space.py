@@ -105,7 +105,7 @@ def test_tokens_change_the_states_of_their_rows(table, state_size):
         *(t[:, None] for t in (x, steps)), decay, b[:, None], c[:, None], before
     )
     untouched = states[[1, 3, 5]].clone()
-    states[0] = torch.nan  # of an earlier request
+    states[0] = torch.nan  # an earlier request left this state
     y = table().scan_tokens(states, rows, is_new, x, steps, decay, b, c)
     assert_close(y, want_y[:, 0])
     assert_close(states[rows], want)

@@ -54,7 +54,7 @@ def stored(name: str) -> tuple[StoredWeight, torch.Tensor]:
 
 
 KINDS = {
-    # What a product may be off by, as a part of its size; int8 and int4 round their inputs.
+    # Largest error of a product, relative to its size. int8 and int4 round their inputs.
     "fp8-static": 2**-7,
     "fp8-block": 2**-7,
     "ct-w8a8": 0.02,

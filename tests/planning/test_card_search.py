@@ -93,7 +93,7 @@ def test_figures_of_a_mixture_have_the_parameters_of_an_expert(tmp_path):
     figures = figures_of(make_plan(write_model(tmp_path / "mixture", MIXTURE), 2))
     assert (figures.num_experts, figures.experts_per_token) == (4, 2)
     assert figures.expert_params == 2 * 3 * 128 * 256
-    routers = 2 * 2 * 4 * 128  # each rank has them
+    routers = 2 * 2 * 4 * 128  # every rank has all routers
     assert figures.dense_params == 2 * (2 * 128 * 128 + 2 * 128 * 64) + routers
 
 
@@ -144,7 +144,7 @@ def test_a_batch_whose_workspace_does_not_fit_is_given_up(dense_folder):
 def test_cards_on_which_the_engine_does_not_run_are_named(dense_folder):
     found = search_cards(partial(make_plan, dense_folder), Goals(ttft_ms=1e-6), Lengths(100, 100))
     assert [miss.name for miss in found.choice.misses] == ["ttft_ms"]
-    assert list(found.unfit) == [8]  # heads: 4
+    assert list(found.unfit) == [8]  # 8 cards do not fit, since the model has 4 heads
     lines = found_lines(found, "command")
     assert lines[0].startswith("8 cards: ")
     assert lines[1].startswith("Nothing meets the goals; nearest is ")

@@ -170,8 +170,8 @@ def check_case(settings: dict[str, Any], checkpoint: Callable[[str], str]) -> No
     "seed",
     [
         *range(6),
-        38,  # with kernels that are tried before they are used
-        192,  # latent attention whose weights become FP8
+        38,  # this seed chooses kernels that are tried before they are used
+        192,  # this seed chooses latent attention whose weights are converted to FP8
         *(
             pytest.param(seed, marks=pytest.mark.exhaustive)
             for seed in range(6, 1000)
@@ -244,7 +244,7 @@ def test_a_planned_start_makes_the_graphs_and_recipes_of_a_warm_up(enforce_eager
         after = bridge.counters()
         plan = make_engine_plan(EngineArgs(**settings), "gaudi2")
         start = plan_start(plan)
-        # The measurement has compiled some of the shapes, and others that never run again.
+        # The memory measurement compiles some of these shapes, and others that never run again.
         assert after.compile_s - before.compile_s <= start.compile_s < after.compile_s
         for phase, cls in zip(start.phases, GRAPHS, strict=True):
             assert phase.graph_bytes == pytest.approx(worker.ledger.booked(cls), 0.02)
@@ -344,7 +344,7 @@ def test_llama_8b_takes_what_published_logs_say(tmp_path):
     )
     assert divided.num_blocks == 4107
 
-    # The log of another start: 24 + 48 buckets, of which 15 + 48 have graphs, in 49 s.
+    # The log of another start shows 24 + 48 buckets, 15 + 48 of them with graphs, in 49 s.
     costs = ShapeCosts(plan)
     lengths = range(128, 1025, 128)
     prompts = [PaddedShape(prefill(batch, size)) for batch in (1, 2, 4) for size in lengths]
@@ -387,7 +387,7 @@ def test_a_model_for_no_number_of_cards_is_refused(tmp_path):
         planned_or_nearest(args, "gaudi3", 1)
 
 
-# ---- on a CPU ---------------------------------------------------------------------------------
+# ---- plans for a CPU -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4", "fp8"])
@@ -456,7 +456,7 @@ def test_no_later_bucket_needs_a_larger_workspace_than_the_first(name, settings,
     def needed_bytes(bucket: Bucket) -> int:
         needed = []
         for shape in plan.shapes_of(bucket):
-            pool.workspace_bytes = 0  # of the launch before
+            pool.workspace_bytes = 0  # drop the workspace of the forward pass before
             plan.record(partial(runner.warm_up, shape, sampling="none"))
             needed.append(pool.workspace_bytes)
         return max(needed)

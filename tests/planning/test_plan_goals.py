@@ -46,7 +46,7 @@ def test_a_server_answers_when_its_first_buckets_are_warm(flags, capsys):
         assert main([*flags, *given, "--json"]) == 0
         starts.append(json.loads(capsys.readouterr().out)["start"])
     usual, first, fewer = starts
-    assert usual == first  # all buckets are planned, whatever the server begins with
+    assert usual == first  # the plan has all buckets, whatever the server starts with
     all_buckets = usual["prefill"]["num_buckets"] + usual["decode"]["num_buckets"]
     assert fewer["num_first_buckets"] < usual["num_first_buckets"] < all_buckets
     assert 0 < fewer["first_s"] < usual["first_s"] < usual["cold_s"]

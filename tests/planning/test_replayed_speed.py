@@ -23,7 +23,8 @@ def test_the_speed_is_that_of_the_times_of_the_requests() -> None:
     assert speed.requests_per_s == pytest.approx(trace.rate)
     waited = np.sort(found.first_tokens - found.arrivals)
     assert waited[0] <= speed.ttft_s[0] <= speed.ttft_s[1] <= speed.ttft_s[2] <= waited[-1]
-    # A request lasts from its first token to its last, one time per output token after the other.
+    # A request takes the time from its first to its last output token: (number of output tokens -
+    # 1) times the time per output token.
     several = found.num_outputs > 1
     lasted = tpot_s(found) * (found.num_outputs[several] - 1)
     assert found.first_tokens[several] + lasted == pytest.approx(found.ends[several])

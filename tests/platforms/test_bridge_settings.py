@@ -67,7 +67,7 @@ def test_each_mode_gets_its_settings_before_the_bridge_is_imported(
     SimBridge("gaudi2", is_lazy=is_lazy)
     assert open_card(environment, monkeypatch, **variables) == early
     assert made() == at_last
-    seen = vendor.torch.FLAGS  # while the stand-in was imported
+    seen = vendor.torch.FLAGS  # the flags that were set when the stand-in was imported
     assert {name: value for name, value in early.items() if name.startswith("PT_HPU")} == {
         name: value for name, value in seen.items() if name in NAMES
     }
@@ -97,7 +97,8 @@ def test_an_empty_value_is_none(environment, card, vendor, monkeypatch):
 def test_a_child_process_tells_settings_of_its_engine_from_those_of_the_user(monkeypatch):
     monkeypatch.setenv("PT_HPU_WEIGHT_SHARING", "1")
     envs.export_bridge_settings()
-    assert envs.export_bridge_settings(is_lazy=False)  # what the first call could not know
+    # The first call could not know whether lazy mode is used.
+    assert envs.export_bridge_settings(is_lazy=False)
     assert not envs.export_bridge_settings(is_lazy=False)
     code = "from vllm import envs; print(envs.described_bridge_settings())"
     done = subprocess.run(
@@ -109,7 +110,8 @@ def test_a_child_process_tells_settings_of_its_engine_from_those_of_the_user(mon
     described = {name: f"{value} (engine)" for name, value in WITHOUT_LAZY.items()}
     described["PT_HPU_WEIGHT_SHARING"] = "1 (user)"
     assert done.stdout == f"{described}\n"
-    assert {*NAMES, envs.BRIDGE_SETTINGS_MARK} <= worker_environment().keys()  # of Ray
+    # Variables that Ray passes to its workers.
+    assert {*NAMES, envs.BRIDGE_SETTINGS_MARK} <= worker_environment().keys()
 
 
 def test_a_bridge_that_was_imported_before_may_have_missed_settings(

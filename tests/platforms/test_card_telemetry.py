@@ -14,7 +14,7 @@ from vllm.platforms.habana.telemetry import CardReader
 
 GIB = 2**30
 
-# Its parameters in build 1.24.
+# The parameters of each function of the library in build 1.24.
 DOCUMENTED = {
     "hlmlInit": "",
     "hlmlDeviceGetCount": "",
@@ -62,7 +62,7 @@ def test_only_the_cards_of_an_engine_are_read(hlml, modules, found):
 def test_what_a_card_does_not_say_is_not_known_and_the_rest_is(hlml):
     del hlml.cards[0].says["power"], hlml.cards[0].says["memory"], hlml.cards[0].says["module"]
     hlml.cards[1].says.clear()
-    first, second = CardReader({1}).read()  # neither says that it is another module
+    first, second = CardReader({1}).read()  # the answers do not show that this is another module
     assert first.temperature_celsius == 51 and first.utilization == 0.87
     assert (first.power_watts, first.memory_total_bytes, first.module) == (None, None, None)
     assert second == CardReading(index=1, module=None)

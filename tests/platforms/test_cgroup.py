@@ -33,7 +33,8 @@ V2, V2_JOB, V1 = (
         (V2, {}, None),
         (V2_JOB, {"system.slice/job_7/cpu.max": "800000 100000"}, 8),
         (V2_JOB, {"system.slice/cpu.max": "4 1", "system.slice/job_7/step_0/cpu.max": "9 1"}, 4),
-        (V2_JOB, {"cpu.max": "2 1"}, 2),  # the groups of the host are not visible here
+        # The control groups of the host are not visible in this container.
+        (V2_JOB, {"cpu.max": "2 1"}, 2),
         ("0::/../../other\n", {"cpu.max": "2 1"}, 2),
         (
             V1,
@@ -61,7 +62,7 @@ STAT = "anon 5\ninactive_file {}\nactive_file 7"
     [
         (V2, {"memory.max": str(300 * MIB), "memory.current": str(100 * MIB)}, 300, 200),
         (V2, {"memory.max": "max", "memory.current": str(100 * MIB)}, None, None),
-        # What a checkpoint has left in the page cache is free.
+        # Memory that the page cache uses for a checkpoint counts as free.
         (
             V2,
             {

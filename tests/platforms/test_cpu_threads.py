@@ -114,7 +114,8 @@ def test_nodes_and_physical_cores_are_read(tmp_path):
     assert nodes_of([3, 12], system / "node") == [0, 1]
     assert nodes_of([3], tmp_path / "none") == []
     assert count_physical(range(16), system) == 8
-    assert count_physical([0, 8, 1], system) == 2  # a container with two hardware threads of a core
+    # A container has two hardware threads of one core.
+    assert count_physical([0, 8, 1], system) == 2
     assert count_physical([0, 8, 1], tmp_path / "none") == 3
 
 
@@ -206,7 +207,8 @@ def test_a_worker_keeps_to_its_cores_and_threads(variables, device, num_threads,
 
 
 def test_cores_are_sorted_by_node_and_socket_and_physical_core(tmp_path):
-    places = [(0, 0), (1, 0), (0, 1), (1, 1), (0, 0), (1, 0)]  # of cores 0 to 5
+    # (package, core) of processors 0 to 5.
+    places = [(0, 0), (1, 0), (0, 1), (1, 1), (0, 0), (1, 0)]
     system = machine(tmp_path, [(0, package, core, "0") for package, core in places])
     assert by_place(range(6), system) == [0, 4, 2, 1, 5, 3]
     assert by_place([3, 1], tmp_path / "none") == [1, 3]
@@ -233,7 +235,8 @@ def test_new_memory_comes_from_the_nodes_in_turn():
     first, policy = done.stdout.splitlines()
     if first.startswith("refused"):
         pytest.skip(first)
-    assert (first, policy) == ("True False", "interleave:0")  # a policy that is there stays
+    # A policy that is already set is not changed.
+    assert (first, policy) == ("True False", "interleave:0")
 
 
 def test_ranks_on_two_nodes_divide_the_cores_and_one_worker_spreads_its_memory(monkeypatch):

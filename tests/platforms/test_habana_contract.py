@@ -16,8 +16,8 @@ from vllm.platforms.hpu import create_hpu_platform
 
 TENSOR_CACHE = "PT_HPUGRAPH_DISABLE_TENSOR_CACHE"
 
-# Name below `habana_frameworks` -> its documented parameters, in builds 1.19 and later; the window
-# and the sink of FusedSDPA came later, and a build without them is told apart.
+# Name below `habana_frameworks` -> its documented parameters in builds 1.19 and later. FusedSDPA
+# got its window and its sink later; builds without them are recognized.
 DOCUMENTED = {
     "torch.core.mark_step": "device_str='', sync=False",
     "torch.hpu.synchronize": "",
@@ -64,7 +64,7 @@ ONE = torch.ones(1)
 FP8 = torch.float8_e4m3fn
 ROPE = torch.ones(2, 1, 4)
 
-# Method -> how it is called, and the vendor calls it makes: (name, positional, keywords).
+# Method -> (how it is called, its calls of the vendor's package as (name, positional, keywords)).
 BRIDGE_CALLS = {
     "device": (lambda b: b.device, []),
     "device_name": (lambda b: b.device_name, [("torch.hpu.get_device_name", 0, ())]),
@@ -147,7 +147,8 @@ KERNEL_CALLS = {
     "has": (lambda k: k.has("FusedSDPA"), []),
     "why_unused": (lambda k: k.why_unused("FusedRMSNorm"), []),
     "window_multiple": (lambda k: k.window_multiple, []),
-    # Operators of torch, which no stand-in records; tests/ops and tests/attention call them.
+    # These call operators of torch, which the stand-in cannot record; tests/ops and tests/attention
+    # test them.
     "block_softmax": (lambda k: k.block_softmax, []),
     "block_softmax_adjustment": (lambda k: k.block_softmax_adjustment, []),
     "moe": (lambda k: k.moe, []),
@@ -157,7 +158,7 @@ KERNEL_CALLS = {
     "bias_mxfp4_moe": (lambda k: k.bias_mxfp4_moe, []),
 }
 
-# Method -> how it is called, and the operator of `torch.ops.hpu` with its arguments by position.
+# Method -> (how it is called, the operator of `torch.ops.hpu` with its positional arguments).
 OPERATOR_CALLS = {
     "cast_to_fp8": (
         lambda k: k.cast_to_fp8("x", "s", FP8),
@@ -221,7 +222,7 @@ def test_the_stand_in_has_the_documented_signature(vendor, name):
     assert str(inspect.signature(named(vendor, name))) == f"({DOCUMENTED[name]})"
 
 
-# What an import does by itself, and the engine never calls.
+# The vendor's package calls this when it is imported; the engine never calls it.
 AT_IMPORT = {"torch.distributed.hccl.initialize_distributed_hpu"}
 
 
@@ -274,7 +275,7 @@ def test_an_undocumented_name_or_argument_fails(vendor):
     with pytest.raises(TypeError):
         htcore.mark_step(wait=True)
     with pytest.raises(TypeError):
-        FusedSDPA.apply(HEADS, HEADS, HEADS, is_causal=True)  # takes no keywords
+        FusedSDPA.apply(HEADS, HEADS, HEADS, is_causal=True)  # `apply` accepts no keywords
 
 
 PEERS = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "3", "HABANA_VISIBLE_MODULES": "2,3,6,7"}
@@ -283,7 +284,8 @@ PEERS = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "3", "HABANA_VISIBLE_MODU
 def open_card(environment, monkeypatch, **variables: str) -> HabanaBridge:
     """The real card of a process with these variables."""
     for name in ("HLS_MODULE_ID", "PT_HPU_ENABLE_LAZY_COLLECTIVES", TENSOR_CACHE):
-        monkeypatch.setenv(name, "")  # so that what is set meanwhile is undone
+        # Set and delete the variable, so that monkeypatch undoes later changes.
+        monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

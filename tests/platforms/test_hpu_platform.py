@@ -65,11 +65,11 @@ def test_the_package_alone_is_no_card(environment, vendor, tmp_path, monkeypatch
     ("vendor_ids", "drivers", "num_cards"),
     [
         (["0x1da3", "0x1da3"], [None, None], 2),
-        (["0x8086"], [None], 0),  # the NPU of a processor
+        (["0x8086"], [None], 0),  # the NPU of a processor is not a Gaudi card
         (["0x8086", "0x1da3", "0x1da3"], ["intel_vpu", "habanalabs", "habanalabs"], 2),
         ([None, None], ["intel_vpu", "habanalabs"], 1),
         (["unreadable"], ["habanalabs"], 1),
-        ([None, None], [None, None], 2),  # a container that shows nothing of the bus
+        ([None, None], [None, None], 2),  # a container that does not show the PCI bus
     ],
 )
 def test_an_accelerator_of_another_vendor_is_no_card(
@@ -117,7 +117,7 @@ def test_a_simulated_card_has_the_memory_a_process_sees(environment, model, gib)
     environment(VLLM_HPU_SIM=model)
     platform = create_hpu_platform()
     assert platform.free_memory_bytes() == int(gib * GIB)
-    cache = platform.allocate_cache((64, GIB), torch.int8)  # more than the host has
+    cache = platform.allocate_cache((64, GIB), torch.int8)  # more memory than the host has
     assert cache.device.type == platform.device_type
     assert platform.free_memory_bytes() == int(gib * GIB) - 64 * GIB
     with pytest.raises(MemoryError):

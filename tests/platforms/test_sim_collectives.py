@@ -69,7 +69,7 @@ def test_two_cards_sum_gather_and_broadcast(tmp_path):
         timeout=600,
     )
     found = f"{[6.0] * 3} {[[3.0] * 3, [6.0] * 3]}"
-    # Gloo of torch 2.10 says there how many peers it has.
+    # Gloo of torch 2.10 prints a line here with its number of peers.
     lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo] ")]
     assert sorted(lines) == [f"0 {found}", f"1 {found}"], done.stderr
 

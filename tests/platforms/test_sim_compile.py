@@ -25,10 +25,11 @@ def test_a_step_compiles_once_per_shape_type_scalar_and_order(lazy):
     assert step(lazy, lambda: a + 1) == 0
     assert step(lazy, lambda: b + 1) == 1
     assert step(lazy, lambda: half + 1) == 1
-    assert step(lazy, lambda: a + 2) == 1  # a Python number is part of the recipe
+    assert step(lazy, lambda: a + 2) == 1  # the recipe contains the Python number
     assert step(lazy, lambda: a * 2) == 1
     assert step(lazy, lambda: (a + 2.0, a + True)) == 1
-    assert step(lazy, lambda: (a + 2, a + 1)) == 1  # 2 is not 2.0, nor 1 True
+    # Numbers of other types make other recipes: 2 is not 2.0, and 1 is not True.
+    assert step(lazy, lambda: (a + 2, a + 1)) == 1
     assert step(lazy, lambda: (a.view(2, 16) + 1, a)) == step(lazy, lambda: a.view(16, 2) + 1) == 1
     assert step(lazy, lambda: (a.exp(), a.sin())) == 1
     assert step(lazy, lambda: (a.sin(), a.exp())) == 1

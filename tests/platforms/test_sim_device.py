@@ -46,7 +46,8 @@ def test_mixing_devices_is_refused(eager):
     x = torch.ones(3).to("hpu")
     with pytest.raises(RuntimeError, match=r"expected all tensors on one device.*hpu:0 and cpu"):
         x + torch.ones(3)
-    assert (x + torch.tensor(2.0)).tolist() == [3, 3, 3]  # a host scalar may join
+    # A tensor of the host may be used if it is a scalar.
+    assert (x + torch.tensor(2.0)).tolist() == [3, 3, 3]
     with pytest.raises(RuntimeError, match="Invalid device id 1"):
         torch.zeros(3, device="hpu:1")
 
@@ -149,7 +150,7 @@ def test_memory_counts_each_storage_once_and_until_it_is_dropped(eager):
     y = x.view(-1, 2)[:5]
     assert pool.in_use_bytes == 4 * MIB
     del x
-    assert pool.in_use_bytes == 4 * MIB  # the view holds it
+    assert pool.in_use_bytes == 4 * MIB  # the view keeps the memory
     del y
     gc.collect()
     assert pool.in_use_bytes == 0

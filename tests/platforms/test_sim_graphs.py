@@ -71,7 +71,8 @@ def test_each_shape_is_a_graph_and_each_number_too(lazy, layer):
 def test_a_warmup_call_does_not_replay(lazy, layer):
     wrapped = lazy.wrap_in_hpu_graph(layer)
     first = wrapped(filled(1), warmup_mode=True).cpu()
-    assert wrapped(filled(2), warmup_mode=True).cpu().equal(first)  # stale
+    # nothing ran: the tensor still has the output of the first call
+    assert wrapped(filled(2), warmup_mode=True).cpu().equal(first)
     assert lazy.counters().graph_replays == 0
 
 
@@ -134,7 +135,7 @@ def test_a_capture_refuses_what_needs_the_host(lazy, layer, run, reason):
         wrapped(filled(1))
     assert lazy.counters().graph_captures == 0
     del layer.linear.forward
-    wrapped(filled(1))  # the failed capture has left nothing behind
+    wrapped(filled(1))  # the failed capture has no effect on later ones
     assert lazy.counters().graph_captures == 1
 
 

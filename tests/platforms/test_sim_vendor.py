@@ -40,7 +40,7 @@ def test_the_package_is_there_only_when_it_is_asked_for():
     finally:
         uninstall_vendor()
     assert find_spec("habana_frameworks") is None
-    uninstall_vendor()  # of what is not installed does nothing
+    uninstall_vendor()  # uninstalling again does nothing
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -61,7 +61,7 @@ def test_what_is_not_documented_is_not_there(eager, facade):
     import habana_frameworks.torch as htorch
 
     with pytest.raises(AttributeError):
-        htorch.hpu.empty_cache()  # of cuda only
+        htorch.hpu.empty_cache()  # only torch.cuda has this function
     with pytest.raises(AttributeError):
         htorch.core.active_card  # noqa: B018  # imported there, but not public
     with pytest.raises(ModuleNotFoundError):
@@ -73,7 +73,7 @@ def test_an_installed_package_goes_before_the_simulation(vendor, facade):
 
     assert habana_frameworks is vendor
     importlib.import_module("habana_frameworks.torch.core")
-    with pytest.raises(ModuleNotFoundError):  # nothing is added to it
+    with pytest.raises(ModuleNotFoundError):  # the stand-in adds nothing to this package
         importlib.import_module("habana_frameworks.torch.utils.experimental")
 
 

@@ -85,14 +85,14 @@ def read(name, pieces, **options):
             "a",
             "b",
         ),
-        (  # several messages of a kind, and ends that the model forgot
+        (  # several messages of the same kind, and end markers that the model forgot
             "openai_gptoss",
             "<|channel|>analysis<|message|>a<|start|>assistant<|channel|>commentary<|message|>b"
             "<|end|><|channel|>analysis<|message|>c<|channel|>final <|constrain|>json<|message|>{}",
             "a\nc",
             "b\n{}",
         ),
-        (  # a call is left to the tool parser
+        (  # a call of a tool is left to the tool parser
             "openai_gptoss",
             "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary "
             "to=functions.f <|constrain|>json<|message|>{}<|call|>",

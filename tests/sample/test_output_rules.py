@@ -88,7 +88,8 @@ def test_the_logits_of_a_batch_are_those_of_transformers(seed):
     state = make_state()
     outputs = [random_output(rng) for _ in range(4)]
     logits = torch.randn(4, VOCAB, generator=generator)
-    logits[:, FIRST_TIME:] -= 2.5  # so that both text and time stamps win
+    # With this offset, text is chosen at some positions and time stamps at others.
+    logits[:, FIRST_TIME:] -= 2.5
     kinds = [WITH_TIMES, WITHOUT_TIMES, None, WITH_TIMES]
     for row, (output, rules) in enumerate(zip(outputs, kinds, strict=True)):
         known = rng.randint(0, len(output))
@@ -114,7 +115,7 @@ def test_tokens_and_log_probabilities_follow_the_rules(sampler_type, dtype):
     if sampler_type is Sampler:
         state, sampler = make_state(3), Sampler()
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1)).to(dtype)
-    logits[:, 7] = 20  # forbidden at the start
+    logits[:, 7] = 20  # this token is forbidden at the start
     state.add(0, make_request(WITHOUT_TIMES, temperature=0, logprobs=2), [])
     state.add(1, make_request(None, temperature=0, logprobs=2), [])
     state.add(2, make_request(WITH_TIMES, temperature=1.0, logprobs=2), [])

@@ -75,7 +75,8 @@ def test_greedy_is_the_first_of_the_largest_logits(vocab_size, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_greedy_rows_of_a_mixed_batch_take_the_largest_logit(pass_elements, dtype):
     logits = random_logits(90, 1100).to(dtype)
-    logits[:, 1099] = logits[:, :1099].max(-1).values  # a tie in another block
+    # A token in another block has the same largest logit.
+    logits[:, 1099] = logits[:, :1099].max(-1).values
     params = [{"temperature": 0.0}, {"top_p": 0.9}, {"temperature": 2.0, "top_k": 50}]
     requests = [make_request(seed=i, **params[i % 3]) for i in range(90)]
     tokens = sample(requests, logits, pass_elements=pass_elements).token_ids

@@ -64,7 +64,7 @@ def test_only_allowed_tokens_are_sampled():
     logits = preference(3, 4, 5)[0]
     assert set(draws(logits, 300, allowed_token_ids=[5, 8, 9], temperature=5.0)) == {5, 8, 9}
     assert greedy(logits[None], allowed_token_ids=[9, 4]) == 4
-    # Bias cannot let in what is not allowed.
+    # A logit bias cannot allow a token that allowed_token_ids excludes.
     assert greedy(logits[None], allowed_token_ids=[9, 4], logit_bias={3: 100.0}) == 4
 
 
@@ -135,7 +135,7 @@ def test_no_output_ever_contains_a_bad_word(words, start):
         return any(text[i : i + len(word)] == word for word in words for i in range(len(text)))
 
     output: list[int] = []
-    for token in start:  # any start that is allowed so far
+    for token in start:  # each token that may begin this and is allowed so far
         if not holds_bad_word([*output, token]):
             output.append(token)
     state = make_state([make_request(bad_words=words, seed=len(start))], 3, [output])

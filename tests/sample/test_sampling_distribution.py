@@ -58,7 +58,8 @@ def test_tokens_come_as_often_as_the_distribution_says(params, vocab_size):
     counts = np.bincount(draws(logits, NUM_DRAWS, seed=11, **params), minlength=vocab_size)
     assert not counts[probs == 0].any()
     expected = probs * NUM_DRAWS
-    common = expected >= 5  # the chi-square test needs counts; rare tokens are one bin
+    # The chi-square test needs 5 expected counts: put rarer tokens into one bin.
+    common = expected >= 5
     observed = [*counts[common], counts[~common].sum()]
     wanted = [*expected[common], expected[~common].sum()]
     if wanted[-1] == 0:
@@ -102,7 +103,7 @@ def test_kept_tokens_are_those_that_transformers_keeps(params, vocab_size):
         scores = hf.TopPLogitsWarper(params["top_p"])(None, scores)
     probs = scores[0].softmax(-1).double()
 
-    # One row per token, whose random numbers let that token win if it has any probability.
+    # Use one request per token, whose random numbers choose that token if it has any probability.
     state = make_state([make_request(**params)], vocab_size)
     first_row = np.zeros(vocab_size, np.int32)
     metadata = state.metadata(first_row, first_row)
@@ -112,12 +113,14 @@ def test_kept_tokens_are_those_that_transformers_keeps(params, vocab_size):
 
 
 def test_min_p_comes_before_top_k_before_top_p():
-    # Shares 0.4, 0.3, 0.2, 0.1. min_p drops the last, top_k 2 leaves 4/7 and 3/7, and top_p 0.5
-    # of that keeps the first alone; of all four tokens it would keep two.
+    # The probabilities are 0.4, 0.3, 0.2 and 0.1. min_p removes the last token, top_k 2 leaves 4/7
+    # and 3/7, and top_p 0.5 of these keeps only the first token; applied to all four tokens, top_p
+    # would keep two.
     logits = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.0]).log()
     assert set(draws(logits, 500, min_p=0.3, top_k=2, top_p=0.5)) == {3}
     assert set(draws(logits, 500, top_p=0.5)) == {3, 2}
-    # Of the three tokens that min_p leaves, top_p 0.75 needs two: 4 + 3 > 0.75 * 9; of all, three.
+    # After min_p three tokens are left, and top_p 0.75 needs two of them: 4 + 3 > 0.75 * 9. Without
+    # min_p, top_p would need three.
     for top_k in (0, 4):
         assert set(draws(logits, 500, min_p=0.3, top_p=0.75, top_k=top_k)) == {3, 2}
         assert set(draws(logits, 500, top_p=0.75, top_k=top_k)) == {3, 2, 1}
@@ -146,7 +149,8 @@ def test_the_threshold_of_top_p_has_the_same_bits_in_any_batch(vocab_size):
 
 
 def test_min_p_is_a_share_of_the_likeliest_after_temperature():
-    logits = torch.tensor([0.0, 1.0, 2.0])  # shares of the likeliest: e**-2, e**-1, 1
+    # Probabilities relative to the likeliest token: e**-2, e**-1, 1.
+    logits = torch.tensor([0.0, 1.0, 2.0])
     assert set(draws(logits, 500, min_p=0.2)) == {1, 2}
     assert set(draws(logits, 500, min_p=0.2, temperature=2.0)) == {0, 1, 2}
     assert set(draws(logits, 500, min_p=0.2, temperature=0.5)) == {2}
@@ -176,7 +180,8 @@ def test_top_k_may_be_large(top_k):
 def test_top_k_looks_only_at_promising_blocks_and_still_finds_all():
     """With few candidates in a large vocabulary not all blocks are searched."""
     logits = random_logits(20_000, seed=7, scale=0.1)
-    best = torch.tensor([5, 6, 7, 130, 9_999, 19_990, 19_999])  # several in one block
+    # Several of the best tokens are in one block.
+    best = torch.tensor([5, 6, 7, 130, 9_999, 19_990, 19_999])
     logits[best] += 3
     assert set(draws(logits, 300, top_k=7)) == set(best.tolist())
     assert set(draws(logits, 300, top_k=7, top_p=0.99)) == set(best.tolist())

@@ -76,7 +76,7 @@ def test_numbers_are_positive_and_finite(pairs, stream):
     assert values.dtype == np.float32
     assert ((values >= 2.0**-24) & (values < 17)).all()
     odd = np.exp(-values.astype(np.float64)) * 2**24
-    is_exact = odd < 2**22  # where the logarithm of neighbours differs in float32
+    is_exact = odd < 2**22  # only where the logarithms of neighboring integers differ in float32
     nearest = odd[is_exact].round()
     assert (nearest % 2 == 1).all(), "every number is an odd multiple of 2**-24"
 

@@ -19,7 +19,8 @@ VOCAB_SIZE = 50
 def test_greedy_rows_that_ask_for_nothing_need_nothing():
     state = make_state([make_request(temperature=0.0)] * 4, VOCAB_SIZE)
     assert state.metadata(rows(0, 2, 3), rows(0, 1, 2)) is ALL_GREEDY
-    # A random row elsewhere in the batch does not matter to a launch without it.
+    # A request with random sampling elsewhere in the batch does not affect a forward pass without
+    # it.
     state.remove(1)
     state.add(1, make_request(top_p=0.5), [])
     assert state.metadata(rows(0, 2, 3), rows(0, 1, 2)) is ALL_GREEDY
@@ -44,7 +45,8 @@ def test_greedy_rows_that_ask_for_nothing_need_nothing():
         ({"min_tokens": 3}, set()),
         ({"ignore_eos": True, "stop_token_ids": [3]}, set()),
     ],
-    ids=lambda value: str(sorted(value)),  # sets have no order, and ids must be the same anywhere
+    # The order of sets differs between processes, but test ids must not.
+    ids=lambda value: str(sorted(value)),
 )
 def test_a_launch_gets_only_what_its_rows_use(params, needed):
     state = make_state([make_request(**params), make_request()], VOCAB_SIZE)
@@ -109,7 +111,8 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_happened(params):
         state.add(0, request, [])
         before = generate(state, 0, logits, 0, stop_at)
         state.remove(0)
-        state.add(0, make_request(repetition_penalty=2.0, bad_words=[[1]]), [5])  # another one
+        # Another request takes row 0.
+        state.add(0, make_request(repetition_penalty=2.0, bad_words=[[1]]), [5])
         state.add(2, request, before)
         assert before + generate(state, 2, logits, stop_at, 20 - stop_at) == want
 

@@ -224,7 +224,7 @@ def test_hostile_grammars_end_in_time_and_do_not_hold_up_others():
         for _ in range(50):
             compiler.compile(GuidedDecodingParams(regex="first"))
         assert time.monotonic() - started < 60, "what is cached does not wait"
-        # Two turns of waiting and compiling, and a new process in between.
+        # Twice the time of waiting and compiling, and the start of a new process.
         assert max(times) < 120
     assert compiler.compile(GuidedDecodingParams(regex="x+")).backend == "llguidance"
     compiler.close()
@@ -378,6 +378,6 @@ def test_processes_are_ended_while_they_start(monkeypatch, tmp_path):
         time.sleep(0.01)
     closing = threading.Thread(target=hanging.close, daemon=True)
     closing.start()
-    closing.join(60)  # far more than it needs, and less than the time limit of a start
+    closing.join(60)  # far more time than needed, and less than the time limit of a start
     assert not closing.is_alive()
     assert not server.is_running

@@ -234,7 +234,8 @@ INSIDE_CALL = {*b"b]"}
         (UNSURE, [CALL], OPENED),
         (UNSURE, [b"\nx", CALL, b"["], INSIDE_CALL),
         (UNSURE, [b"<t", CALL], OPENED),
-        # A marker that begins in the token that ends thoughts, or where they might have begun.
+        # A marker that begins in the token that ends the thoughts, or in the token where thoughts
+        # might have begun.
         (THOUGHTFUL, [b"x</thi", WORDS[b"nk><tool_"], WORDS[b"call>"]], OPENED),
         (UNSURE, [b"<tool_call>["], INSIDE_CALL),
         (UNSURE, [b"\n<think>x</thi", WORDS[b"nk><tool_"], b"call>["], INSIDE_CALL),
@@ -248,7 +249,7 @@ def test_a_call_inside_of_free_text_follows_the_grammar(
 ):
     matcher = matcher_of(backend, start, JSON)
     tokens = [token_id for piece in pieces for token_id in tokens_of(piece)]
-    if with_drafts:  # each token is first a draft, which is taken back
+    if with_drafts:  # each token is checked as a draft first, and then taken back
         masks = np.empty((len(tokens) + 1, VOCABULARY.num_words), np.int32)
         for place, token_id in enumerate(tokens):
             matcher.fill_along(masks[: len(tokens) - place + 1], tokens[place:])

@@ -138,7 +138,7 @@ def test_a_grammar_that_cannot_be_loaded_fails_its_request_in_its_first_step(mon
 def test_the_tokenizer_is_made_only_where_its_file_does_not_say_all(monkeypatch, tmp_path, differs):
     tokenizer = copy.deepcopy(byte_level())
     tokenizer.save_pretrained(tmp_path)
-    if differs:  # a class of transformers may add tokens
+    if differs:  # simulate a tokenizer class of transformers that adds tokens
         tokenizer.add_tokens(["<think>"])
     made = []
     monkeypatch.setattr(matchers, "load_tokenizer", lambda model: made.append(1) or tokenizer)

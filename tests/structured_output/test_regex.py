@@ -124,7 +124,8 @@ def category(prefix: str):
 
 
 def is_greek(c: str) -> bool:
-    # Python knows no scripts; the sign of Ohm is of this one by what it stands for.
+    # Python does not know the scripts of characters: look for GREEK in the name of the character.
+    # The ohm sign is Greek because it is normalized to omega.
     names = [unicodedata.name(each, "GREEK") for each in c + unicodedata.normalize("NFKC", c)]
     return any("GREEK" in name or name == "NOMISMA SIGN" for name in names)
 

@@ -6,7 +6,7 @@ from benchmarks.check_model_configs import read_configs, run
 def test_a_config_runs_or_is_refused_with_its_line():
     configs = read_configs()
     assert run(*configs["Falcon 40B (first file)"]) == ("runs", "")
-    # experts without gates, stored in FP8
+    # This model has experts without gates, stored in FP8.
     assert run(*configs["Nemotron 3 Nano 30B FP8"]) == ("runs", "")
     result, message = run(*configs["MiniMax M3"])
     assert result == "refused" and "not supported" in message

@@ -47,7 +47,7 @@ ERROR = '"""Check it."""\nraise ValueError({})\n'
         ("vllm/x.py", FUNCTION.format("See the class."), [(3, "docstring-verb"), (3, "pointer")]),
         ("vllm/x.py", FUNCTION.format("Read it; see `Ops.moe`."), []),
         ("vllm/x.py", '"""What it allows."""', [(1, "what-clause")]),
-        # ---- words of the glossary, where they count
+        # ---- words of the glossary, in the texts where they are checked
         ("vllm/x.py", '"""Check it.\n\nGo on with\nproducts."""', [(4, "product")]),
         ("vllm/x.py", "# the dot product\n# of two\n\nx = 1  # a product", [(4, "product")]),
         ("vllm/x.py", "x = 'a # product'", []),
@@ -108,13 +108,13 @@ def counts(**of_files: int) -> Counter[tuple[str, str]]:
         (counts(a=2), counts(a=2), []),
         (counts(a=2), counts(a=1), []),
         (counts(a=2), counts(a=3), ["a.py"]),
-        (counts(a=2, b=1), counts(a=1, b=2), ["b.py"]),  # known files do not exchange
-        (counts(a=2), counts(new=2), []),  # moved
-        (counts(a=2), counts(a=1, new=1), []),  # a part of it moved
+        (counts(a=2, b=1), counts(a=1, b=2), ["b.py"]),  # two known files do not exchange counts
+        (counts(a=2), counts(new=2), []),  # the file was moved
+        (counts(a=2), counts(a=1, new=1), []),  # a part of the file was moved
         (counts(a=2), counts(a=2, new=1), ["new.py"]),
         (counts(a=2), counts(new=3), ["new.py"]),
         (Counter({("a.py", "place"): 5}), counts(a=1), ["a.py"]),
-        (Counter({("a.py", "place"): 5}), counts(new=1), ["new.py"]),  # by rule
+        (Counter({("a.py", "place"): 5}), counts(new=1), ["new.py"]),  # each rule counts separately
         (Counter(), Counter(), []),
     ],
 )

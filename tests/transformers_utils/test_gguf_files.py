@@ -59,7 +59,7 @@ def test_a_file_becomes_a_folder_that_says_what_the_model_says(bundled):
         assert got["dtype" if key == "torch_dtype" else key] == pytest.approx(expected), key
     assert got["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
     ends = json.loads((folder / "generation_config.json").read_text())
-    assert ends == {"eos_token_id": [1, 6]}  # </s> and <|end|>
+    assert ends == {"eos_token_id": [1, 6]}  # the ids of </s> and <|end|>
     assert (folder / "model.gguf").samefile(bundled)
     assert find_folder(str(bundled)) == folder, "made once"
     assert find_folder(str(bundled.parent)) == folder, "a folder with a GGUF file only"
@@ -92,7 +92,7 @@ def make_pieces(prefix: bool) -> tuple[Tokenizer, dict]:
     text = (BUNDLED_MODEL / "README.md").read_text()
     made.train_from_iterator(text.splitlines(), trainer)
     data = json.loads(made.to_str())
-    data["added_tokens"] = data["added_tokens"][:3]  # bytes are no special tokens
+    data["added_tokens"] = data["added_tokens"][:3]  # tokens of single bytes are not special tokens
     made = Tokenizer.from_str(json.dumps(data))
     vocabulary = made.get_vocab()
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
@@ -252,7 +252,7 @@ def test_words_are_split_as_the_metadata_says(tmp_path, pre, text, words):
 )
 def test_a_tokenizer_that_is_not_supported_is_named_when_it_is_needed(tmp_path, changes, message):
     path = write_gguf(BUNDLED_MODEL, tmp_path, **changes)
-    folder = unpack(path)  # --tokenizer may name another
+    folder = unpack(path)  # no error yet, since --tokenizer may name another tokenizer
     with pytest.raises(ConfigError, match=message) as failure:
         get_tokenizer(str(folder))
     assert "Name one with tokenizer=" in str(failure.value)

@@ -247,7 +247,7 @@ def test_families_that_transformers_does_not_know_are_read_alike(family, tmp_pat
     want = ModelArch.from_hf(load(tmp_path))
     monkeypatch.delitem(CONFIG_MAPPING._mapping, config.model_type)
     found = ModelArch.from_hf(load(tmp_path))
-    has_size = "intermediate_size" in want.hf_config  # else no layer has an MLP
+    has_size = "intermediate_size" in want.hf_config  # otherwise no layer has an MLP
     size = found.intermediate_size if has_size else want.intermediate_size
     assert replace(found, hf_config=want.hf_config, intermediate_size=size) == want
 
@@ -364,7 +364,8 @@ def test_json_that_python_cannot_read_is_named(tmp_path, text, message):
 @pytest.mark.parametrize(("content", "message"), DAMAGED)
 def test_a_damaged_config_is_an_error_on_one_line(tmp_path, content, message):
     with pytest.raises(ConfigError, match=message) as failure:
-        ModelArch.from_hf(load(write(tmp_path, content)))  # transformers 4 lets wrong types pass
+        # Transformers 4 accepts values of wrong types.
+        ModelArch.from_hf(load(write(tmp_path, content)))
     assert "\n" not in str(failure.value)
 
 

@@ -84,7 +84,8 @@ class FakeHub(BaseHTTPRequestHandler):
         if start:
             self.wfile.write(LARGE[start:])
             return
-        self.wfile.write(LARGE[: len(LARGE) // 2])  # and the connection is closed
+        # Send half of the file; then the connection is closed.
+        self.wfile.write(LARGE[: len(LARGE) // 2])
 
     def answer(self, content: object, status: int = 200, **headers: str) -> None:
         body = json.dumps(content).encode()
@@ -231,7 +232,7 @@ resolve_model_folder("org/large", None, {str(tmp_path)!r})
     )
     reports = result.stdout.splitlines()
     assert reports[0] == "('getting org/large from the hub', 0, 0, None)"
-    if not is_version_4():  # whose hub reports no bytes
+    if not is_version_4():  # the hub client of transformers 4 reports no bytes
         assert (
             reports[-1] == f"('getting org/large from the hub (MiB)', {len(LARGE) >> 20}, 30, None)"
         )

@@ -58,7 +58,7 @@ def test_ids_are_those_that_are_expected(vocabularies):
         tokenizer = Tokenizer.from_str(files["tokenizer.json"])
         texts = inputs.read_bytes().decode().split("\n__ggml_vocab_test__\n")
         wanted = path.with_name(path.name + ".out").read_text().splitlines()
-        for text, want in zip(texts, wanted, strict=False):  # the last text has no ids
+        for text, want in zip(texts, wanted, strict=False):  # the last text has no expected ids
             got = tokenizer.encode(text, add_special_tokens=False).ids
             assert got == [int(each) for each in want.split()], (name, text)
         num_lines[name] = len(wanted)

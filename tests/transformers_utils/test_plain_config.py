@@ -113,7 +113,8 @@ def facts(config):
     values = {f.name: getattr(arch, f.name) for f in dataclasses.fields(arch)}
     values.pop("hf_config")
     values |= {name: config.get(name) or False for name in READ_BY_MODELS}
-    if values["position_embedding_type"] == "absolute":  # the default, which transformers 4 names
+    # this is the default, which transformers 4 adds to the config
+    if values["position_embedding_type"] == "absolute":
         values["position_embedding_type"] = False
     if not values["word_embed_proj_dim"]:
         values["word_embed_proj_dim"] = arch.hidden_size

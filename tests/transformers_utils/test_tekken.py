@@ -262,7 +262,7 @@ def test_ids_are_ranks_behind_those_of_special_tokens(tokenizer):
     assert tokenizer.decode([1, 3, NUM_SPECIAL + 97, 2], skip_special_tokens=True) == "a"
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 11)
     decoding = ByteDecoding.of(tokenizer.backend_tokenizer)
-    assert decoding is not None and decoding.is_byte_level  # text is made token by token
+    assert decoding is not None and decoding.is_byte_level  # text can be decoded token by token
     hidden = SpecialTokens.of(tokenizer).ids
     table = TokenBytes(tokenizer.backend_tokenizer, is_byte_level=True, hidden=hidden)
     assert (table[NUM_SPECIAL + 200], table[first_word + 14], table[3]) == (

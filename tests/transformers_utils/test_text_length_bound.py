@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerFast
 from tests.engine.tokenizers_for_tests import byte_level, metaspace, python_bytes, sentencepiece
 from vllm.transformers_utils.token_bytes import TextLengthBound
 
-JAMO = "\u1112\u1161\u11ab"  # three characters of nine bytes, one syllable of three after NFC
+# Three characters with nine bytes; NFC makes one syllable of three bytes from them.
+JAMO = "\u1112\u1161\u11ab"
 PARTS = ["the cat ", " " * 300, "import os\n", "é", "e\u0301", JAMO * 40, "\U0001f600", "\x00"]
 
 

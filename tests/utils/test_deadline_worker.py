@@ -152,7 +152,7 @@ def test_closing_ends_a_call_whose_process_is_forked_meanwhile(monkeypatch, is_s
     threads[0].start()
     forks.wait()
     threads[1].start()
-    closing.wait()  # it has found no process
+    closing.wait()  # the closing thread has found no process
     started = time.monotonic()
     may_fork.set()
     for thread in threads:

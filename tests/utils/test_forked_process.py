@@ -36,9 +36,10 @@ def run_program(text: str, *arguments: str, code: int = 0, **variables: str) -> 
     ("before", "wanted"),
     [
         ("pass", True),
-        ("import numpy", True),  # it ends its threads before a fork
+        ("import numpy", True),  # numpy ends its threads before a fork
         ("threading.Thread(target=time.sleep, args=(60,), daemon=True).start()", False),
-        ("_thread.start_new_thread(time.sleep, (60,))", False),  # one that `threading` knows not of
+        # A thread that the module `threading` does not know.
+        ("_thread.start_new_thread(time.sleep, (60,))", False),
         ("forked.MAX_SHARED_BYTES = 2**20", False),
     ],
     ids=["one thread", "numpy", "a thread", "a thread of C", "much memory"],

@@ -13,7 +13,8 @@ def test_rests_are_as_long_as_the_work_before_says(monkeypatch, is_busy, rests):
     clock = SimpleNamespace(thread_time=lambda: now[0], sleep=slept.append)
     monkeypatch.setattr(pace, "time", clock)
     own = pace.Throttle(lambda: is_busy)
-    for worked in (0.0003, 0.0007, 0.0001, 0.1):  # the first and the third: not yet
+    # No pause after the first and the third: too little work so far.
+    for worked in (0.0003, 0.0007, 0.0001, 0.1):
         now[0] += worked
         own.rest()
     assert slept == pytest.approx(rests)

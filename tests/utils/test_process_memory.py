@@ -48,7 +48,7 @@ def test_only_these_bytes_are_cleared(start, end):
 @ONLY_LINUX
 def test_memory_that_is_not_there_is_an_error_and_no_crash():
     with pytest.raises(OSError, match=f"madvise of {PAGE} bytes"):
-        discard(PAGE, PAGE)  # nothing is ever mapped there
+        discard(PAGE, PAGE)  # no memory is ever mapped at this address
 
 
 def test_giving_back_works_or_says_that_it_does_not():

@@ -18,7 +18,7 @@ def test_turns_have_their_usual_length_again_when_the_last_of_several_threads_en
     for number in range(2):
         start_in_time_slices(lambda number=number: work(number), "test")
     threads = [future.result(120) for future in begun]
-    for number in range(2):  # the first to begin is the first to end
+    for number in range(2):  # the blocks that begin first also end first
         assert sys.getswitchinterval() == TURN_S
         ends[number].set()
         threads[number].join(120)

@@ -101,19 +101,19 @@ STRIDES = b"K\x06K\x01\x86"
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (SHAPE, b"K\x05K\x06\x86"),  # one row more than there is
+        (SHAPE, b"K\x05K\x06\x86"),  # one row more than the file has
         (SHAPE, b"J\xff\xff\xff\x7fJ\xff\xff\xff\x7f\x86"),
-        (SHAPE, b"J\xff\xff\xff\xffK\x06\x86"),  # -1
+        (SHAPE, b"J\xff\xff\xff\xffK\x06\x86"),  # a size of -1
         (SHAPE, b"K\x04\x85"),  # fewer sizes than strides
         (SHAPE, b"N"),
         (STRIDES, b"K\x07K\x01\x86"),
         (STRIDES, b"J\xff\xff\xff\xffK\x01\x86"),
         (STRIDES, b"J\xff\xff\xff\x7fK\x01\x86"),
-        (b"QK\x00", b"QK\x01"),  # begins one element later, and ends behind the last
+        (b"QK\x00", b"QK\x01"),  # begins one element later, and ends after the last element
         (b"QK\x00", b"QJ\xff\xff\xff\x7f"),
         (b"QK\x00", b"QJ\xff\xff\xff\xff"),
-        (b"X\x01\x00\x00\x000", b"X\x01\x00\x00\x007"),  # a storage that is not there
-        (b"FloatStorage", b"DoubleStorage"),  # whose elements are larger
+        (b"X\x01\x00\x00\x000", b"X\x01\x00\x00\x007"),  # a storage that the file does not have
+        (b"FloatStorage", b"DoubleStorage"),  # elements of this storage are larger
         (b"torch\nFloatStorage", b"os\nsystem"),
         (b"\nOrderedDict", b"\nUserDict"),
     ],
@@ -139,7 +139,7 @@ def test_a_large_storage_cannot_be_hidden_in_a_small_file():
             archive.writestr(str(index), b"")
     with pytest.raises(TensorFileError, match=r"not a torch\.save file"):
         read_tensor_file(many.getvalue())
-    number = b"d\0d\0"  # of entries, twice: what the file says of itself may be wrong
+    number = b"d\0d\0"  # the number of entries, stored twice: the file may state a wrong number
     assert number in many.getvalue()
     with pytest.raises(TensorFileError, match=r"not a torch\.save file"):
         read_tensor_file(many.getvalue().replace(number, b"\1\0\1\0"))
@@ -148,7 +148,8 @@ def test_a_large_storage_cannot_be_hidden_in_a_small_file():
         read_tensor_file(long)
 
 
-# Sixty tuples, each of which holds the one before it twice: written out, they have no end.
+# Sixty tuples, each of which contains the tuple before it twice: written as text, they would never
+# end.
 TOWER = b")" + b"".join(b"\x94h" + bytes([i]) + b"\x86" for i in range(60))
 FLOATS = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x18tQ"
 
@@ -156,7 +157,7 @@ FLOATS = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpu
 @pytest.mark.parametrize(
     "description",
     [
-        TOWER + b"\x94h\0\x93.",  # as the name of a function
+        TOWER + b"\x94h\0\x93.",  # the tuples as the name of a function
         b"h\0".join([TOWER + b"\x94", b"\x93."]),
         b"ctorch._utils\n_rebuild_tensor_v2\n(" + FLOATS + b"K\0" + TOWER + b"K\x01\x85tR.",
         b"ctorch._utils\n_rebuild_tensor_v2\n(" + FLOATS + b"K\0K\x01\x85" + TOWER + b"tR.",
@@ -209,4 +210,4 @@ def test_damaged_files_are_refused_or_give_as_many_numbers_as_they_have():
             continue
         num_read += 1
         assert as_torch(raw).numel() <= 24 if raw.data else 0 in raw.shape
-    assert num_read  # some damage is to numbers or names only
+    assert num_read  # some files can still be read: only values or names are damaged

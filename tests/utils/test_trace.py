@@ -36,7 +36,7 @@ def writer(tmp_path):
 def closed(writer: TraceWriter) -> list[dict]:
     """The events of the file, except the one that says when it began."""
     writer.close()
-    # Python reads NaN and Infinity, viewers do not.
+    # Python's json module accepts NaN and Infinity, but trace viewers do not.
     events = json.loads(writer.path.read_text(), parse_constant=pytest.fail)
     return [event for event in events if event["name"] != "trace begins"]
 
@@ -87,7 +87,8 @@ def test_an_inner_span_lies_inside_the_outer_one(writer):
     inner, outer = only(closed(writer), "X")
     assert (inner["name"], outer["name"]) == ("inner", "outer")
     assert outer["ts"] <= inner["ts"]
-    assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 0.001  # rounded to ns
+    # Times are rounded to nanoseconds.
+    assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 0.001
 
 
 def test_a_span_that_fails_is_written_and_lets_the_exception_through(writer):

@@ -162,7 +162,7 @@ def find_torch_names(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Attribute):
             text = ast.unparse(node)
             if re.fullmatch(r"torch(\.\w+)+", text) and not text.startswith("torch.ops."):
-                yield text  # operators are registered at run time
+                yield text  # operators are registered at run time, so no import shows them
         elif isinstance(node, ast.ImportFrom) and re.match(r"torch(\.|$)", node.module or ""):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 

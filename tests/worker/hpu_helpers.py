@@ -74,12 +74,13 @@ def random_plan(rng: random.Random, folder: Path) -> tuple[VllmConfig, int, Buck
         config = random_config(rng, folder)
         scheduler, size = config.scheduler, config.cache.block_size
         least = -(-scheduler.max_model_len // size)
-        # From too few for the longest request to enough for all; mostly too few for all.
+        # From too few blocks for the longest request to enough for all requests; mostly too few for
+        # all.
         most = max(2, round(least * rng.choice([0.6, 1, 1.5, 2, 3, scheduler.max_num_seqs])))
         num_blocks = 1 + rng.randint(min(least, most), max(least, most))
         try:
             plan = plan_buckets(config, num_blocks)
-        except ConfigError:  # variables that exclude each other
+        except ConfigError:  # these variables exclude each other
             continue
         if plan.limits.max_seq_len > 1:
             return config, num_blocks, shrunk_plan(rng, plan)
@@ -184,7 +185,7 @@ def random_request(
     )
 
 
-# ---- the loop -------------------------------------------------------------------------------
+# ---- running the requests ------------------------------------------------------------------------
 
 
 def run_load(
@@ -220,7 +221,7 @@ def run_load(
     return requests
 
 
-# ---- what a step must be --------------------------------------------------------------------
+# ---- checks of a step ----------------------------------------------------------------------------
 
 
 def entries(launches: list[PaddedLaunch]) -> Rows:
@@ -264,5 +265,6 @@ def run_warm_up(worker: HPUWorker | WarmUp) -> None:
     given_up = None
     while (step := worker.next_warm_up(given_up)) is not None:
         given_up = worker.warm_up() if step.given_up is None else step.given_up
-        # Whoever advances it may do other work now, as if there were no warm-up.
+        # Between two parts of the warm-up the caller may do other work, so no mode of the warm-up
+        # may be active.
         assert not torch.is_inference_mode_enabled() and not active_card().is_compile_only

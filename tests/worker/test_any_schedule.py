@@ -47,7 +47,7 @@ def silent_preemptions(monkeypatch):
     monkeypatch.setattr(scheduler.logger, "disabled", True)
 
 
-# ---- every launch has a bucket --------------------------------------------------------------
+# ---- every batch has a bucket --------------------------------------------------------------------
 
 
 class AnyTokens:
@@ -192,7 +192,7 @@ def test_every_launch_of_any_schedule_has_a_bucket(seed, tmp_path):
         assert seen[event] >= 5, f"{event} hardly ever happened: {seen}"
 
 
-# ---- every launch reads and writes what is its own ------------------------------------------
+# ---- every forward pass reads and writes only the slots of its own requests ----------------------
 
 
 class CardChecker:

@@ -22,7 +22,7 @@ def test_work_takes_one_thread_and_short_turns_and_leaves_nothing_behind():
         )
         assert found.result(10) == (1, TURN_S)
         assert torch.get_num_threads() == 2
-        after = Future()  # of a thread that begins later
+        after = Future()  # the number of threads in a thread that begins later
         threading.Thread(target=lambda: after.set_result(torch.get_num_threads())).start()
         assert after.result(10) == 2
     finally:

@@ -14,12 +14,13 @@ from vllm.sample import cpu_sampler, logprobs
 from vllm.worker.cpu import launches as cpu_launches
 
 GREEDY = {"temperature": 0, "max_tokens": 20, "ignore_eos": True, "detokenize": False}
-# One prefix for all; lengths around those of blocks and chunks.
+# All prompts have a common prefix; their lengths are near multiples of the block and chunk sizes.
 PROMPTS = [
     {"prompt_token_ids": [3 + (7 * i) % 90 for i in range(32)] + [100 + length] * length}
     for length in (1, 15, 16, 17, 40, 3, 1, 63)
 ]
-# Log-probabilities of the prompt need all of its tokens: such a request takes no cached prefix.
+# Log-probabilities of the prompt need the forward pass of all its tokens, so such a request uses no
+# cached prefix.
 PARAMS = [
     SamplingParams(**GREEDY, logprobs=2, prompt_logprobs=1 if i == 0 else None)
     for i in range(len(PROMPTS))
@@ -51,7 +52,8 @@ def test_tokens_and_logprobs_are_those_of_the_modules(family, tmp_path, monkeypa
     few_blocks = {name: count * num_groups for name, count in FEW_BLOCKS.items()}
     for settings in ({}, few_blocks, CHUNKS, CHUNKS | few_blocks | {"enable_prefix_caching": True}):
         llm = make_llm(tmp_path, **settings)
-        got = [outputs(llm) for _ in range(2)]  # the second finds the prefixes of the first
+        # The second run finds the cached prefixes of the first.
+        got = [outputs(llm) for _ in range(2)]
         assert program_of(runner_of(llm)) is not None
         with monkeypatch.context() as patch:
             patch.setattr(cpu_launches, "fuse", lambda *args: None)

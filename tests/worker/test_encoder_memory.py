@@ -52,7 +52,8 @@ USUAL = ("llava_next", "qwen2_5_vl", "qwen3_vl", "mllama", "mistral3")
     ],
 )
 def test_the_peak_is_that_of_a_real_forward_pass(family, tmp_path, monkeypatch):
-    # The operators of torch: the C++ kernels of an earlier engine make tensors of their own.
+    # Use the operators of torch: the C++ kernels, which an earlier engine may have installed,
+    # allocate tensors that are not counted.
     monkeypatch.setattr(vllm.ops, "_ops", NativeOps())
     config = make_config(make_tiny_images(family, tmp_path), dtype="float32")
     encoder = make_encoder(config.model.resolved_arch)
@@ -70,8 +71,9 @@ def test_the_peak_is_that_of_a_real_forward_pass(family, tmp_path, monkeypatch):
     with torch.inference_mode(), PeakBytes() as real:
         encoder.run(**given)
     of_real = real.peak + sum(each.nbytes for each in given.values())
-    # Of the tower of Pixtral attention has the peak, with a sum of 4 bytes for each of 4 heads and
-    # 64 patches: `found` has them, the real count does not see tensors inside of an operator.
+    # In the encoder of Pixtral, attention needs the most memory, including a sum of 4 bytes for
+    # each of 4 heads and 64 patches. `found` includes these sums, but the real count does not see
+    # tensors inside of an operator.
     assert found - of_real == (1024 if family in WITH_PIXTRAL else 0)
 
 
@@ -86,10 +88,11 @@ def test_an_item_has_room_in_a_prompt_and_a_step_encodes_several(tmp_path):
                 config = make_config(folder, **flags, **counts)
                 encoder = make_encoder(config.model.resolved_arch)
                 sizes[family, limit, videos] = encoder_bytes(config, encoder)
-    # 69 tokens in the first model, of which 32 fit; images of 16 in the second, two in a step.
+    # The largest image of the first model has 69 tokens, of which a budget of 32 holds 32. Images
+    # of the second model have 16 tokens, so that two of them fit into a budget of 32.
     whole = sizes["qwen2_vl", 128, 0]
     assert sizes["qwen2_vl", 32, 0] == pytest.approx(whole * 32 / 69, rel=1e-6)
-    # A video has as many as fit.
+    # Videos use the whole budget.
     assert sizes["qwen2_vl", 128, 1] == pytest.approx(whole * 128 / 69, rel=1e-6)
     assert sizes["qwen2_vl", 32, 1] == sizes["qwen2_vl", 32, 0]
     assert sizes["llava", 128, 0] == sizes["llava", 128, 1] == 4 * sizes["llava", 32, 0]

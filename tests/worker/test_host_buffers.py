@@ -34,7 +34,8 @@ class SlowCard:
 
     def record_event(self) -> Copy:
         written = [b for b in self.buffers if all(b is not c.buffer for c in self.in_flight())]
-        # The newest copy is from the one buffer that nobody reads and that has the new number.
+        # The newest copy comes from the only buffer that is not being read and that has the new
+        # number.
         newest = next(b for b in written if b[0] == len(self.copies))
         self.copies.append(Copy(newest))
         return self.copies[-1]

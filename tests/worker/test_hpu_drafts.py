@@ -57,7 +57,7 @@ def run(engine: LLMEngine, params: list[SamplingParams] = PARAMS) -> list:
     return [found[index] for index in range(len(PROMPTS))]
 
 
-@pytest.mark.exhaustive  # drafts on a card: tests/e2e/test_every_draft.py
+@pytest.mark.exhaustive  # exhaustive: tests/e2e/test_every_draft.py tests drafts on a card
 @pytest.mark.parametrize(("mode", "is_contiguous"), [("HPU graphs", True), ("eager", False)])
 def test_users_get_the_same_with_drafts_as_without(mode, is_contiguous, monkeypatch):
     is_lazy, is_eager = MODES[mode]
@@ -69,7 +69,8 @@ def test_users_get_the_same_with_drafts_as_without(mode, is_contiguous, monkeypa
         outputs = run(engine)
         known = {tuple(o.prompt_token_ids): [list(o.outputs[0].token_ids)] for o in outputs}
 
-        engine = make_engine(5, is_eager, 17)  # room for 16 blocks: somebody is preempted
+        # 16 blocks can be used, so that a request is preempted.
+        engine = make_engine(5, is_eager, 17)
         core = engine.engine_core
         runner = runner_of(core)
         assert {b.query_len for b in runner.launches.planner.catalog.decode} == {1, 6}

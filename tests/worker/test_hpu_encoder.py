@@ -94,7 +94,7 @@ def test_after_the_warm_up_no_image_compiles_and_none_depends_on_others(
     assert len(together) == len(items)
     for own, other in zip(alone, together, strict=False):
         torch.testing.assert_close(own, other, rtol=rtol, atol=atol)
-    # One figure for the whole warm-up, of which the encoder is the first part.
+    # The progress counts the whole warm-up, and the encoder is its first part.
     warm_up = [report for report in reports if report[0].startswith("warm-up")]
     passes = [report for report in warm_up if report[0] == "warm-up: encoder of images"]
     assert warm_up[: len(encoder.sizes)] == passes
@@ -112,7 +112,7 @@ def test_no_size_is_larger_than_what_a_prompt_has_room_for(qwen):
         encoder = runner_of(llm).encoder
         assert encoder.sizes[-1] == 4 * ENGINE["max_model_len"]
         compilations = bridge.counters().compilations
-        (output,) = llm.generate([prompt_of((280, 280))], GREEDY)  # 100 tokens
+        (output,) = llm.generate([prompt_of((280, 280))], GREEDY)  # the image has 100 tokens
         assert len(output.outputs[0].token_ids) == 4
         assert bridge.counters().compilations == compilations
         with pytest.raises(ValueError, match="128"):
@@ -126,7 +126,7 @@ def test_the_expected_size_of_images_limits_what_a_card_prepares_for(qwen):
     limit = {"image": {"count": 2, "width": 84, "height": 56}}
     with simulated_hpu(has_profiling_run=False, VLLM_SKIP_WARMUP=1, **LAZY):
         llm = LLM(qwen, **ENGINE, limit_mm_per_prompt=limit, enforce_eager=True)
-        assert runner_of(llm).encoder.sizes[-1] == 32  # 6 x 4 patches, of multiples of 16
+        assert runner_of(llm).encoder.sizes[-1] == 32  # 6 x 4 patches, padded to a multiple of 16
         assert llm.generate(prompt_of((56, 84)), GREEDY)
         with pytest.raises(RequestError, match=r"at most 6 embeddings.*84 x 56 pixels.*got 16"):
             llm.generate(prompt_of((112, 112)), GREEDY)
@@ -146,7 +146,7 @@ def test_sizes_that_the_card_does_not_hold_are_given_up(qwen):
     with simulated_hpu(**LAZY, pool_bytes=64 * MIB):
         llm = LLM(qwen, **engine, enforce_eager=True)
         assert runner_of(llm).encoder.max_embeddings == 400
-    # Without the fused kernel there are scores of all patches.
+    # Without the fused kernel, the scores of all patches need memory.
     plain = LAZY | {"VLLM_HPU_SIM_ABSENT": "FusedSDPA"}
     with simulated_hpu(**plain, pool_bytes=64 * MIB), captured_log(logging.WARNING) as log:
         llm = LLM(qwen, **engine, enforce_eager=True)
@@ -167,7 +167,8 @@ def test_without_a_warm_up_a_size_compiles_once_and_is_preferred_to_one_that_is_
     with simulated_hpu(**variables) as bridge, captured_log(logging.WARNING) as log:
         llm = LLM(qwen, **ENGINE, enforce_eager=True, skip_mm_profiling=True)
         encoder = runner_of(llm).encoder
-        assert encoder.sizes == (16, 32, 64, 96, 288)  # one of an image as long as is accepted
+        # 288 is the size for the longest image that is accepted.
+        assert encoder.sizes == (16, 32, 64, 96, 288)
 
         def compiles(height, width):
             before = bridge.counters().compilations
@@ -177,9 +178,9 @@ def test_without_a_warm_up_a_size_compiles_once_and_is_preferred_to_one_that_is_
 
         assert compiles(112, 112)  # 64 patches
         assert not compiles(112, 112)
-        assert not compiles(84, 84)  # 36
-        assert not compiles(56, 112)  # 32, padded to 64
-        assert compiles(56, 56)  # 16, of which 64 is too much
+        assert not compiles(84, 84)  # 36 patches, padded to 64
+        assert not compiles(56, 112)  # 32 patches, padded to 64
+        assert compiles(56, 56)  # 16 patches: padding them to 64 would be too much
         assert not compiles(56, 56)
     lines = [line for line in log if "encoder of images compiles" in line]
     assert [line.split()[5] for line in lines] == ["64", "16"]
@@ -211,7 +212,8 @@ def test_an_encoder_that_has_slept_encodes_as_before_and_compiles_nothing(level,
 
 def test_graphs_of_the_encoder_take_what_the_language_model_has_left(qwen, monkeypatch):
     monkeypatch.setattr(constants, "GRAPH_BYTES_PER_OP", 10_000)
-    # Of what the card has for graphs, the language model takes 5 MiB, and all sizes would take 25.
+    # The card has memory for some graphs. The language model uses 5 MiB of this memory; graphs of
+    # all sizes of the encoder would need 25 MiB.
     with simulated_hpu(**LAZY, pool_bytes=24 * MIB) as bridge, captured_log(logging.INFO) as log:
         llm = LLM(qwen, **ENGINE)
         encoder, ledger = runner_of(llm).encoder, worker_of(llm).ledger
@@ -221,7 +223,7 @@ def test_graphs_of_the_encoder_take_what_the_language_model_has_left(qwen, monke
         compilations, replays = bridge.counters().compilations, bridge.counters().graph_replays
         encoder.encode(items[:1])
         assert bridge.counters().graph_replays == replays + 1
-        encoder.encode(items[1:])  # runs without a graph
+        encoder.encode(items[1:])  # this size runs without a graph
         assert bridge.counters().graph_replays == replays + 1
         assert bridge.counters().compilations == compilations
     assert some == list(encoder.sizes[: len(some)]) and len(some) < len(encoder.sizes)
@@ -247,7 +249,7 @@ def test_an_encoder_with_masks_compiles_nothing_after_the_warm_up(is_lazy, tmp_p
             encoder.warm_up(size)
         encoder.warm_up_agreement()
         compilations, found = bridge.counters().compilations, []
-        for count in (1, 32, 80):  # ranks agree on as many images as a step has
+        for count in (1, 32, 80):  # ranks agree on as many images as one step has
             are_there = [index % 3 > 0 for index in range(count)]
             assert encoder.agree(are_there) == are_there
         while len(found) < len(items):

@@ -90,13 +90,13 @@ def test_a_plain_decode():
         [55, 23, 0],
         [5, 2, PADDING_ROW],
         [5, 3, 0],
-        [0, 0, 0],  # no offsets of positions
-        [3, 1, 2, 0, 0, 0, 0, 0],  # blocks
-        [0, 0, 1, -1, -1, -1, -1, -1],  # groups
-        [4, 2, 4, 1, 1, 1, 1, 1],  # usage
-        [5, 1, 3, 0, 0, 0, 0, 0],  # age of the first slot
-        [1 * 4 + 1, 2 * 4 + 3, 2],  # slots
-        [],  # nothing is replayed
+        [0, 0, 0],  # offsets of positions: none
+        [3, 1, 2, 0, 0, 0, 0, 0],  # block ids
+        [0, 0, 1, -1, -1, -1, -1, -1],  # the request (group) of each block
+        [4, 2, 4, 1, 1, 1, 1, 1],  # number of used slots in each block
+        [5, 1, 3, 0, 0, 0, 0, 0],  # distance of the first slot of each block from the newest token
+        [1 * 4 + 1, 2 * 4 + 3, 2],  # slots of the new tokens
+        [],  # tokens that are replayed: none
         [5, 2, PADDING_ROW],
     ]
     assert sampled == [0, 1]
@@ -126,8 +126,8 @@ def test_a_contiguous_decode_has_each_block_at_its_id():
         [55, 23, 0],
         [5, 2, PADDING_ROW],
         [5, 3, 0],
-        [0, 0, 0],  # no offsets of positions
-        [0, 0, 0],  # repeats: nothing is shared
+        [0, 0, 0],  # offsets of positions: none
+        [0, 0, 0],  # repeated blocks: nothing is shared
         [-1, 0, 1, 0, -1, -1, -1, -1],
         [1, 2, 4, 4, 1, 1, 1, 1],
         [0, 1, 3, 5, 0, 0, 0, 0],
@@ -145,12 +145,12 @@ def test_a_prefill_with_context_and_padding():
         [75, 76, 77, 78, 0, 50, 51, 52, 0, 0, 0, 0, 0, 0, 0],
         [7, 5, PADDING_ROW],
         [5, 6, 7, 8, 0, 0, 1, 2, 0, 0, 0, 0, 0, 0, 0],
-        [3, 7, 0],  # last tokens
+        [3, 7, 0],  # indices of the last tokens
         [4, 3, 0],  # query lengths
         [5, 0, 0],  # context lengths
         [4, 6, 0, 0, 0, 0, 0, 0, 0],  # context blocks
-        [25, 26, 27, 20, 0, 12, 13, 14, 0, 1, 2, 3, 0, 1, 2],  # slots; padding in the null block
-        [],  # no token sees a later one
+        [25, 26, 27, 20, 0, 12, 13, 14, 0, 1, 2, 3, 0, 1, 2],  # slots; padding is in the null block
+        [],  # last keys: no token sees a later token
         [7, PADDING_ROW, PADDING_ROW],
     ]
     assert sampled == [0]
@@ -161,16 +161,16 @@ def test_a_merged_prefill_has_all_prompts_in_one_row():
     parts, sampled = packed_parts(launch)
     assert parts == [
         [75, 76, 77, 78, 50, 51, 52, 0, 0],
-        [],  # no positions but those below
-        [0, 0, 0, 0, 1, 1, 1, -1, -1],  # whose they are
+        [],  # offsets of positions: none
+        [0, 0, 0, 0, 1, 1, 1, -1, -1],  # the request of each token
         [5, 6, 7, 8, 0, 1, 2, 0, 0],
-        [25, 26, 27, 20, 12, 13, 14, 3, 0],  # slots
-        [3, 6, 0],  # last tokens
+        [25, 26, 27, 20, 12, 13, 14, 3, 0],  # slots of the new tokens
+        [3, 6, 0],  # indices of the last tokens
         [4, 6, 0],  # context blocks
         [0, 0, -1],
-        [0, 4, 0],  # position of their first slot
-        [4, 1, 0],  # tokens in them
-        [],  # no token sees a later one
+        [0, 4, 0],  # position of the first slot of each context block
+        [4, 1, 0],  # number of tokens in each context block
+        [],  # last keys: no token sees a later token
         [7, PADDING_ROW, PADDING_ROW],
     ]
     assert sampled == [0]
@@ -208,7 +208,7 @@ def test_sizes_depend_on_the_shape_and_padding_alone_is_a_launch(shape, sizes):
     assert sampled == []
 
 
-# ---- tokens that are on the device ----------------------------------------------------------
+# ---- tokens that are still on the device ---------------------------------------------------------
 
 
 def sampled_on_device() -> tuple[InputBatch, HPUInputBuilder]:
@@ -241,7 +241,7 @@ def test_a_new_request_in_a_row_has_nothing_on_the_device():
     assert token_ids(builder, (5, 2, 1), (2, 4, 1)) == [3, RESIDENT]
 
 
-# ---- positions that requests bring ----------------------------------------------------------
+# ---- positions that requests specify -------------------------------------------------------------
 
 
 def rows_with_positions(num_positions: int) -> PositionRows:
@@ -288,7 +288,7 @@ def test_tokens_at_positions_of_their_own_are_no_decodes():
     assert not rows.offsets.any()
 
 
-# ---- the way back ---------------------------------------------------------------------------
+# ---- results from the device ---------------------------------------------------------------------
 
 
 def on_device(launch: PaddedLaunch) -> torch.Tensor:

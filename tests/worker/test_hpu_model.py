@@ -58,6 +58,6 @@ def test_angles_are_looked_up_once_for_each_table_and_rotate_as_ever(monkeypatch
     assert torch.equal(launch._run(prepared, token_ids), want)
     tables = [layer.rotary_emb.cos_sin_cache for layer in model.layers[:2]]
     assert [id(x) for x in looked_up] == [id(x) for x in tables]
-    # Another launch without them, as on the CPU: each layer looks them up.
+    # A forward pass without prepared tables, as on the CPU: each layer looks up its own table.
     with launch.launch_holder.running(LaunchContext(None, positions)):
         assert torch.equal(model(token_ids, positions), want)

@@ -9,7 +9,7 @@ from vllm import LLM, SamplingParams
 from vllm.bucketing.bucket import decode
 from vllm.worker.hpu.launches.planner import PaddedShape
 
-NUM_LAYERS = 6  # of the bundled model
+NUM_LAYERS = 6  # the number of layers of the bundled model
 GREEDY = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 
 
@@ -83,7 +83,7 @@ def test_a_graph_ends_after_so_many_layers(layers, mode, monkeypatch):
                 runner.launches.execution.run(given, shape)
                 launches.append(bridge.counters().compilations - before)
     num_parts = NUM_LAYERS // layers
-    # In lazy mode those between the first and the last are one recipe.
+    # In lazy mode, all parts between the first and the last part have the same recipe.
     assert launches == [1 + (num_parts if mode == "HPU graphs" else min(num_parts, 2))]
 
 
@@ -121,7 +121,7 @@ def test_blocks_of_a_request_that_computed_nan_spoil_no_later_request(is_contigu
         weight[16] = torch.nan
         (spoiled,) = llm.generate({"prompt_token_ids": [16] * 127}, greedy, use_tqdm=False)
         assert spoiled.outputs[0].finish_reason == "error"
-        weight[16] = row  # which the output head has too
+        weight[16] = row  # the output head is tied to this weight
         caches = [layer.kv_caches for layer in runner.attention_layers]
         assert all(keys.cpu().isnan().any() for keys, _ in caches), "it has left something"
         assert all(values.cpu().isfinite().all() for _, values in caches)

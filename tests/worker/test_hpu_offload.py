@@ -51,7 +51,7 @@ def run(model, value=1.0):
     return model(torch.full((4,), value)).tolist()
 
 
-# ---- which layers -------------------------------------------------------------------------
+# ---- which layers are offloaded ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_each_layer_is_copied_once_in_a_step_and_what_was_recorded_launched_befo
     model, bridge = Layered(*[4] * 6), RecordingBridge()
     StreamedLayers(bridge, [model.layers[i] for i in (1, 3, 4)])
     run(model)
-    assert bridge.num_marks == 3 + 1  # the first of the next step is there already
+    assert bridge.num_marks == 3 + 1  # the copy for the first layer of the next step has begun
     run(model)
     assert bridge.num_marks == 6 + 1
 

@@ -156,7 +156,7 @@ def test_rows_that_replay_tokens_run_in_the_bucket_of_drafts():
         ([4, 1, 1, 4, 4], {"max_block_refs": 6, "max_model_len": 64}, [3, 1, 1]),
         ([1, 4, 1, 1], {"max_block_refs": 4, "max_model_len": 64}, [1, 1, 2]),
         ([1, 1, 1, 1, 1], {"max_num_seqs": 2}, [2, 2, 1]),
-        # 3 blocks can be used, so that no more than 3 decode together.
+        # The cache has 3 usable blocks, so at most 3 requests decode together.
         ([1, 1, 1, 1], {"num_blocks": 4, "max_model_len": 32}, [3, 1]),
     ],
 )
@@ -170,15 +170,17 @@ def test_decodes_are_split_where_a_launch_is_full(num_blocks, limits, parts):
 @pytest.mark.parametrize(
     ("tables", "is_contiguous", "bucket"),
     [
-        # The highest id decides on the slice. One of 16 costs more than a gather of 8.
+        # The highest block id decides the size of the slice. A slice of 16 blocks costs more than a
+        # gather of 8.
         ({0: [3, 7], 1: [2]}, True, decode(2, 8)),
         ({0: [3, 8], 1: [2]}, True, decode(2, 16)),
         ({0: [3, 16], 1: [2]}, False, decode(2, 8)),
-        # Two references beyond the first of a block have a place, the third has none.
+        # Each further reference to a block is a repeat. The shape has room for two repeats; with a
+        # third one, the blocks are gathered.
         ({0: [5, 6, 1], 1: [5, 6, 2]}, True, decode(2, 8)),
         ({0: [5, 6, 7, 1], 1: [5, 6, 7, 2]}, False, decode(2, 8)),
         ({0: [5, 6, 7, 1, 3], 1: [5, 6, 7, 2, 4]}, False, decode(2, 16)),
-        # No cache has the blocks of this slice.
+        # No cache has enough blocks for this slice.
         ({0: [3, 17], 1: [2]}, False, decode(2, 8)),
     ],
 )
@@ -243,8 +245,9 @@ def test_a_second_slice_has_an_entry_for_each_row_where_blocks_can_be_shared():
     [
         (3, 7, PaddedShape(decode(2, 8), is_contiguous=True)),
         (4, 7, PaddedShape(decode(2, 8), is_contiguous=True, num_shared=2)),
-        (3, 15, PaddedShape(decode(2, 16), is_contiguous=True)),  # as much as a gather of 8
-        (4, 15, PaddedShape(decode(2, 8))),  # a slice of 16 and 2 repeats
+        # a slice of 16 blocks costs as much as a gather of 8
+        (3, 15, PaddedShape(decode(2, 16), is_contiguous=True)),
+        (4, 15, PaddedShape(decode(2, 8))),  # a slice of 16 blocks with 2 repeats would cost more
         (3, 16, PaddedShape(decode(2, 8))),
     ],
 )
@@ -284,11 +287,11 @@ def test_a_prompt_longer_than_a_launch_may_be_runs_in_pieces(rows, pieces):
     ("images", "rows", "pieces"),
     [
         ([], [(0, 0, 70)], [(0, 0, 32), (0, 32, 32), (0, 64, 6)]),
-        # ends at the beginning of an image, and after one
+        # One chunk ends at the beginning of an image, and another one after an image.
         ([(0, 32), (40, 24)], [(0, 0, 70)], [(0, 0, 32), (0, 32, 32), (0, 64, 6)]),
         ([(30, 20)], [(0, 0, 70)], [(0, 0, 30), (0, 30, 32), (0, 62, 8)]),
         ([(10, 20), (31, 30)], [(0, 0, 70)], [(0, 0, 31), (0, 31, 32), (0, 63, 7)]),
-        # begins inside of an image
+        # The chunk begins inside of an image.
         ([(10, 40), (60, 9)], [(0, 20, 60)], [(0, 20, 32), (0, 52, 28)]),
     ],
 )
@@ -357,21 +360,22 @@ SIZES = [prefill(b, q, c) for b in (1, 2, 4) for q in (16, 20, 48, 256) for c in
     [
         ([(0, 0, 16), (1, 0, 16)], [2]),
         ([(0, 0, 256), (1, 0, 256), (2, 0, 200), (3, 0, 256)], [4]),
-        # Two padded to 48 are 28 tokens more than 20 and 48 are, and a launch costs 32.
+        # Together, both prompts are padded to 48: 28 tokens more than 20 + 48. A further forward
+        # pass costs as much as 32 tokens.
         ([(0, 0, 20), (1, 0, 48)], [2]),
-        # Two padded to 48 are 32 tokens more, which attend to more keys.
+        # Together, both prompts are padded to 48: 32 tokens more, and these attend to more keys.
         ([(0, 0, 16), (1, 0, 48)], [1, 1]),
-        # Two padded to 256 are 240 tokens more.
+        # Together, both prompts are padded to 256: 240 tokens more.
         ([(0, 0, 16), (1, 0, 256)], [1, 1]),
-        # Neighbours only: a later row may read what an earlier one writes.
+        # Only neighbors run together: a later prompt may read what an earlier one writes.
         ([(0, 0, 16), (1, 0, 256), (2, 0, 16)], [1, 1, 1]),
         ([(0, 0, 16), (1, 0, 16), (2, 0, 256), (3, 0, 250)], [2, 2]),
-        # A third one makes it a launch of four: 16 tokens more than two launches.
+        # A third prompt makes a batch of four: 16 tokens more than two forward passes.
         ([(0, 0, 16), (1, 0, 16), (2, 0, 16)], [3]),
-        # Context is padded too: 64 blocks for both, where one has none.
+        # Context is padded too: both would have 64 blocks, although one has no context.
         ([(0, 0, 256), (1, 1024, 256)], [1, 1]),
         ([(0, 0, 16), (1, 64, 16)], [2]),
-        # There is no launch of more than four.
+        # A batch has at most four prompts.
         ([(row, 0, 16) for row in range(6)], [2, 4]),
     ],
 )
@@ -389,13 +393,14 @@ def test_a_group_has_the_largest_sizes_of_its_rows():
 @pytest.mark.parametrize(
     ("rows", "merged_prompts", "expected"),
     [
-        # Lengths and contexts add up.
+        # Lengths and contexts of merged prompts are added.
         ([(0, 0, 20), (1, 17, 20)], 3, [(2, prefill(1, 48, 4))]),
         ([(0, 0, 20), (1, 16, 20), (2, 48, 8)], 3, [(3, prefill(1, 48, 4))]),
         ([(0, 0, 20), (1, 0, 20), (2, 0, 8)], 2, [(2, prefill(1, 48)), (1, prefill(1, 16))]),
-        # One and four blocks of context are five, which is still cheaper than two launches.
+        # One and four blocks of context are five in all, which still costs less than two forward
+        # passes.
         ([(0, 16, 20), (1, 64, 20)], 3, [(2, prefill(1, 48, 64))]),
-        # No bucket holds 258 tokens.
+        # No bucket is large enough for 258 tokens.
         ([(0, 0, 256), (1, 0, 2)], 3, [(1, prefill(1, 256)), (1, prefill(1, 16))]),
     ],
 )
@@ -445,7 +450,7 @@ def test_a_launch_without_a_bucket_has_its_own_shape_in_whole_blocks(rows, bucke
 
 
 def test_a_batch_reads_as_many_slots_of_items_as_one_of_its_rows_needs():
-    needed = {0: 128, 1: 128, 2: 0}  # 0: the most
+    needed = {0: 128, 1: 128, 2: 0}  # a shape with 0 slots has the most
 
     class Slots:
         sizes = (128, 0)

@@ -118,7 +118,7 @@ def test_the_smaller_card_decides_for_both_and_all_is_still_served(monkeypatch):
     large, small = workers
     with_null_block = core.stats().num_kv_blocks + 1
     assert with_null_block == num_blocks(small) < num_blocks(large)
-    # A launch that only the small card has no memory for, and graphs.
+    # Only the small card lacks memory for these graphs and for this bucket.
     lost = [line for line in log if line.startswith("The bucket prefill (2, 512, 0) is not used")]
     assert (
         len(lost) == 2
@@ -133,4 +133,5 @@ def test_the_smaller_card_decides_for_both_and_all_is_still_served(monkeypatch):
     shapes = [worker.runner.launches.execution.shapes for worker in workers]
     assert shapes[0] == shapes[1] and {s.bucket.phase for s in shapes[0]} == set(Phase)
     assert omitted and small.ledger.left(MemoryClass.PREFILL_GRAPHS) < 10 * MIB
-    assert large.ledger.left(MemoryClass.PREFILL_GRAPHS) > 10 * MIB  # it had room for more
+    # The large card had memory for more graphs.
+    assert large.ledger.left(MemoryClass.PREFILL_GRAPHS) > 10 * MIB

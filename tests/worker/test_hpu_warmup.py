@@ -169,7 +169,8 @@ SIX_LAUNCHES = FEW_BUCKETS | {"VLLM_PROMPT_BS_BUCKET_MAX": 4, "VLLM_PROMPT_SEQ_B
 
 
 def test_graphs_beyond_their_memory_are_left_out_and_all_is_still_served(monkeypatch):
-    # 21 MiB of weights, 10 of launches, a tenth of the rest for graphs: three or four of them.
+    # Weights use 21 MiB and workspaces 10 MiB; a tenth of the rest is for graphs, which is enough
+    # for three or four graphs.
     monkeypatch.setattr(constants, "GRAPH_BYTES_PER_OP", 10_000)
     with (
         simulated_hpu(pool_bytes=160 * MIB, **SIX_LAUNCHES | LAZY) as bridge,

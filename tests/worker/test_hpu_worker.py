@@ -23,7 +23,7 @@ from vllm.worker.hpu.worker import HPUWorker
 from vllm.worker.parts.memory_use import CacheBudget, draft_use, states_use, weights_use
 
 GIB, MIB = 2**30, 2**20
-BLOCK_BYTES = 16 * MIB  # Llama-3.1-8B in bfloat16, 128 tokens
+BLOCK_BYTES = 16 * MIB  # a block of 128 tokens of Llama-3.1-8B in bfloat16
 
 
 def loaded_worker(**settings) -> HPUWorker:
@@ -55,7 +55,8 @@ def take_up_to(bridge, num_bytes: int) -> Allocation:
             ],
         ),
         (
-            # A published log has 4.755 GiB and 11.095 GiB here: 0.3 and 0.7 of a rounded 15.85.
+            # A published log has 4.755 GiB and 11.095 GiB here: 0.3 and 0.7 of 15.85, which is a
+            # rounded value.
             79.1645,
             0.5,
             0.4,
@@ -126,7 +127,7 @@ def test_the_profiling_run_books_what_the_largest_launches_need(mode):
             run_warm_up(worker)
         ledger = worker.ledger
         assert ledger.booked(MemoryClass.WEIGHTS) == used
-        logits = 256 * 4096 * 4  # of prompt log-probabilities, the largest tensor
+        logits = 256 * 4096 * 4  # logits for log-probabilities of prompts are the largest tensor
         assert 2 * logits < ledger.booked(MemoryClass.WORKSPACE) < 4 * logits
         text = next(line for line in log if line.startswith("Model profiling run took"))
         assert re.match(r"Model profiling run took [89]\.\d+ MiB of device memory \(2\d\.", text)

@@ -81,7 +81,7 @@ def test_an_idle_server_compiles_the_rest_and_requests_wait_for_one_launch_at_mo
         assert len(server.warmed) == 2 and server.waits == [False, False]
 
         server.ask("first")
-        while True:  # no launch of the warm-up before its last token
+        while True:  # the warm-up runs nothing before the last token of the request
             server.loop.turn()
             if not server.core.has_unfinished_requests():
                 break

@@ -32,7 +32,8 @@ def rates_of(*, dense_s=(4.0, 4.0), int8_s=(2.0, 2.0), dense_bytes=2, read=float
     [
         (rates_of(), 2.0, 2.0),
         (rates_of(dense_s=(4, 6), int8_s=(4, 4)), 1.0, 1.5),
-        # Memory is the limit of both, and of one.
+        # Memory bandwidth is the limit of both formats in the first case, and of one format in the
+        # second.
         (rates_of(dense_bytes=4, read=0.01), 4.0, 2.0),
         (rates_of(read=0.4), 5 / 2.5, 2.0),
         (rates_of(dense_s=(4, 4), int8_s=(2, 2), read=0.25), 8 / 4, 2.0),

@@ -123,7 +123,7 @@ def test_layers_with_different_windows_share_one_memory_in_groups_of_equal_size(
     assert [layer.cache_group for layer in layers] == [1, 2, 0, 3, 4]
     assert layout.block_bytes == 2 * 16 * 2 * 8 * 4
     assert len({layer.key_cache.data_ptr() for layer in layers}) == 1
-    # Two of each kind: a block has room for two layers.
+    # There are two layers of each kind, so a block has space for two layers.
     layers = [windowed(window) for window in (None, 32, None, 32)]
     layout = bind(layers, torch.float32, num_blocks=5)
     assert [group.layers for group in layout.groups] == [(0, 2), (1, 3)]
@@ -168,7 +168,7 @@ def test_what_a_layer_keeps_needs_to_be_neither_two_tensors_nor_of_one_shape():
     assert all(
         len({c.data_ptr() for c in layer.kv_caches}) == len(layer.kv_caches) for layer in layers
     )
-    # Tensors that differ cannot take turns in one memory: all layers keep all tokens.
+    # Layers whose tensors differ cannot share memory in turn: all layers keep all tokens.
     mixed = [LatentLayer(24), LatentLayer(16, window=32)]
     assert [group.layers for group in bind(mixed, torch.bfloat16, num_blocks=3).groups] == [(0, 1)]
     assert mixed[0].latent_cache.shape != mixed[1].latent_cache.shape

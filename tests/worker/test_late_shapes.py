@@ -61,12 +61,14 @@ def test_a_later_launch_is_padded_to_what_has_compiled():
     launcher = Launcher()
     assert launcher.run((0, 0, 200)) == [PaddedShape(prefill(1, 256))]
     assert launcher.run((0, 0, 3)) == [PaddedShape(prefill(1, 256))]
-    # Two prompts in two launches that are compiled, in place of one that is not.
+    # Two prompts run in two forward passes of a compiled shape, instead of one that is not
+    # compiled.
     assert launcher.run((0, 0, 10), (1, 0, 30)) == [PaddedShape(prefill(1, 256))] * 2
     first = launcher.run((0, 400, 1), (1, 16, 1))
     assert first == [PaddedShape(decode(2, 32))]
     assert launcher.run((0, 3, 1)) == first
-    assert launcher.run((0, 3, 1), (1, 3, 1), (2, 3, 1)) != first  # three do not fit
+    # Three requests do not fit into the first shape.
+    assert launcher.run((0, 3, 1), (1, 3, 1), (2, 3, 1)) != first
     assert len(launcher.compiled) == 3
 
 
@@ -83,7 +85,7 @@ def test_a_shape_that_is_needed_again_and_again_is_compiled_in_the_end(large, sm
     while launcher.run(small) == [padded]:
         times += 1
     assert launcher.compiled == [padded, wanted]
-    # Padding has cost about as much as compiling does.
+    # Padding has now cost about as much as compiling would.
     assert times * loss <= COMPILE_COST[bucket.phase] < (times + 1) * loss
     assert launcher.run(small) == [wanted]
 
@@ -96,12 +98,13 @@ def test_only_the_shape_that_was_compiled_is_compiled():
     (slice_,) = launcher.run((0, 31, 1), (1, 31, 1))
     assert slice_ == PaddedShape(decode(2, 8), is_contiguous=True)
     assert launcher.catalog.warmed == frozenset()
-    # The same bucket for blocks that no slice holds: nothing that is compiled holds them.
+    # The same number of blocks, but with ids that no compiled slice reaches: no compiled shape
+    # fits.
     for row, blocks in high.items():
         launcher.planner._batch.block_table[row, : len(blocks)] = blocks
     (gather,) = launcher.run((0, 31, 1), (1, 31, 1))
     assert gather == PaddedShape(decode(2, 8)) and len(launcher.compiled) == 2
-    # A single row of low blocks fits into both, and takes the slice, which costs less.
+    # One request with low block ids fits into both shapes, and takes the slice, which costs less.
     assert launcher.run((0, 31, 1)) == [slice_]
     assert launcher.run((1, 31, 1)) == [gather]
 
@@ -141,7 +144,8 @@ def test_without_a_warm_up_a_request_that_fits_compiles_nothing():
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
     def prompts(*lengths):
-        rng = random.Random(sum(lengths))  # no common prefix, which is context of a launch
+        # Random prompts have no common prefix, which would be context.
+        rng = random.Random(sum(lengths))
         return [{"prompt_token_ids": rng.choices(range(16, 4000), k=n)} for n in lengths]
 
     with simulated_hpu(has_profiling_run=False, **variables) as bridge, captured_log() as log:

@@ -61,17 +61,17 @@ def test_a_launch_that_fits_is_never_refused(seed):
 @pytest.mark.parametrize(
     ("seen", "asked", "predicted"),
     [
-        # 100 and 2 for each block.
+        # Measured: 100 bytes, and 2 bytes for each block.
         ([(decode(4, 50), 200), (decode(4, 100), 300)], decode(4, 400), 900),
-        # Twice as many tokens: the constant may be all of what does not grow with blocks.
+        # For twice as many tokens: all of the constant 100 bytes may grow with the tokens.
         ([(decode(4, 50), 200), (decode(4, 100), 300)], decode(8, 400), 900),
-        # Prompts: 1 for each pair of tokens.
+        # Prompts need 1 byte for each pair of tokens.
         ([(prefill(1, 64), 4096), (prefill(1, 128), 16384)], prefill(1, 256), 65536),
-        # One launch alone tells nothing of what grows.
+        # One measurement does not show how memory grows.
         ([(decode(4, 100), 300)], decode(4, 400), None),
-        # Larger launches tell nothing of a smaller one.
+        # Measurements of larger shapes show nothing about a smaller shape.
         ([(decode(4, 50), 200), (decode(4, 100), 300)], decode(2, 400), None),
-        # Nor do prompts of decodes.
+        # Measurements of prompts show nothing about decodes.
         ([(prefill(1, 64), 4096), (prefill(1, 128), 16384)], decode(1, 400), None),
     ],
 )
@@ -173,14 +173,14 @@ def test_slices_beyond_the_profiling_run_begin_with_the_smallest_and_end_before_
     ):
         warm_up = make_warm_up(bridge, workspace=12 * MIB, **settings)
         if not is_predicted:
-            # The card keeps the workspace of the largest launch that it could run, which is more
-            # than there is for launches: the start fails.
+            # The card keeps the workspace of the largest forward pass that could run. This
+            # workspace is larger than the memory for forward passes, so the start fails.
             with pytest.raises(ConfigError, match="no decode bucket fits"):
                 run_warm_up(warm_up)
             assert failed
             return
         warm_up._forecast.most_blocks = 32
-        warm_up._forecast.passing_bytes = 5 * MIB  # of prompts
+        warm_up._forecast.passing_bytes = 5 * MIB  # short-lived tensors of prompts
         run_warm_up(warm_up)
         planner = warm_up._launches.planner
     assert not failed

@@ -55,7 +55,7 @@ def test_a_profile_of_the_peak_says_what_was_needed_at_a_time(eager):
 def test_an_attempt_without_memory_leaves_nothing_behind(lazy):
     def run() -> None:
         kept = [take(MIB).add(1)]
-        kept.append(kept)  # a cycle, as the frames of an error are
+        kept.append(kept)  # a reference cycle, as the frames of an error make one
         take(100 * 2**30)
 
     attempted = attempt(lazy, run, 0)
@@ -63,7 +63,7 @@ def test_an_attempt_without_memory_leaves_nothing_behind(lazy):
     assert attempted.needed_bytes == 100 * 2**30 + 2 * MIB
     compilations = lazy.counters().compilations
     lazy.mark_step()
-    assert lazy.counters().compilations == compilations  # nothing recorded is left
+    assert lazy.counters().compilations == compilations  # no recorded operators are left
 
 
 def test_an_attempt_that_runs_to_its_end_says_what_it_needed(lazy):

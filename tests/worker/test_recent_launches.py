@@ -26,9 +26,9 @@ def run(recent: RecentLaunches, *launches, is_compiled: bool = True) -> None:
 def test_a_step_takes_the_time_since_the_one_before_it():
     clock = Clock()
     recent = RecentLaunches(clock, 128)
-    run(recent, DECODE)  # at 0
+    run(recent, DECODE)  # starts at 0 s
     clock.now = 0.001
-    run(recent, DECODE)  # while the first one runs
+    run(recent, DECODE)  # starts while the first step runs
     assert recent.record == ()
     clock.now = 0.010
     recent.end_step()
@@ -36,7 +36,7 @@ def test_a_step_takes_the_time_since_the_one_before_it():
     clock.now = 0.014
     recent.end_step()
     assert recent.record == (2, *DECODE, 10_000, *DECODE, 4000)
-    clock.now = 1.0  # without requests
+    clock.now = 1.0  # no request has run since the last step
     run(recent, PREFILL)
     clock.now = 1.05
     recent.end_step()

@@ -114,5 +114,5 @@ def test_a_second_start_warms_up_first_what_is_on_disk_and_knows_that_it_is_fast
         after = json.loads((tmp_path / FILE_NAME).read_text())["configurations"]
         assert len(after) == 1 and len(after[0]["buckets"]) == first.num_wanted
     assert answers[0].token_ids == answers[1].token_ids
-    assert len(before["buckets"]) == first.num_wanted  # of the first run
+    assert len(before["buckets"]) == first.num_wanted  # the buckets of the first run
     assert compiled[1] < compiled[0] / 2

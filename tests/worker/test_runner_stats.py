@@ -25,7 +25,7 @@ def test_a_device_that_takes_any_shape_pads_nothing():
 def test_padding_is_what_the_buckets_add():
     with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS), captured_log():
         stats = stats_after_one_request("hpu")
-        micros = stats.recent_launches[-1]  # simulated
+        micros = stats.recent_launches[-1]  # a simulated time
         assert micros > 0
         assert stats == RunnerStats(
             num_steps=3,

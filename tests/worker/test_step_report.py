@@ -58,7 +58,7 @@ def test_a_compilation_is_reported_with_its_time(lazy, log):
     report = StepReport(lazy, log_compilations="some")
     before = lazy.counters().compile_s
     with report.step(describe):
-        compile_something(3)  # recorded only: it compiles when the step is waited for
+        compile_something(3)  # only recorded so far: compiling happens when the step is waited for
     micros = round((lazy.counters().compile_s - before) * 1e6)
     assert micros > 0
     stats = f"[('TotalNumber', 1), ('TotalTime', {micros}), ('AvgTime', {micros})]"
@@ -88,7 +88,8 @@ def test_the_average_is_per_compilation(lazy, log):
 
 
 def test_an_operator_on_the_host_is_reported_with_its_name(lazy, log):
-    torch.ones(3, 64).to("hpu").int().topk(2)  # runs on the host too, in an earlier step
+    # In an earlier step, this operator also runs on the host.
+    torch.ones(3, 64).to("hpu").int().topk(2)
     report = StepReport(lazy, log_fallbacks="some")
     with report.step(describe):
         fall_back()
@@ -161,7 +162,7 @@ def test_compilations_count_from_the_end_of_the_warm_up(lazy):
     report = StepReport(lazy)
     compile_something(3)
     assert report.compilations_after_warmup() == 0
-    report.finish_warmup()  # what the warm-up has recorded is still its own
+    report.finish_warmup()  # operators that the warm-up recorded still count as warm-up
     assert report.compilations_after_warmup() == 0
     for length in (3, 4, 5):
         compile_something(length)

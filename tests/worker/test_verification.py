@@ -18,7 +18,7 @@ from vllm.worker.batch.verification import count_accepted
         ([5, 6, 7], [9, 6], 1),
         ([-1], [], 1),
         ([-1, 6, 7], [5, 6], 1),
-        ([5, -1, 7], [5, 6], 1),  # fails when it runs again
+        ([5, -1, 7], [5, 6], 1),  # the failed position runs again in the next step, and fails there
         ([5, 6, -1], [5, 6], 2),
         ([5, 6, -1], [5, 9], 2),
     ],

@@ -113,7 +113,8 @@ def test_one_figure_runs_down_from_the_first_launch_to_the_end(case):
 def test_large_shapes_that_come_first_do_not_make_the_estimate_far_too_high(share):
     seen = run_plan(plan_of(50, 3), per_stage(0.5, 0.25, 0.33, share))
     for eta, left in seen[10:]:
-        assert left / 2 - 1 <= eta <= left * 2 + 1  # shapes of other sizes are still to come
+        # The estimate does not know yet the shapes of other sizes.
+        assert left / 2 - 1 <= eta <= left * 2 + 1
     for eta, left in seen[len(seen) // 4 :]:
         assert eta == pytest.approx(left, rel=0.4, abs=1.0)
 

@@ -64,7 +64,7 @@ class FakeServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # transports close in the next turn of the loop
+        await asyncio.sleep(0)  # a transport closes in the next turn of the event loop
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1

@@ -59,7 +59,7 @@ def test_a_load_is_counted_by_the_servers_usage(capsys):
     for metric in ("ttft", "tpot", "itl", "e2el"):
         assert 0 <= result[f"median_{metric}_ms"] <= result[f"p99_{metric}_ms"]
     assert result["median_ttft_ms"] <= result["median_e2el_ms"]
-    # One request more than asked for: the first one is to warm up.
+    # The server gets one request more than asked for: the first request only warms up.
     assert len(server.requests) == 11
 
 
@@ -125,7 +125,7 @@ def test_chat_sends_messages_and_counts_reasoning_as_output(capsys):
     assert len(content.split()) >= 2
     assert request.body["max_completion_tokens"] == 4
     assert result["total_output_tokens"] == 6
-    # The role comes at once, but is no token.
+    # The first chunk has the role, but no token: it does not count as the first token.
     assert result["median_ttft_ms"] >= 200
 
 
@@ -152,7 +152,7 @@ def test_an_open_loop_takes_as_long_as_its_arrivals(capsys):
     with FakeServer(answer_of(2)) as server:
         args = ["--num-prompts", "5", "--request-rate", "20", "--burstiness", "inf"]
         result, _ = bench(capsys, server, *args)
-    # four intervals of 0.05 s, measured from a moment after the first arrival is planned
+    # Four intervals of 0.05 s, measured from shortly after the planned time of the first arrival.
     assert result["duration"] > 0.19
     assert result["p99_send_lag_ms"] >= 0
 
@@ -189,7 +189,7 @@ def test_a_server_that_is_still_warming_up_is_pointed_out(capsys):
         assert "WARMING" not in shown
 
 
-# ---- what fails ---------------------------------------------------------------------------
+# ---- failures ------------------------------------------------------------------------------------
 
 REFUSED = '{"object": "error", "message": "too\\nlong", "code": 400}'
 
@@ -268,7 +268,7 @@ def test_a_first_request_that_fails_ends_it_before_the_load(capsys):
     assert error == "error: the warm-up request failed: HTTP 400: too long\n"
 
 
-# ---- what is shown and kept ---------------------------------------------------------------
+# ---- output and result files ---------------------------------------------------------------------
 
 
 def test_the_table_shows_rates_and_latencies(capsys):
@@ -312,7 +312,8 @@ def test_ctrl_c_shows_what_there_is_until_then(tmp_path):
     output = tmp_path / "result.json"
     answers = answer_of(2)
 
-    def answer(request):  # six, after one to try; the others do not end
+    # Six requests and a first trial get an answer; the other requests never end.
+    def answer(request):
         return answers(request) if len(server.requests) <= 7 else [600.0]
 
     with FakeServer(answer) as server:
@@ -323,7 +324,8 @@ def test_ctrl_c_shows_what_there_is_until_then(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # A test run in the background of a shell ignores the signal, and children inherit it.
+            # A shell starts a test run in the background with Ctrl-C ignored, and children inherit
+            # this: restore the default handler.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         deadline = time.monotonic() + 300

@@ -72,7 +72,7 @@ def test_pieces_have_the_time_at_which_they_came():
 
     def pieces(request):
         yield from (STREAM_HEAD, chunk(b"a"))
-        assert has_come.wait(120)  # a client that is slow would read both at once
+        assert has_come.wait(120)  # a slow client would otherwise read both chunks at once
         yield from (0.1, chunk(b"b"), b"0\r\n\r\n")
 
     def read(body, at_s):

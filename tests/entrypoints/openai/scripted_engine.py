@@ -69,7 +69,7 @@ class ScriptedEngine(FakeCoreLLM):
 
     def _script(self, request: EngineRequest) -> list[int]:
         tokenizer = self.given_tokenizer
-        # The first token has no text.
+        # The first token has no text: use the token that begins a text.
         tokens = [piece or tokenizer.bos_token for piece in self.pieces]
         return [*tokenizer.convert_tokens_to_ids(tokens), tokenizer.eos_token_id]
 

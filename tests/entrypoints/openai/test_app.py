@@ -329,8 +329,9 @@ def test_the_same_errors_come_with_and_without_the_search_for_a_route(root_path)
         response = client.request(method, path, **request)
         return response.status_code, response.json()["error"]["message"]
 
-    assert status_of("POST", "/v1/completions", headers=json_type)[0] == 400  # without a body
-    empty = iter([b""])  # chunks that are no body
+    # A request without a body.
+    assert status_of("POST", "/v1/completions", headers=json_type)[0] == 400
+    empty = iter([b""])  # a chunked request whose body is empty
     status, message = status_of("POST", "/v1/completions", headers=json_type, content=empty)
     assert status == 400 and "body" in message
     assert status_of("POST", "/v1/completions", json={"prompt": []})[0] == 400

@@ -96,7 +96,8 @@ def test_a_driver_that_hangs_holds_nobody_up():
     telemetry = CardTelemetry(read, max_age_s=0, patience_s=0.01)
 
     async def ask() -> None:
-        while not await telemetry.latest():  # a busy machine may take its time for the first one
+        # A busy machine may need some time for the first reading.
+        while not await telemetry.latest():
             pass
         hangs.set()
         told = [await telemetry.latest() for _ in range(5)]

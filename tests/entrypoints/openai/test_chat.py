@@ -121,7 +121,8 @@ def test_logprobs_come_per_token():
     assert all(len(entry["top_logprobs"]) == 2 for entry in content)
     assert bytes(content[0]["bytes"]).decode() == content[0]["token"]
     assert bare["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
-    with client_of(engine_that_says("\U0001f600"), router) as client:  # of several tokens
+    # This character has several tokens.
+    with client_of(engine_that_says("\U0001f600"), router) as client:
         smile = chat(client, logprobs=True, max_tokens=4)["choices"][0]["logprobs"]["content"]
     assert bytes(b for entry in smile for b in entry["bytes"]).decode()[0] == "\U0001f600"
     streamed = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]

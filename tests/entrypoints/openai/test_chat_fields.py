@@ -13,7 +13,7 @@ from vllm.entrypoints.openai.protocol.completion import CompletionRequest
 from vllm.entrypoints.openai.protocol.tokenization import TokenizeChatRequest
 from vllm.entrypoints.openai.routes import tokenization as serving_tokenization
 
-# As JSON text: Python's reader takes some of it that is no JSON.
+# Values as JSON text: Python's json module also accepts some texts that are not JSON.
 VALUES = [
     *("null", "true", "0", "-1", "2", "1.5", "1e30", "-1e999", "NaN", "9" * 30, "-" + "9" * 4200),
     *('""', '"a"', r'"\ud800"', r'"\u0000"', '"' + "x" * 3000 + '"'),
@@ -66,7 +66,7 @@ def test_any_value_of_any_field_is_served_or_refused_by_name(client, engine, pat
     headers = {"content-type": "application/json"}
     for index, name in enumerate(model.model_fields):
         if name == "chat_template":
-            continue  # a program; its own tests are in test_chat
+            continue  # a chat template is a program, which test_chat.py tests
         for value in VALUES[index % 3 :: 3]:
             fields = {**base, name: value}
             content = "{" + ",".join(f'"{n}": {v}' for n, v in fields.items()) + "}"

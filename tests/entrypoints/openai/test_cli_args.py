@@ -38,7 +38,8 @@ def test_a_server_begins_before_all_buckets_are_warmed_up(argv, variables, want,
     envs.get.cache_clear()
     try:
         engine, _ = read(*argv)
-        assert engine.ready_when in (None, want)  # other programs with these flags wait for all
+        # Other programs with these flags wait until all shapes are warm.
+        assert engine.ready_when in (None, want)
         serve_while_warming(engine)
         assert engine.ready_when == want
     finally:

@@ -62,7 +62,7 @@ def test_a_text_is_continued(client, engine):
             "prompt_logprobs": None,
         }
     ]
-    num_output = len(SCRIPT) + 1  # the end token counts
+    num_output = len(SCRIPT) + 1  # the end token counts as an output token
     assert body["usage"] == {
         "prompt_tokens": 3,
         "completion_tokens": num_output,

@@ -352,6 +352,7 @@ def test_arguments_of_another_form_are_not_lost(arguments, text):
 
 
 def test_white_space_before_an_input_is_looked_at_once():
-    reader = InputReader()  # which took minutes for this, while everyone else waited
+    # The reader once took minutes for this text, and blocked all other requests.
+    reader = InputReader()
     assert {reader.feed("\n\n\n\n") for _ in range(50_000)} == {""}
     assert reader.feed('{\n"input": "a') + reader.feed('b"}') + reader.finish() == "ab"

@@ -51,7 +51,8 @@ def test_a_query_asks_for_what_there_is(query, exposed):
     names = METRIC.findall(query)
     assert names and set(names) <= exposed.keys()
     for name, labels in LABELS.findall(query):
-        asked = set(re.findall(r"(\w+)=~?\"", labels)) - {"instance"}  # which Prometheus adds
+        # Prometheus itself adds the label `instance`.
+        asked = set(re.findall(r"(\w+)=~?\"", labels)) - {"instance"}
         assert asked <= exposed[name]
     for group in re.findall(r"by \((\w+)\)", query):
         assert all(group in exposed[name] for name in names)

@@ -70,7 +70,7 @@ def test_an_early_request_whose_client_leaves_stops_waiting():
         gone.leave()
         await gone.task
         assert gone.sent == [] and context.num_in_progress == 0
-        waiting = Call(app)  # its place is free again
+        waiting = Call(app)  # the slot of the request that has left is free again
         await settle()
         assert waiting.status is None
         context.engine.startup.set_ready()

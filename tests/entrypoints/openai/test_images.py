@@ -178,7 +178,7 @@ def num_prompt_tokens(path, answer):
     if path.endswith("/count_tokens"):
         return answer["input_tokens"]
     usage = answer["usage"]
-    if path == "/v1/messages":  # without the tokens of the prefix cache
+    if path == "/v1/messages":  # here, input_tokens does not include tokens from the prefix cache
         return usage["input_tokens"] + usage["cache_read_input_tokens"]
     return usage.get("prompt_tokens", usage.get("input_tokens"))
 
@@ -193,7 +193,7 @@ def test_every_route_gives_the_engine_its_images(name):
     assert answer.status_code == 200, answer.text
     assert engine.images == [URL.encode()]
     assert fetcher.running == [URL]
-    for media in engine.media:  # of what runs
+    for media in engine.media:  # the media of the running request
         assert [each.data for each in media] == [URL.encode()]
     assert bool(engine.media) == ("token" not in path)
     own = len(engine.given_tokenizer(engine.prompts[-1]["prompt"], add_special_tokens=False)[0])

@@ -178,7 +178,7 @@ def test_without_parsers_no_special_token_is_kept():
     assert ask(SpecialEngine("x"), {})[1].kept_special_token_ids is None
 
 
-# ---- calls of strict tools --------------------------------------------------------------------
+# ---- calls of tools with strict: true ------------------------------------------------------------
 
 STRICT = {"type": "function", "function": {"name": "g", "parameters": SCHEMA, "strict": True}}
 

@@ -55,7 +55,7 @@ NAMED_TOOL = (
     '"required", "tools": [...]}}'
 )
 MESSAGES: list[tuple[str, Any, str]] = [
-    # ---- beam search: the user has sent n, and no logprobs
+    # ---- beam search: the user has set n, and no logprobs
     (
         COMPLETION,
         beams(n=128),
@@ -68,7 +68,7 @@ MESSAGES: list[tuple[str, Any, str]] = [
         "beam search with n = 11 needs 22 log-probabilities per token, and --max-logprobs is 20: "
         "use n up to 10, or raise --max-logprobs to 22",
     ),
-    # ---- a body that is none
+    # ---- a body that is missing or is not JSON
     *[
         (path, b"", NO_BODY)
         for path in (COMPLETION, CHAT, RESPONSES, MESSAGES_API, "/tokenize", "/detokenize")
@@ -257,7 +257,7 @@ def test_a_wrong_query_is_told(client, query, text):
     assert answer.json()["error"]["param"] == query[1:6]
 
 
-# ---- no field speaks pydantic's language ----------------------------------------------------
+# ---- no field has an error in the words of pydantic ----------------------------------------------
 
 
 def request_models(base: type[RequestModel] = RequestModel) -> list[type[RequestModel]]:
@@ -276,7 +276,8 @@ FIELDS = sorted(
     key=lambda row: row[0],
 )
 WRONG_VALUES = [
-    *(value for value in ODD_VALUES if value != "\ud800"),  # whole bodies are freed of these
+    # lone surrogates are removed when a body is read
+    *(value for value in ODD_VALUES if value != "\ud800"),
     *([-1], [3, "x"], ["x", 3], [[1], [1, -2]], [["x"]], [[[]]], [True], [1.5], [2**70], DEEP),
     *({"type": 3}, {"type": "x"}, {"function": {}}, {"function": {"name": 3}}, {"name": {}}),
     *({"type": "json_schema", "json_schema": 3}, {"type": "structural_tag", "triggers": 3}),
@@ -292,7 +293,7 @@ def is_place(location: tuple[int | str, ...], value: Any, kind: str) -> bool:
         if is_last and (kind == "missing" or part == "[key]"):
             return isinstance(value, dict)
         if isinstance(part, str) and part.startswith(":"):
-            continue  # is left out of messages
+            continue  # this error is left out of the message
         try:
             value = value[part]
         except (TypeError, KeyError, IndexError):
@@ -312,7 +313,7 @@ def test_what_is_wrong_with_a_field_is_told_in_the_words_of_the_user(model, name
             continue
         for each in own:
             if each["type"] == "recursion_depth_exceeded":
-                each = {**each, "loc": each["loc"][:1]}  # only the field is named
+                each = {**each, "loc": each["loc"][:1]}  # for this error, only the field is named
             assert is_place(each["loc"], body, each["type"]), (value, each)
             text, param = describe_validation([{**each, "loc": ("body", *each["loc"])}])
             assert param == name

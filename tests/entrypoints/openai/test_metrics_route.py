@@ -33,7 +33,8 @@ def test_a_scrape_has_the_engine_the_server_and_the_process():
     samples = scrape(client_of(engine))
     assert samples["vllm:generation_tokens_total"] == 64
     assert samples["vllm:padded_tokens_total"] == 100
-    assert samples["http_requests_inprogress"] == 1  # the scrape itself
+    # The request for the metrics itself is in progress.
+    assert samples["http_requests_inprogress"] == 1
     assert samples["process_resident_memory_bytes"] > 0
 
 
@@ -80,7 +81,8 @@ def test_any_number_of_paths_and_methods_is_a_few_series():
                 f"M{number}", f"/{number}/x", headers={"X-Forwarded-Prefix": str(number)}
             )
         num_series.append(len(scrape(client)))
-    scraped_before = 1 + 1 + 15 + 1 + 2  # its own count and its histogram of 15 bounds
+    # The first scrape adds series: its own count, and a histogram with 15 bounds.
+    scraped_before = 1 + 1 + 15 + 1 + 2
     assert num_series[1] - num_series[0] == scraped_before - 1
 
 
@@ -97,8 +99,8 @@ def test_any_number_of_paths_and_methods_is_a_few_series():
 def test_a_refused_request_is_counted_with_its_reason(status, reason):
     client = client_of(ready_engine())
     client.post(f"/v1/things/{status}")
-    client.get(f"/v1/things/{status}")  # no request to the model
-    client.post(f"/{status}")  # nor this
+    client.get(f"/v1/things/{status}")  # this is not a request to the model
+    client.post(f"/{status}")  # nor is this one
     rejected = {k: v for k, v in scrape(client).items() if k.startswith("vllm:requests_rejected")}
     name = "vllm:requests_rejected_total "
     assert rejected.pop(name + reason) == 1

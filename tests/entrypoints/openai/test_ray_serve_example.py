@@ -42,7 +42,7 @@ def serve(monkeypatch):
     monkeypatch.setitem(
         sys.modules, "ray", types.SimpleNamespace(serve=fake, cloudpickle=cloudpickle)
     )
-    # Its annotations and its pickling look the module up by its name.
+    # The example finds its own module by name in sys.modules, for its annotations and for pickling.
     monkeypatch.setitem(sys.modules, "ray_serve_app", types.ModuleType("ray_serve_app"))
     return fake
 

@@ -226,7 +226,8 @@ def serve(monkeypatch, task: str, check: Any, **settings: Any) -> None:
         asyncio.run(main())
 
 
-# One case of each setting; other routes and fields with the same limit are exhaustive.
+# One case of each setting runs in every run. Exhaustive: other routes and fields with the same
+# limit.
 @pytest.mark.parametrize(
     "case",
     [
@@ -290,7 +291,7 @@ def test_large_requests_are_prepared_in_other_threads(path, fields, is_large, mo
 
     watch(BodyRoute, "read_body")
     watch(prompt, "render_with_media")
-    if path == "/v1/completions":  # of a conversation only token ids are left by then
+    if path == "/v1/completions":  # a conversation has only token ids left at this point
         watch(SamplingInput, "check")
     serve(monkeypatch, "generate", check)
     assert threads.keys() >= {"read_body"}
@@ -330,7 +331,7 @@ def test_many_log_probabilities_are_written_in_another_thread(path, num_tokens, 
     asyncio.run(check())
 
 
-LONG_TEXT = "the cat sat on the mat. " * 600_000  # 14 MB
+LONG_TEXT = "the cat sat on the mat. " * 600_000  # 14 MB of text
 LONG_CHAT = [{"role": "user", "content": LONG_TEXT}]
 
 
@@ -380,7 +381,7 @@ def test_a_request_whose_client_leaves_is_not_prepared_to_its_end(path):
             if count == 10 or path == "/tokenize":
                 begun.set()
             if path == "/tokenize":
-                await asyncio.Event().wait()  # until it is cancelled
+                await asyncio.Event().wait()  # runs until it is cancelled
             return await tokenize(text, **options)
 
         engine.tokenize = watched_tokenize

@@ -195,7 +195,7 @@ class FileServer(BaseHTTPRequestHandler):
 
     def do_PUT(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.received.append((self.path, body))  # before the client can go on
+        self.server.received.append((self.path, body))  # append before the client can continue
         self.send_response(201 if self.path == "/out" else 403)
         self.end_headers()
 

@@ -58,7 +58,7 @@ def serve(stream, connection) -> None:
         try:
             await stream({"type": "http"}, connection.receive, connection.send)
         finally:
-            await asyncio.sleep(0)  # what was cancelled ends
+            await asyncio.sleep(0)  # cancelled tasks end in this turn of the event loop
             assert asyncio.all_tasks() == others, "tasks were left behind"
 
     asyncio.run(run())
@@ -87,7 +87,7 @@ def test_an_error_before_the_first_item_is_raised_and_nothing_was_sent():
 def test_a_client_that_leaves_closes_the_source(stay):
     source, connection = Source(), Connection(stay)
     serve(EventStream(source.events()), connection)
-    assert source.is_closed or stay == 0  # never begun, there is nothing to close
+    assert source.is_closed or stay == 0  # if the stream never began, there is nothing to close
     assert len(connection.sent) <= stay + 4
 
 

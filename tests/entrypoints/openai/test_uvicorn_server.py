@@ -152,7 +152,7 @@ def test_a_second_signal_ends_with_its_own_exit_code():
         life.send(signal.SIGTERM)
 
     def leave_it(life):
-        with contextlib.suppress(OSError):  # it is cut
+        with contextlib.suppress(OSError):  # the server cuts this connection
             life.get("/slow")
 
     assert Life(act).run() == 128 + signal.SIGTERM
@@ -297,7 +297,7 @@ def test_a_certificate_that_cannot_be_loaded_leaves_the_old_one(make_certificate
         is_refused = asyncio.Event()
         monkeypatch.setattr(tls.logger, "warning", lambda *args: is_refused.set())
         task = asyncio.create_task(refresh_certificate(config, 0.001))
-        await asyncio.sleep(0)  # it has seen the files as they are
+        await asyncio.sleep(0)  # the server has read the old files before they change
         with open(certificate, "w") as file:
             file.write("nonsense")
         await asyncio.wait_for(is_refused.wait(), 120)

@@ -80,7 +80,7 @@ def test_random_texts() -> None:
             found = CutJson(text.encode()).parse()
         except ValueError as error:
             found = str(error)
-        if isinstance(expected, str):  # its line and column are those of the shortened text
+        if isinstance(expected, str):  # an error; its line and column refer to the shortened text
             assert isinstance(found, str), text[:200]
         else:
             assert found == expected

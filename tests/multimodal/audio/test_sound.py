@@ -115,7 +115,7 @@ STATED = ["wav", "flac", "mp3", "m4a", "webm", "opus"]
 @pytest.mark.parametrize("name", [*STATED, "mp3-bare", "aac", "webm-live", "mp4-parts"])
 def test_a_sound_that_is_too_long_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     form = FORMS[name]
-    if name in STATED:  # ten hours are not decoded up to the limit
+    if name in STATED:  # these files state their length, so ten hours are refused before decoding
         monkeypatch.setattr(sound_module, "_decode", None)
     message = refusal(sound_file(form, tone(3.0, form.rate)), max_seconds=2)
     assert "longer than 2 s" in message and "VLLM_MAX_AUDIO_DECODE_DURATION_S" in message
@@ -180,7 +180,8 @@ def _video(codec: str | None) -> bytes:
 
 def test_of_a_video_it_is_the_sound() -> None:
     got = read(_video("aac"))
-    assert distance(got[1000:], tone(1.0)[1000:]) < 0.1  # this encoder begins badly
+    # this encoder changes the first samples
+    assert distance(got[1000:], tone(1.0)[1000:]) < 0.1
 
 
 def test_a_video_without_sound_and_other_codecs_are_refused() -> None:
@@ -262,7 +263,7 @@ def test_many_damaged_files_are_refused_or_read(form: Form) -> None:
     _read_damaged(form, 1500)
 
 
-# ---- samples of programs ----------------------------------------------------------------------
+# ---- samples that programs pass ------------------------------------------------------------------
 
 
 def of_program(samples: Samples, rate: int, max_seconds: float = _LIMIT_S) -> Samples:

@@ -27,7 +27,8 @@ def test_pieces_cover_the_recording_and_none_is_too_long(
     assert pieces[0].start == 0 and pieces[-1].end == num_samples
     assert [each.end for each in pieces[:-1]] == [each.start for each in pieces[1:]]
     assert all(0 < each.end - each.start <= max_seconds * RATE for each in pieces)
-    # Only the end of a piece is searched, so there are not many more than needed.
+    # Only the end of a piece is searched for a pause, so there are not many more pieces than
+    # needed.
     assert len(pieces) <= 1 + 2 * num_samples / int(max_seconds * RATE)
 
 

@@ -71,7 +71,7 @@ def test_verbose_json_has_the_times_of_the_recording() -> None:
     assert (first.id, first.seek, first.start, first.text) == (0, 0, 0.5, " Guten Tag.")
     assert second.id == 1 and second.seek == round(first.end * 100)
     assert second.start == pytest.approx(first.end + 0.5) and second.end == 3.6
-    assert first.end == pytest.approx(1.72, abs=0.08)  # in the pause
+    assert first.end == pytest.approx(1.72, abs=0.08)  # the cut is in the pause
     assert first.tokens == engine.given_tokenizer.convert_tokens_to_ids([" Guten", " Tag."])
     data = second.text.encode()
     assert second.compression_ratio == pytest.approx(len(data) / len(zlib.compress(data)))
@@ -135,7 +135,7 @@ def test_pieces_cover_the_recording_and_only_a_few_run_at_a_time() -> None:
     samples = spoken(40)
     got = official(engine).audio.transcriptions.create(model="", file=wav(samples), language="en")
     assert got.text == " ".join(map(str, range(40)))
-    assert 1 < engine.most_open <= 10  # the engine takes 8
+    assert 1 < engine.most_open <= 10  # the engine accepts 8 requests at a time
     sounds = [engine.sounds[str(i)] for i in range(40)]
     assert max(map(len, sounds)) <= PIECE_S * RATE
     assert np.abs(np.concatenate(sounds) - samples).max() < 1e-4
@@ -187,7 +187,8 @@ def test_fields_of_sampling_reach_every_piece() -> None:
         assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.9, 7)
         assert (params.seed, params.max_tokens, params.repetition_penalty) == (3, 2, 1.2)
         tokens = prompt["prompt_token_ids"]
-        assert engine.given_tokenizer.bos_token_id not in tokens  # it is a word of the user
+        # The text of the user is no special token.
+        assert engine.given_tokenizer.bos_token_id not in tokens
         assert tokens[-2:] == FakeSpeech().prompt(language="en")
 
 

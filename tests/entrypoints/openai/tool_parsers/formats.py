@@ -77,7 +77,7 @@ FUNCTIONGEMMA = (
 )
 PYTHONIC = """[weather(city="Łódź", days=[1, {'a': '}]"<'}]), time()]"""
 
-# (parser, output). Each makes the same two calls, and has no content.
+# (parser, output). Each output makes the same two calls, and has no content.
 OUTPUTS = [
     ("hermes", f"<tool_call>\n{WEATHER}\n</tool_call>\n<tool_call>{TIME}</tool_call>"),
     ("qwen", f"\n\n<tool_call>{WEATHER}</tool_call><tool_call>{TIME}</tool_call>\n"),

@@ -63,13 +63,13 @@ def test_a_string_is_what_was_written(schema, text):
         ("{'a': True, 'b': None}", {"type": "object"}, {"a": True, "b": None}),
         ("['a', 'b']", {"type": "array"}, ["a", "b"]),
         ("\n [1]\n ", {"type": "array"}, [1]),
-        # Several types: what fits, and a string where nothing does.
+        # Several types: the value becomes the first type that fits, or a string if none fits.
         ("5", {"type": ["string", "integer"]}, 5),
         ("5.5", {"type": ["string", "integer"]}, "5.5"),
         ("true", {"type": ["string", "integer"]}, "true"),
         ("[1]", {"anyOf": [STRING, {"type": "array"}]}, [1]),
         ("[1", {"anyOf": [STRING, {"type": "array"}]}, "[1"),
-        # Enums and constants go before types.
+        # Enums and constants take precedence over types.
         ("1", {"enum": ["1", "2"]}, "1"),
         ("1", {"enum": [1, 2]}, 1),
         ("1", {"enum": [1, "1"], "type": "string"}, "1"),
@@ -77,14 +77,14 @@ def test_a_string_is_what_was_written(schema, text):
         ("x", {"enum": [True, "x"]}, "x"),
         ("5", {"const": "5"}, "5"),
         ("null", {"enum": ["a", None]}, None),
-        # A schema that allows everything, or that is circular: what is JSON stays JSON.
+        # A schema that allows everything, or that is circular: a value that is JSON stays JSON.
         ("5", {}, 5),
         ("x", {}, "x"),
         ("5", True, 5),
         ("5", {"$ref": "#/$defs/Tree"}, 5),
         ("5", {"$ref": "#/nowhere"}, 5),
         ("5", {"type": "unheard of"}, 5),
-        # A text that fits no type is not lost.
+        # A text that fits no type stays a string.
         ("five", INTEGER, "five"),
         ('"5"', INTEGER, "5"),
         ("5", {"type": "boolean"}, 5),
@@ -107,7 +107,7 @@ def test_an_argument_is_found_in_every_part_of_the_schema():
         {"allOf": [{"properties": {"y": INTEGER}}, inner]},
         {"anyOf": [{"properties": {"y": INTEGER}}, inner]},
         {"additionalProperties": STRING},
-        {"properties": {"y": INTEGER}},  # names no x
+        {"properties": {"y": INTEGER}},  # a schema without the argument x
     ):
         assert argument_to_json("5", "x", parameters) == '"5"', parameters
     either = {"oneOf": [inner, {"properties": {"x": INTEGER}}]}

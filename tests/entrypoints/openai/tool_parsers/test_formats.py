@@ -19,11 +19,11 @@ def test_calls_are_found_and_nothing_else_is_content(name, text):
 @pytest.mark.parametrize(
     ("name", "text", "content", "calls"),
     [
-        # Content around calls.
+        # Content before and after calls.
         ("hermes", f"Sure.\n<tool_call>{TIME}</tool_call>\nDone.", "Sure.\n\nDone.", ["time"]),
         ("mistral", f"Sure. [TOOL_CALLS][{TIME}]", "Sure. ", ["time"]),
         ("xlam", f"<think>Hm.</think>\n[{TIME}]", "<think>Hm.</think>", ["time"]),
-        # Ends that models forget or repeat.
+        # End markers that models forget or repeat.
         ("hermes", f"<tool_call>{TIME}", "", ["time"]),
         ("hermes", '<tool_call>{"name": "time", "arguments": {}</tool_call>', "", ["time"]),
         ("hermes", f"<tool_call>{TIME}}}</tool_call>", "}</tool_call>", ["time"]),
@@ -50,7 +50,7 @@ def test_calls_are_found_and_nothing_else_is_content(name, text):
         ("apertus", '<|tools_prefix|>[{"name": {}}, {"arguments": {}}]', "", ["name", "arguments"]),
         ("apertus", '<|tools_prefix|>[{"f": {}, "g": {}}]', ', "g": {}}]', ["f"]),
         ("pythonic", "[f(a=1), and so on", ", and so on", ["f"]),
-        # A key that no one knows; the other order; no arguments; arguments within a string.
+        # A key that is unknown; keys in the other order; no arguments; arguments inside a string.
         (
             "llama3_json",
             '{"type": "function", "parameters": {}, "x": [1, "]"], "name": "f"}',

@@ -247,7 +247,8 @@ def test_every_tool_parser_reads_streams_as_vllms_do(name):
     parser = ToolParserManager.get(name)()
     text = SAMPLES[name]
     content, expected = extract(name, text)
-    for size in (1, 7, len(text)):  # with one parser: each text begins anew
+    # One parser reads all texts: it has to start again for each text.
+    for size in (1, 7, len(text)):
         found, calls = "", []
         for delta in streamed(
             partial(parser.extract_tool_calls_streaming, request=None), text, size

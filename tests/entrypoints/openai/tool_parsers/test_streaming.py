@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.entrypoints.openai.tool_parsers.formats import OUTPUTS, SAMPLES, extract, read
 from vllm.entrypoints.openai.tool_parsers import ToolParserManager
 
-# What all formats are made of: so that random texts come close to being calls.
+# Markers of all formats: random texts that are made of them are often nearly calls.
 MARKERS = sorted(
     {
         marker
