@@ -120,7 +120,7 @@ def measure_limits(
 ) -> Iterator[LimitRow]:
     """Measure rates of the C++ kernels, alternately with their limits."""
     ops = CPUOps()
-    # Other programs do not stop the clock of a thread.
+    # The CPU time of a thread does not grow while other programs use the core.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     for length in contexts:
         for shape in shapes_of_context(length):

@@ -111,7 +111,7 @@ class Engine:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # a group of its own, which is stopped and continued
+            start_new_session=True,  # its process group is stopped and continued
         )
         while self._line().strip() != READY:
             pass
@@ -237,7 +237,7 @@ def main() -> None:
     args = parser.parse_args()
     if not args.engines:
         parser.error("name engines with --engine or --peer; the first is what others compare with")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # engines must not stay behind, stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leave no stopped engines
     engines: list[Engine] = []
     try:
         for name, command in commands(args):

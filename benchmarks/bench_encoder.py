@@ -210,7 +210,7 @@ def main() -> None:
         return
     if not args.model:
         parser.error("--model is missing: a folder with a BERT and its tokenizer")
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of the processes of the engines
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # for the engine processes
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for shape in args.shape:

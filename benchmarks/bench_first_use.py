@@ -127,7 +127,7 @@ async def wait_until(client: HttpClient, path: str) -> None:
             if (await client.request("GET", path)).status == 200:
                 return
         except OSError:
-            pass  # it does not listen yet
+            pass  # the server does not listen yet
         await asyncio.sleep(_POLL_S)
     sys.exit(f"the server was not ready within {START_TIMEOUT_S:.0f} s")
 
@@ -162,12 +162,12 @@ async def measure_kind(
     """One request beside the stream."""
     path, body = KINDS[kind]
     before = meter.read()
-    await asyncio.sleep(_POLL_S)  # what has arrived while it was read
+    await asyncio.sleep(_POLL_S)  # let the stream read what has arrived
     began = time.perf_counter()
     method, data = ("GET", b"") if body is None else ("POST", json.dumps(body).encode())
     response = await client.request(method, path, data)
     took_s = time.perf_counter() - began
-    await asyncio.sleep(5 * _POLL_S)  # a gap that has begun meanwhile counts
+    await asyncio.sleep(5 * _POLL_S)  # count a gap that has begun
     assert response.status == 200, response.body
     after = meter.read()
     used = {name: after[name] - seconds for name, seconds in before.items()}

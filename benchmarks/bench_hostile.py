@@ -309,7 +309,7 @@ def run(attacks: dict[str, Callable[[], tuple[str, Any]]], only: str, flags: lis
         wait_ready(address)
         ask(address, "POST", COMPLETION, json.dumps(completion()[1]).encode())
         before = {name: size >> 20 for name, size in memory(process.pid).items()}
-        if attacks is MEDIA:  # the processes that read pictures are started by the first one
+        if attacks is MEDIA:  # the first picture starts the processes that read pictures
             ask(address, "POST", *_encoded(*pictures(picture(8, 8, "PNG"))))
         for name, make in attacks.items():
             if only not in name:
@@ -318,7 +318,7 @@ def run(attacks: dict[str, Callable[[], tuple[str, Any]]], only: str, flags: lis
             cases = [(name, [body], False), (name, [body], True)]
             if attacks is MEDIA and name == TOGETHER:
                 file = picture(4000, 3000, "JPEG", is_noise=True)
-                # Bytes after its end do not matter, and make it another picture for all caches.
+                # A byte after the end is not decoded, but makes it another picture for all caches.
                 files = [file + bytes([n]) for n in range(NUM_TOGETHER)]
                 together = [_encoded(*pictures(each))[1] for each in files]
                 cases += [(f"{NUM_TOGETHER} x {name}", together, leave) for leave in (False, True)]

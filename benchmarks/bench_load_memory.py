@@ -24,7 +24,7 @@ from torch import nn
 from vllm.attention import CachedLayer
 from vllm.model_executor.model_memory import model_storages
 
-# hidden size, features between, layers, heads, key/value heads, vocabulary
+# hidden size, intermediate size, layers, heads, key/value heads, vocabulary
 SHAPES = {
     "125m": (768, 2048, 12, 12, 4, 32_768),
     "1b": (2048, 8192, 16, 32, 8, 32_768),
@@ -145,7 +145,7 @@ def main() -> None:
     if not args.measure:
         if not (args.folder / "config.json").is_file():
             write_checkpoint(args.shape, args.folder)
-        # In a process of its own, whose peak is that of loading.
+        # Measure in a new process: its peak memory is the peak of loading.
         sys.exit(subprocess.run([sys.executable, *sys.argv, "--measure"], check=False).returncode)
     args.model = str(args.folder)
     args.skip_tokenizer_init = True

@@ -107,7 +107,7 @@ def measure_stalls(args: argparse.Namespace) -> None:
             made.append(LoRARequest(folder.name, number + 1, str(folder)))
         size = (folder / "adapter_model.safetensors").stat().st_size
         llm.llm_engine.add_lora(made[0])
-        for _ in range(4):  # the prompts
+        for _ in range(4):  # run the prompts
             llm.llm_engine.step()
         for adapter in made[1:]:
             cases["loaded"] += longest_gaps(llm, args.stall_steps, made[:1])

@@ -54,7 +54,7 @@ def token_cases(num_tokens: int, dtype: torch.dtype) -> Iterator[Case]:
         "fused_add_rms_norm",
         shape,
         4 * x.numel() * size,
-        # In place: a weight of one keeps the values in range however often it runs.
+        # Changes x in place: a weight of one keeps its values in range after many runs.
         lambda ops: ops.fused_add_rms_norm(x, residual.zero_(), weight, 1e-5),
     )
     gate_up = torch.randn(num_tokens, 2 * INTERMEDIATE, dtype=dtype)

@@ -81,7 +81,7 @@ class Turn:
 
 
 def _random_tokens(seed: int, count: int) -> Tokens:
-    # The first tokens of a seed are the same, whatever the count.
+    # A seed gives the same first tokens for every count.
     return np.random.default_rng(seed).integers(0, VOCAB_SIZE, count)
 
 
@@ -378,7 +378,7 @@ def index_bytes(cache: KVCacheManager) -> int:
     """Return the memory of the lists, the dictionary and the hashes of the pool."""
     pool = cache.pool
     lists = (pool._next, pool._prev, pool._num_refs, pool._hash_of)
-    numbers = 2 * 28 * pool.num_blocks  # of both links; other integers are small and shared
+    numbers = 2 * 28 * pool.num_blocks  # of _next and _prev; other integers are small and shared
     hashes = sum(map(sys.getsizeof, pool._block_of))
     return sum(map(sys.getsizeof, lists)) + sys.getsizeof(pool._block_of) + hashes + numbers
 

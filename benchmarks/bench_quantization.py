@@ -218,7 +218,7 @@ def once(folder: Path, make: Maker) -> Path:
     """What `make` has written, now or in an earlier run."""
     mark = folder.with_suffix(".done")
     if not mark.is_file():
-        if folder.is_dir():  # of a run that was stopped
+        if folder.is_dir():  # left by a run that was stopped
             shutil.rmtree(folder)
         mark.write_text(str(make(folder)))
     return Path(mark.read_text())

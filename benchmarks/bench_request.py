@@ -94,7 +94,7 @@ async def send_request(app: Any, path: str, body: bytes) -> bytes:
 
     async def receive() -> dict[str, Any]:
         nonlocal sent
-        if sent:  # the client stays; a future of its own, as whoever waits may be cancelled
+        if sent:  # the client stays; waits forever, and may be cancelled
             await asyncio.get_running_loop().create_future()
         sent = True
         return {"type": "http.request", "body": body, "more_body": False}

@@ -77,7 +77,7 @@ class Steps:
         self.update_us.clear()
 
     def _result(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        rows = self.scheduler._in_flight[-1].rows  # those that sample
+        rows = self.scheduler._in_flight[-1].rows  # of requests that sample
         token_ids = (rows + step.step_id) % VOCAB_SIZE
         return ModelRunnerOutput(step_id=step.step_id, rows=rows, token_ids=token_ids)
 
@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 128])
     parser.add_argument("--waiting", type=int, nargs="+", default=[0, 1000])
     args = parser.parse_args()
-    gc.disable()  # a collection in the middle of a step belongs to whoever made the garbage
+    gc.disable()  # a step must not pay for the garbage of others
     decode = []
     for num_running in args.running:
         for block_size in args.block_sizes:

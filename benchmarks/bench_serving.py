@@ -156,7 +156,7 @@ async def measure_added_ttft(http: Send, direct: Send, args: argparse.Namespace)
         for name, send in (("http", http), ("direct", direct)):
             requests = make_requests(args.streams * 4, args, 0.5, 2000 + index)
             run = await closed_loop(send, requests, args.streams)
-            # The first ones begin all at once, in any case.
+            # Leave out the first requests, which always begin at the same time.
             found = [record.ttft_s * 1e3 for record in run.records[args.streams :]]
             ttft_ms[name] += found
             medians[name] = describe(found, ())["median"]

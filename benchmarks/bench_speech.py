@@ -286,7 +286,7 @@ def main() -> None:
     if args.serve:
         serve(args)
         return
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of the processes of the engines
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # for the engine processes
     with tempfile.TemporaryDirectory() as folder:
         results = [row for shape in args.shape for row in measure(args, shape, Path(folder))]
     report("speech", {**vars(args), "whisper": SHAPES}, results)

@@ -47,7 +47,7 @@ def measure(num_seqs: int, args: argparse.Namespace) -> dict[str, Any]:
         params = fixed_length(args.num_steps + 32)
         params.logprobs = args.logprobs
         engine.add_request(str(index), prompt, params)
-    for _ in range(16):  # all prompts are through, and caches are warm
+    for _ in range(16):  # compute all prompts, and warm the caches
         engine.step()
 
     timers = Timers()

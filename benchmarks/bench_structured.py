@@ -120,7 +120,7 @@ def measure_engine(num_requests: int) -> list[dict[str, Any]]:
     results = []
     for name, form in forms.items():
         params = SamplingParams(max_tokens=64, ignore_eos=True, guided_decoding=form)
-        for _ in range(2):  # the first one compiles and loads
+        for _ in range(2):  # the first run compiles and loads
             started = time.perf_counter()
             outputs = llm.generate(["data = "] * num_requests, params, use_tqdm=False)
             seconds = time.perf_counter() - started

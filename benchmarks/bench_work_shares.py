@@ -57,7 +57,7 @@ def counts(program: Path, num_cores: int, num_nodes: int, num_ranks: int) -> lis
     rows = []
     for model, parts in LAYERS.items():
         for num_rows, lines in sorted(found[model].items()):
-            if parts[0] not in lines:  # only with another kind of tiles
+            if parts[0] not in lines:  # measured only with other tiles
                 continue
             layer = [lines[part] for part in parts]
             of_rank = sum(line["bytes"] for line in layer)

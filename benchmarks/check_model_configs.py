@@ -86,7 +86,7 @@ def run(config: dict[str, Any], files: dict[str, Any]) -> tuple[str, str]:
         except ConfigError as error:
             message = str(error).replace(folder, "MODEL").partition("; supported architectures")[0]
             return ("fails" if "\n" in message else "refused"), message
-        except Exception as error:  # what a user would see as a traceback
+        except Exception as error:  # a user would see a traceback
             return "fails", f"{type(error).__name__}: {error}"
     counts = [len(output.outputs[0].token_ids) for output in outputs]
     if counts != [NUM_TOKENS] * len(PROMPTS):

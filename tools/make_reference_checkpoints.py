@@ -141,7 +141,7 @@ def by_autogptq() -> dict[str, tuple[dict[str, Tensor], Any]]:
     num_out, size = 32, 32
     for bits, is_symmetric in ((2, False), (3, True), (4, False), (8, True)):
         groups = groups_of(size)
-        if bits == 4:  # as act-order makes them
+        if bits == 4:  # in random order, as with act-order
             groups = groups[torch.randperm(NUM_IN, generator=torch.Generator().manual_seed(1))]
         weight, scales, zeros = rounded(num_out, bits, groups, is_symmetric)
         linear = nn.Linear(NUM_IN, num_out, bias=False)

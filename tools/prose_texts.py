@@ -102,7 +102,7 @@ def read_file(name: str, source: str) -> list[Text]:
 
 def _read_python(name: str, source: str) -> Iterator[Text]:
     is_test = name.startswith("tests/")
-    seen: set[int] = set()  # docstrings, and parts of f-strings
+    seen: set[int] = set()  # ids of docstrings and of parts of f-strings
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             for role, constant in _docstrings_of(node, name):

@@ -32,9 +32,9 @@ def cpu_s() -> float:
         pending += _children(pid)
         try:
             text = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
-        # Behind the name, which may hold anything: user and system time, then of dead children.
+        # After the name, which may contain anything: times of the process, then of its children.
         total += sum(map(int, text.rpartition(")")[2].split()[11:15])) / _TICKS_PER_S
     return total
 

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 
-# torch and what is built against it, the bridge, the quantization toolkit.
+# torch and packages built for it, the Gaudi bridge, and the quantization toolkit.
 _VENDOR = re.compile(r"(torch|habana|lightning-habana|neural-compressor|triton$)")
 
-# In an image it lies beside this file, in a checkout in the package.
+# In an image the file is in the folder of this file, in a checkout in vllm/utils.
 _FOLDER = Path(__file__).resolve().parent
 _TRITON_RANGE = runpy.run_path(
     next(

@@ -1,14 +1,15 @@
-// A whole decode step in one call: inputs, decoder, output head, sampling, verification of drafts,
-// and storing the new tokens in their rows. Without drafts, one call can run several decodes, until
-// a row finishes.
+// Runs a whole decode step in one call: prepares the inputs, runs the decoder and the output head,
+// samples, verifies draft tokens, and appends the new tokens to their requests. A row is the entry
+// of a running request in the arrays of DecodeStepRows. Without drafts, one call can run several
+// decodes, until a row finishes.
 //
 // It serves the steady state: each row runs its newest token, with or without draft tokens after
-// it, and samples after each of them. Requests that need more (prompts, penalties, masks,
-// log-probabilities) are refused before anything is changed. One call replaces about fifty calls of
-// the interpreter. Each of these would wait for memory, because between two forward passes of a
-// small model the caches of a core contain nothing of the interpreter.
+// it, and samples after each of these tokens. Requests that need more (prompts, penalties, masks,
+// log-probabilities) are refused before anything is changed. One call replaces about fifty calls
+// from Python. Each of these would wait for memory, because between two forward passes of a small
+// model the caches of a core contain nothing of the interpreter.
 //
-// The parts are the kernels that also serve single calls, so the tokens are the same.
+// A step runs the same kernels as single calls, so the tokens are the same.
 #pragma once
 
 #include <type_traits>
@@ -24,7 +25,7 @@ using vllm_cpu::DecodeStepRows;
 
 using vllm_cpu::kNumParams;
 
-// Number of elements from one row of the result to the next.
+// Returns the number of elements from one row of a program's result to the next.
 inline int64_t stride_of_result(const Program& program) {
   return program.buffers[program.out].width;
 }
@@ -41,13 +42,13 @@ struct DecodeStepBuffers {
   int32_t* tables;     // [groups, n, blocks of the longest request]
   T* hidden;           // [T, hidden]
   T* logits;           // [T, outputs of the head], with the padding of each row
-  float* params;       // [8, T]
+  float* params;       // [kNumParams, T]
   uint64_t* keys;      // [T]
   int64_t* draws;      // [T]
   const int32_t** item_slots;  // [T] slots from which the decoder reads images and sounds
   int32_t* num_item_slots;     // [T]
-  int32_t* valid_ids;  // [T] of the newest decode, 0 for missing tokens
-  int32_t* sampled;    // [decodes, T] -1 for missing tokens
+  int32_t* valid_ids;  // [T] tokens of the newest decode; 0 for missing tokens
+  int32_t* sampled;    // [decodes, T] tokens of all decodes; -1 for missing tokens
   int64_t bytes;
 
   DecodeStepBuffers(const Program& decoder, const Program& head, const DecodeStepRows& rows,
@@ -78,7 +79,8 @@ struct DecodeStepBuffers {
   }
 };
 
-// Bytes that are enough for any step of at most this many tokens and decodes.
+// Returns the bytes of scratch memory that are enough for any step of at most num_tokens tokens and
+// num_decodes decodes.
 template <typename T>
 int64_t decode_step_scratch_bytes(const Program& decoder, const Program& head,
                                   const DecodeStepRows& rows, int64_t num_tokens,
@@ -137,7 +139,7 @@ class DecodeStep {
     return num_tokens == launch_.num_tokens && (num_tokens == launch_.n || launch_.num_decodes == 1);
   }
 
-  // Index of the newest token of row i.
+  // Returns the index of the newest token of row i.
   int64_t index_of(int64_t i) const { return launch_.num_computed[i] + launch_.num_done; }
 
   int32_t* sampled() const { return buffers_.sampled + launch_.num_done * launch_.num_tokens; }
@@ -211,7 +213,8 @@ class DecodeStep {
     return rows_.block_tables + (group * rows_.num_rows + row) * rows_.max_blocks;
   }
 
-  // The result of the decoder: in the caller's memory if the caller asks for it.
+  // Returns the memory for the result of the decoder: the caller's memory if the caller asks for
+  // the result.
   void* hidden() const { return launch_.hidden != nullptr ? launch_.hidden : buffers_.hidden; }
 
   int64_t compute() {
@@ -287,7 +290,7 @@ class DecodeStep {
     return goes_on;
   }
 
-  // Copies the new tokens of each row.
+  // Copies the new tokens of each row to launch_.token_ids.
   void give() {
     int32_t* out = launch_.token_ids;
     const int64_t stride = launch_.num_decodes > 1 ? launch_.num_tokens : 1;
@@ -308,8 +311,8 @@ class DecodeStep {
   bool is_random_ = false;
 };
 
-// Returns 0, a ProgramStatus, or kNotPlain. After a ProgramStatus, the slots of the step in the
-// caches are undefined, and no token was stored.
+// Runs a decode step. Returns 0, a ProgramStatus, or kNotPlain. After a ProgramStatus other than
+// kDone, the slots of the step in the caches are undefined, and no token was stored.
 template <typename T>
 int64_t decode_step(const Program& decoder, const Program& head, const DecodeStepRows& rows,
                     DecodeStepLaunch& launch, int num_threads) {

@@ -41,13 +41,12 @@ VLLM_STRUCT(DecodeStepLaunch,
                        // -1 if the logits allow no token as the first one of a row
   int32_t* counts;     // [n] output: number of new tokens of each row, at least 1
   const void* given;             // [num_tokens, width] inputs of the decoder instead of token ids;
-                                 // may be
-                                 // overwritten. Null: token ids are the inputs
+                                 // may be overwritten. Null: token ids are the inputs
   const AdaptedRows* adapted;    // adapters of the tokens; null: no token has one
   void* hidden;                  // [num_tokens, width of the decoder's result] output; null: not
                                  // needed
   void* const* taps;             // taps of the decoder, as in ProgramLaunch
-  char* scratch;                 // of decode_step_scratch_bytes, aligned to 64
+  char* scratch;                 // decode_step_scratch_bytes bytes, aligned to 64 bytes
   int64_t n, num_tokens;  // number of rows, and of their tokens; equal if there are no drafts
   int64_t num_decodes;    // 1 with drafts and with `given`
   int64_t num_done;       // output: number of decodes that have run

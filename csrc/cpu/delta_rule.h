@@ -1,5 +1,5 @@
-// The gated delta rule for one token per sequence, in place: each state is read from memory once
-// and written once.
+// Applies the gated delta rule to one token per sequence. Each state is read from memory once and
+// written once, in place.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,9 @@
 
 namespace VLLM_ISA {
 
-// One token of one head. state: [value_size, key_size]; is_new: the state counts as 0, whatever it
-// contains. q, k: [key_size]. v, y: [value_size]. fading: [key_size], or [1] without is_by_key.
+// Processes one token of one head. state: [value_size, key_size]; is_new: the state counts as 0,
+// whatever it contains. q, k: [key_size]. v, y: [value_size]. fading: [key_size] if is_by_key,
+// otherwise [1].
 inline void delta_token(float* state, bool is_new, const float* q, const float* k, const float* v,
                         const float* fading, bool is_by_key, float beta, float* y,
                         int64_t value_size, int64_t key_size) {
@@ -25,8 +26,8 @@ inline void delta_token(float* state, bool is_new, const float* q, const float* 
     const int num_rows = static_cast<int>(value_size - first < kRows ? value_size - first : kRows);
     float* row[kRows];
     for (int r = 0; r < kRows; ++r) row[r] = state + (first + (r < num_rows ? r : 0)) * key_size;
-    // The faded state applied to the key and to the query. y is the second result plus the
-    // contribution of the new token.
+    // Multiply the faded state by the key (even sums) and by the query (odd sums). y is the product
+    // with the query plus the contribution of the new token.
     Vec sums[kLanes] = {};
     if (!is_new) {  // an earlier request may have left NaN
       for_each_vector(key_size, [&](int64_t n, int64_t count) {
@@ -57,10 +58,11 @@ inline void delta_token(float* state, bool is_new, const float* q, const float* 
   }
 }
 
-// state: [num_rows, H, V, K]. For B sequences with one token each: rows: [B], the different rows of
-// their states; is_new: [B], whether a sequence begins. q, k: [B, G, K]; each of the G groups
-// serves H / G neighbouring heads. v, y: [B, H, V]. beta: [B, H]. fading: [B, H, num_fadings], with
-// num_fadings 1 or K. Returns -1, or a sequence whose row is out of range; nothing is written then.
+// Processes one token of each of B sequences. state: [num_rows, H, V, K]. rows: [B], the row of
+// `state` of each sequence, all different; is_new: [B], whether a sequence begins. q, k: [B, G, K];
+// each of the G groups serves H / G neighbouring heads. v, y: [B, H, V]. beta: [B, H]. fading: [B,
+// H, num_fadings], with num_fadings 1 or K. Returns -1, or a sequence whose row is out of range;
+// nothing is written then.
 inline int64_t delta_tokens(float* state, const int64_t* rows, const uint8_t* is_new,
                             const float* q, const float* k, const float* v, const float* fading,
                             const float* beta, float* y, int64_t num_sequences, int64_t num_rows,

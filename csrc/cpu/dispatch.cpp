@@ -47,11 +47,11 @@ char* description = nullptr;
 
 }  // namespace
 
-// The name of the instruction set in use.
+// Returns the name of the instruction set in use.
 VLLM_EXPORT const char* vllm_cpu_isa() { return isa; }
 
-// Uses another instruction set; null: the best one. Do not call this while a kernel runs. Returns
-// false, and changes nothing, if this build or this processor does not have it.
+// Selects an instruction set by its name; null: the best one. Do not call this while a kernel runs.
+// Returns false, and changes nothing, if this build or this processor does not have it.
 VLLM_EXPORT bool vllm_cpu_set_isa(const char* name) {
   for (const Isa& found : kIsas) {
     if ((name != nullptr && std::strcmp(name, found.name) != 0) || !found.runs_here()) continue;
@@ -64,11 +64,13 @@ VLLM_EXPORT bool vllm_cpu_set_isa(const char* name) {
   return false;
 }
 
-// One line for users about the choice of the best instruction set; null: there is none.
+// Returns one line for users about the choice of the best instruction set, or null if there is
+// nothing to say.
 VLLM_EXPORT const char* vllm_cpu_notice() { return vllm_cpu::amx_notice(); }
 
-// The content of the library, one line each: the build, kernels with the addresses of their
-// entries, and types. Null if there is no memory. Do not call this from two threads at once.
+// Returns the description of the library, with one line for each entry: the build, the kernels with
+// the addresses of their entry functions, and the types. Null if there is no memory. Do not call
+// this from two threads at once.
 VLLM_EXPORT const char* vllm_cpu_abi() {
   if (description != nullptr) return description;
   size_t size = 0;

@@ -8,8 +8,8 @@ namespace VLLM_ISA {
 
 using vllm_cpu::Routing;
 
-// The chosen experts of each token, laid out as in `choice_bytes`; the strides lead from one row to
-// the next.
+// The chosen experts of each token, laid out as in `choice_bytes`; the strides are the distances in
+// elements from one token to the next.
 struct Choices {
   int64_t* ids;
   float* weights;
@@ -38,7 +38,7 @@ struct ChoiceOptions {
 
 VLLM_INLINE Vec sigmoid(Vec x) { return 1.0f / (1.0f + exp(-x)); }
 
-// Chooses the experts for one row of logits.
+// Chooses the experts of one token from its logits.
 template <typename L>
 class ExpertChoice {
  public:
@@ -61,7 +61,7 @@ class ExpertChoice {
     total_ = sum_lanes(sum);
   }
 
-  // Of equal scores the first is chosen; NaN is chosen last.
+  // Chooses top_k experts. Among equal scores the first expert is chosen; NaN is chosen last.
   void choose(const Choices& to) const {
     const int64_t k = options_.top_k;
     float keys[vllm_cpu::kMaxTopK + 1];
@@ -108,8 +108,8 @@ class ExpertChoice {
     });
   }
 
-  // Opens the groups with the highest score: the score of the best expert or, with a bias, the sum
-  // of the two best.
+  // Marks the groups with the highest scores as open: only their experts can be chosen. The score
+  // of a group is the score of its best expert or, with a bias, the sum of its two best scores.
   void open_groups(bool* is_open) const {
     const int64_t num_groups = options_.num_groups, size = options_.num_experts / num_groups;
     float best[vllm_cpu::kMaxExpertGroups], second[vllm_cpu::kMaxExpertGroups];
@@ -158,7 +158,8 @@ class ExpertChoice {
     for (int64_t j = 0; j < k; ++j) weights[j] = options_.scale * weights[j] / total;
   }
 
-  // SparseMixer (Liu et al. 2024, arXiv 2409.12136).
+  // Computes the weights of the chosen experts with SparseMixer (Liu et al. 2024, arXiv
+  // 2409.12136).
   void weigh_sparsely(const int64_t* ids, float* weights) const {
     for (int64_t j = 0; j < options_.top_k; ++j) {
       const Vec largest = splat(to_float(logits_[ids[j]]));
@@ -181,8 +182,8 @@ class ExpertChoice {
   const L* const logits_;
   const ChoiceOptions& options_;
   bool is_softmax_;
-  float largest_ = 0, total_ = 0;  // of all logits, and of e^(logit - largest), for a softmax over
-                                   // all experts
+  float largest_ = 0, total_ = 0;  // largest logit, and sum of e^(logit - largest), for a softmax
+                                   // over all experts
 };
 
 }  // namespace VLLM_ISA

@@ -28,7 +28,7 @@ struct E5m2 {
   static constexpr float kSmallestNormal = 1.0f / 16384, kSmallest = 1.0f / 65536;
 };
 
-// Converts to float, exactly.
+// Converts bytes, one in each lane, to floats, exactly.
 template <class Format>
 VLLM_INLINE Vec widen_fp8(Bits bytes) {
   constexpr int kShift = 23 - Format::kMantissa;
@@ -47,8 +47,8 @@ VLLM_INLINE Vec widen_fp8(Bits bytes) {
   return reinterpret_cast<Vec>(bits | ((bytes & 0x80u) << 24));
 }
 
-// Rounds to nearest, ties to even. Values that are too large become the largest finite value; NaN
-// stays NaN.
+// Converts floats to bytes. Rounds to nearest, ties to even. Values that are too large become the
+// largest finite value; NaN stays NaN.
 template <class Format>
 VLLM_INLINE Bits narrow_fp8(Vec x) {
   constexpr int kShift = 23 - Format::kMantissa;
@@ -72,7 +72,7 @@ VLLM_INLINE Bits load_bytes(const uint8_t* from, int64_t count) {
   return load_bytes(bytes);
 }
 
-// A subnormal value by its byte, as bf16.
+// Returns the subnormal value of a byte, as bf16.
 template <class Format>
 VLLM_INLINE uint32_t tiny_half(uint32_t byte) {
   const float number = static_cast<float>(byte) * Format::kSmallest;
@@ -82,7 +82,7 @@ VLLM_INLINE uint32_t tiny_half(uint32_t byte) {
 }
 
 #ifdef __AVX512BW__
-// All subnormal values, by their bytes.
+// Returns a table of all subnormal values as bf16, with their bytes as indices.
 template <class Format>
 VLLM_INLINE __m512i tiny_halves() {
   alignas(64) uint16_t tiny[32] = {};
@@ -92,8 +92,8 @@ VLLM_INLINE __m512i tiny_halves() {
   return _mm512_load_si512(tiny);
 }
 
-// Converts to bf16: bytes in lanes of 16 bits. Without kHasSpecial, all bytes must be finite
-// values.
+// Converts bytes, one in each lane of 16 bits, to bf16. Without kHasSpecial, all bytes must be
+// finite values.
 template <class Format, bool kHasSpecial>
 VLLM_INLINE __m512i widen_halves(__m512i bytes, __m512i tiny) {
   const auto set = [](uint32_t x) { return _mm512_set1_epi16(static_cast<int16_t>(x)); };
@@ -118,8 +118,8 @@ VLLM_INLINE __m512i widen_halves(__m512i bytes, __m512i tiny) {
 #endif
 
 #if defined(__AVX2__) && !defined(__AVX512BW__)
-// Converts to bf16: bytes in lanes of 16 bits. Subnormal values, at most eight, are looked up in a
-// table, whose first half has their lower bytes.
+// Converts 16 bytes to bf16. Subnormal values, at most eight, are looked up in a table: its first
+// half has their lower bytes, its second half their upper bytes.
 template <class Format>
 VLLM_INLINE __m256i widen_halves(__m128i packed) {
   const auto set = [](uint32_t x) { return _mm256_set1_epi16(static_cast<int16_t>(x)); };

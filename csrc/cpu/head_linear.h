@@ -1,4 +1,4 @@
-// Multiplies each head of some rows with a matrix of its own: the absorbed projections of latent
+// Multiplies each head of some tokens with a matrix of its own: the absorbed projections of latent
 // attention. All heads form one matmul whose panels read x at different offsets. So all threads
 // together read the weights once, in memory order.
 #pragma once
@@ -54,7 +54,8 @@ int64_t head_linear_slab(const HeadLinearArgs<T>& args, int num_threads) {
   return 0;
 }
 
-// Returns 0, or kNoMemory if there is no scratch memory.
+// Multiplies up to kSlabRows tokens at a time. Returns 0, or kNoMemory if there is no scratch
+// memory.
 template <typename T>
 int64_t head_linear(const HeadLinearArgs<T>& args, int num_threads) {
   HeadLinearArgs<T> slab = args;

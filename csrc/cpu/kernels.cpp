@@ -22,7 +22,7 @@
 namespace VLLM_ISA {
 namespace {
 
-// The letter of a type in `Kernel::types`; a reference is passed as a pointer.
+// Returns the letter of a type in `Kernel::types`; a reference is passed as a pointer.
 template <typename T>
 constexpr char letter() {
   if (std::is_void_v<T>) return 'v';
@@ -32,7 +32,8 @@ constexpr char letter() {
   return std::is_same_v<T, float> ? 'f' : '?';
 }
 
-// The exported entry of `function`: it calls the function of the instruction set in use.
+// The exported entry of a kernel: it calls the version of the kernel for the instruction set in
+// use.
 template <auto function>
 struct Entry;
 
@@ -60,7 +61,7 @@ struct Entry<function> {
 #define CONSTANT(name) {"constant", #name, size_t(vllm_cpu::name), ""}
 #define ENUM(name) {"enum", name##Text::kName, sizeof(name), name##Text::kText}
 
-// Ends with an entry without a name.
+// The last entry has no name.
 extern const vllm_cpu::Kernel kernels[];
 constexpr vllm_cpu::Kernel kernels[] = {
     KERNEL(row_operation),
@@ -93,8 +94,8 @@ constexpr vllm_cpu::Kernel kernels[] = {
     {},
 };
 
-// Arguments and results of kernels: constants, enums and structs. A struct is the same for each
-// dtype.
+// Types of the arguments and results of kernels: constants, enums and structs. A struct has the
+// same fields for each dtype.
 extern const vllm_cpu::Type types[];
 constexpr vllm_cpu::Type types[] = {
     CONSTANT(kPanel),

@@ -1,8 +1,9 @@
 // Linear layers: out = x @ weight.T + bias over a packed weight (linear_format.h).
 //
-// The sum of one output is made in the same order whatever the number of rows and threads, so a
-// row's result does not depend on what it is batched with. Float sums are made per stretch of
-// inputs and the stretches added up, which also keeps rounding errors small.
+// The sum of one output is added in the same order whatever the number of rows and threads, so the
+// result of a row does not depend on the other rows of the batch. A stretch is a range of
+// consecutive inputs. Float products are summed per stretch, then these sums are added, which also
+// keeps rounding errors small.
 #pragma once
 
 #include "activation.h"
@@ -16,7 +17,8 @@ constexpr int64_t kSlabRows = 1024;   // rows that are converted and multiplied 
 constexpr int64_t kBlockRows = 512;  // rows for which weights are read once, and whose sums stay in the second-level cache
 constexpr int64_t kNoMemory = -2;
 
-// All rows with one stretch of a panel. next: where the next one begins.
+// Multiplies all rows with one stretch (range of inputs) of a panel. next: the address at which the
+// next stretch begins.
 template <class Tile>
 VLLM_INLINE void run_stretch(const LinearWeight& weight, const typename Tile::Input* x,
                              int64_t x_stride, int64_t rows, const uint32_t* w, int64_t inputs,
@@ -29,8 +31,9 @@ VLLM_INLINE void run_stretch(const LinearWeight& weight, const typename Tile::In
   }
 }
 
-// total[rows][64] of one panel of bytes: a stretch with one scale at a time is widened, multiplied
-// with all rows, and added up.
+// Computes total[rows][64] for one panel of a ByteTile. For each range of inputs with one scale,
+// converts the weights to bf16, multiplies all rows with them, and adds the scaled products to
+// total.
 template <class Dot, class Code>
 void panel_sums(ByteTile<Dot, Code>, const LinearWeight& weight, int64_t panel,
                 const typename Dot::Input* x, int64_t x_stride, int64_t rows,
@@ -50,7 +53,7 @@ void panel_sums(ByteTile<Dot, Code>, const LinearWeight& weight, int64_t panel,
     const float* const scales = weight.scales + block * kPanel;
     const uint32_t* const from = w + vllm_cpu::panel_words(weight, k);
     const uint32_t* const next = w + vllm_cpu::panel_words(weight, k + inputs);
-    for (int64_t i = 0; i < kPanel; i += 64 / sizeof(float)) {  // of the next block
+    for (int64_t i = 0; i < kPanel; i += 64 / sizeof(float)) {  // scales of the next block
       __builtin_prefetch(scales + vllm_cpu::num_panels(weight) * kPanel + i);
     }
     const auto add = [&](auto kernel) {
@@ -78,8 +81,8 @@ void panel_sums(ByteTile<Dot, Code>, const LinearWeight& weight, int64_t panel,
   }
 }
 
-// total[num_panels][rows][64] of panels that follow each other. A stretch of x is multiplied with all of
-// them before the next one is read.
+// Computes total[num_panels][rows][64] for consecutive panels. Each stretch of x is multiplied with
+// all panels before the next one is read.
 template <class Tile>
 void panel_sums(Tile, const LinearWeight& weight, int64_t panel, int64_t num_panels,
                 const typename Tile::Input* x, int64_t x_stride, int64_t rows,
@@ -112,7 +115,7 @@ void panel_sums(ByteTile<Dot, Code> tile, const LinearWeight& weight, int64_t pa
   }
 }
 
-// total[rows][64] of one panel.
+// Computes total[rows][64] for one panel.
 template <class Tile>
 void panel_sums(const LinearWeight& weight, int64_t panel, const typename Tile::Input* x,
                 int64_t x_stride, int64_t rows, typename Tile::Acc (*total)[kPanel / kLanes]) {
@@ -125,19 +128,21 @@ struct Shares {
   int64_t num_blocks, block_rows, unit_panels, units_per_turn;
   vllm_cpu::Threads threads;
 
-  // Memory for the sums of all threads.
+  // Returns the bytes of memory for the sums of all threads.
   int64_t sum_bytes() const { return threads.useful * unit_panels * block_rows * kPanel * 4; }
 };
 
-// The number of threads that a matmul is worth. num_words: words of weights of one output, summed
-// over all panels; num_products: the same, times the number of rows that use each word.
+// Returns the number of threads for which a matmul has enough work. num_words: words of weights of
+// one output, summed over all panels; num_products: the same sum, times the number of rows that use
+// each word.
 inline vllm_cpu::Threads threads_for(int64_t num_words, int64_t num_products, int num_threads) {
   // Estimated cycles: four cache lines of weights per word, each multiplied with every row.
   const int64_t cycles = 8 * num_words + 4 * num_products;
   return {num_threads, 1 + cycles / 10000};  // 3 us for each
 }
 
-// row_unit: number of rows that are best multiplied together; max_panels: maximum panels of a unit.
+// Divides a matmul among threads. row_unit: number of rows that are best multiplied together;
+// max_panels: the largest number of panels in a unit.
 inline Shares share_out(const LinearWeight& weight, int64_t rows, int64_t row_unit, int64_t max_panels,
                         int of_threads) {
   const int64_t panels = vllm_cpu::num_panels(weight);
@@ -156,8 +161,8 @@ inline Shares share_out(const LinearWeight& weight, int64_t rows, int64_t row_un
   return {num_blocks, block_rows, unit_panels, ceil_div(num_units, turns), threads};
 }
 
-// The most panels of a unit: several, where matrix tiles would otherwise wait for what the second-level
-// cache has not kept of x since the panel before.
+// Returns the largest number of panels in a unit. It is above 1 only with matrix tiles, if x is too
+// large for the second-level cache: the tiles would then wait for x again at each panel.
 template <class Tile>
 int64_t max_panels_of(int64_t rows, int64_t row_bytes) {
   constexpr int64_t kKeptBytes = 384 << 10;
@@ -165,8 +170,9 @@ int64_t max_panels_of(int64_t rows, int64_t row_bytes) {
   return (rows < kBlockRows ? rows : kBlockRows) * row_bytes > kKeptBytes ? 4 : 1;
 }
 
-// Calls store(panel, first_row, rows, sums) for all of the result. inputs_of(panel): the first row that
-// a panel is multiplied with, and all panels of a unit.
+// Multiplies x with a weight, and calls store(panel, first_row, rows, sums) for each part of the
+// result. inputs_of(panel): the address of the first row of x for a panel; it is the same for all
+// panels of a unit.
 template <class Tile, class Inputs, class Store>
 void multiply(const LinearWeight& weight, Inputs inputs_of, int64_t x_stride, int64_t rows,
               const Shares& shares, char* scratch, Store store) {
@@ -199,7 +205,7 @@ void multiply(const LinearWeight& weight, Inputs inputs_of, int64_t x_stride, in
                });
 }
 
-// One call: the operands and where their rows are.
+// The operands of one call, and the distances between their rows.
 template <typename T>
 struct LinearCall {
   const LinearWeight& weight;
@@ -210,8 +216,8 @@ struct LinearCall {
   Activation activation;
   int num_threads;
 
-  // Writes `rows` rows of a panel; value_of(row, vector, output) are the 16, 8 or 4 results from
-  // feature `output` on.
+  // Writes `count` rows of a panel, from row `first` on. value_of(row, vector, output): a vector of
+  // results from output feature `output` on; `row` counts from `first`.
   template <class Value>
   VLLM_INLINE void store_panel(int64_t panel, int64_t first, int64_t count, Value value_of) const {
     const int64_t begin = panel * kPanel;
@@ -229,7 +235,7 @@ struct LinearCall {
   }
 };
 
-// Rounds up so that what follows in the scratch memory is aligned.
+// Rounds a size up to 64 bytes, so that the next array in the scratch memory is aligned.
 inline int64_t aligned(int64_t bytes) { return ceil_div(bytes, int64_t{64}) * 64; }
 
 template <class Kind, typename T>
@@ -266,10 +272,10 @@ int64_t linear_slab(const LinearCall<T>& call) {
   return 0;
 }
 
-// x: [rows, in_features], rows x_stride elements apart; bias: [out_features] or null;
-// out: [rows, out_features], dense; out_features with those of the weights behind this one. Returns 0,
-// or kNoMemory without scratch memory. The result has the bits of a matmul that is stored, and then
-// activated.
+// Computes a linear layer and its activation. x: [rows, in_features], rows x_stride elements apart;
+// bias: [out_features] or null; out: [rows, out_features], dense. out_features is the sum over
+// `weight` and the weights that its `next` leads to. Returns 0, or kNoMemory if there is no scratch
+// memory. The result has the same bits as a matmul whose result is stored and then activated.
 template <typename T>
 int64_t activated_linear(const LinearWeight& weight, const T* x, const T* bias, T* out, int64_t rows,
                          int64_t x_stride, Activation activation, int num_threads) {

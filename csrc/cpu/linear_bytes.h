@@ -12,16 +12,16 @@
 
 namespace VLLM_ISA {
 
-// The bf16 of the first and third byte of a lane, and of the second and fourth.
+// first: the bf16 of the first and third byte of each lane. second: of the second and fourth byte.
 struct Pairs {
   Bits first, second;
 };
 
 #ifdef __AVX2__
-// Converts finite e4m3 to bf16. A byte has a sign, four exponent bits and three mantissa bits. 127
-// - 7 is even, so the last exponent bit does not change, and the upper byte of the bf16 follows
-// from the sign and the upper three exponent bits. Subnormal values are looked up by their lower
-// half; most vectors have none.
+// Tables that convert finite e4m3 to bf16. A byte has a sign, four exponent bits and three mantissa
+// bits. The exponent bias grows by 127 - 7, which is even, so the last exponent bit does not
+// change, and the upper byte of the bf16 follows from the sign and the upper three exponent bits.
+// Subnormal values are looked up by their lower half; most vectors have none.
 VLLM_INLINE __m128i e4m3_table(uint64_t low, uint64_t high) {
   return _mm_set_epi64x(static_cast<int64_t>(high), static_cast<int64_t>(low));
 }
@@ -142,16 +142,16 @@ struct Table4Code {
   ByteTable upper, lower;
 };
 
-// The bytes of four inputs of an output, where `word` is the index of the four; 4-bit codes are
-// unpacked to bytes.
+// Loads the bytes of four inputs for each output; `word` is the index of these four inputs divided
+// by 4. 4-bit codes are unpacked to bytes.
 template <class Code>
 VLLM_INLINE Bits load_four(const uint32_t* w, int64_t word) {
   if constexpr (Code::kBits == 8) return load_bits(w + word * kPanel);
   return (load_bits(w + word / 2 * kPanel) >> (word % 2 * 4)) & 0x0f0f0f0fu;
 }
 
-// The tile of the first rows. It converts weights in registers while it multiplies and reads the
-// bytes, and keeps the converted weights for all other rows. Both tiles add in the same order.
+// The tile for the first rows of x. It converts weights in registers while it multiplies, and
+// stores the converted weights for the other rows (WidenedTile). Both tiles add in the same order.
 template <class DotOf, class CodeOf>
 struct ByteTile {
   using Dot = DotOf;
@@ -161,8 +161,8 @@ struct ByteTile {
   static constexpr int64_t kRowUnit = 1;
 };
 
-// The tile of the other rows. While it multiplies, it prefetches half of the bytes of the next
-// block of inputs.
+// The tile for the other rows of x. While it multiplies, it prefetches half of the bytes of the
+// next block of inputs.
 template <class Dot>
 struct WidenedTile : DenseTile<Dot> {
   static constexpr bool kIsFollowed = false;
@@ -174,7 +174,7 @@ constexpr int64_t kWidenedInputs = 128;       // number of inputs of a panel tha
 constexpr int64_t kAheadWords = 64 * kPanel;  // prefetch distance: 16 KiB
 
 // total[kRows][64] = (or +=) scales times the dot products over `inputs` inputs of a panel, which
-// share a scale. widened: with kKeeps, receives these inputs as words of a bf16 weight.
+// share a scale. widened: with kKeeps, receives the converted weights as words of a bf16 weight.
 template <class Dot, class Code, int kRows, bool kKeeps>
 void add_widened(Code code, const typename Dot::Input* x, int64_t x_stride, const uint32_t* w,
                  const float* zeros, const float* scales, int64_t inputs,
@@ -218,10 +218,10 @@ void add_widened(Code code, const typename Dot::Input* x, int64_t x_stride, cons
   }
 }
 
-// Position (in bits) of input i of four in its word.
+// Returns the bit position of input i of four in its word.
 constexpr int byte_shift(int i) { return i == 1 ? 16 : i == 2 ? 8 : 8 * i; }
 
-// The weight of one output and input, from bytes or codes.
+// Returns the weight of output n and an input, for weights of bytes or codes.
 inline float byte_weight(const LinearWeight& weight, int64_t n, int64_t input) {
   const bool is_table = weight.format == vllm_cpu::WeightFormat::kTable4;
   const int64_t words = vllm_cpu::panel_words(weight), per_word = is_table ? 8 : 4;

@@ -131,7 +131,7 @@ struct DotBf16 : WholeWord {
 
 typedef int16_t Shorts __attribute__((vector_size(kLanes * 4)));
 
-// Sums of the products of neighbouring 16-bit integers.
+// Returns the sums of the products of neighbouring 16-bit integers.
 VLLM_INLINE Ints pair_dot(Shorts a, Shorts b) {
 #if defined(__AVX512BW__)
   return reinterpret_cast<Ints>(
@@ -148,8 +148,8 @@ VLLM_INLINE Ints pair_dot(Shorts a, Shorts b) {
 #endif
 }
 
-// acc + x, computed here: otherwise the compiler groups the additions of several steps and runs out
-// of registers.
+// Returns acc + x, computed at this point of the code: otherwise the compiler groups the additions
+// of several steps and runs out of registers.
 template <class Sums>
 VLLM_INLINE Sums add_here(Sums acc, Sums x) {
   acc += x;
@@ -163,7 +163,7 @@ VLLM_INLINE Sums add_here(Sums acc, Sums x) {
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_MATMUL_INT8)
 #define VLLM_DOT_BYTES
-// acc plus the sums of four products of unsigned and signed bytes.
+// Returns acc plus the sums of four products of unsigned and signed bytes.
 VLLM_INLINE Ints byte_dot(Ints acc, Bits unsigned_bytes, Bits signed_bytes) {
 #ifdef __AVX512VNNI__
   return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(acc),
@@ -216,9 +216,9 @@ struct DotInt8 {
 };
 #endif
 
-// Multiplies bytes 0..kLargest, four of an int4 word, with signed bytes from -127 on. The sum of a
-// whole block is exact. With kRunWords, only sums of that many words of eight are exact; then
-// `widen` converts them to Ints.
+// Multiplies unpacked values (bytes from 0 to kLargest, four in a word) with signed bytes of at
+// least -127. Sums over a whole block are exact. If kRunWords is not 0, sums are exact only over
+// kRunWords words of eight values; then `widen` converts them to Ints.
 template <int kLargest>
 struct DotInt4 {
 #ifdef VLLM_DOT_BYTES

@@ -40,7 +40,7 @@
 namespace vllm_cpu {
 
 constexpr int kPanel = 64;
-constexpr int kMinBlockInputs = 8, kMaxBlockInputs = 128;  // with 4 or 5 bits
+constexpr int kMinBlockInputs = 8, kMaxBlockInputs = 128;  // for weights of 4 or 5 bits
 constexpr int kScaleWords = kPanel / 2;  // 64 float16
 constexpr int kByteWords = kPanel / 4;   // 64 bytes
 constexpr int kFactorWords = kPanel;     // 128 float16
@@ -54,8 +54,8 @@ VLLM_ENUM(Activation, kNone, kGelu, kGeluTanh);
 // A packed weight [out_features, in_features].
 VLLM_STRUCT(LinearWeight,
   const uint32_t* panels;  // aligned to 64 bytes
-  // int8, int4, mxfp4: [out_features rounded up to 64]; fp8, uint8, table4: [blocks of inputs][as many];
-  // else null
+  // int8, int4, mxfp4: [padded outputs]; fp8, uint8, table4: [blocks of inputs, padded outputs];
+  // else null. Padded outputs: out_features rounded up to 64.
   const float* scales;
   const float* zeros;      // uint8: same shape as scales, integers from 0 to 256; else null
   const int32_t* sums;     // int8: sum of the weights of each output, same shape as scales; else

@@ -28,7 +28,7 @@ VLLM_INLINE int32_t fold(Ints x, Op op) {
   return lanes[0];
 }
 
-// The largest |x|. NaN or infinity if there is one, so that it reaches the result.
+// Returns the largest |x|; NaN or infinity if x contains one, so that it reaches the result.
 template <typename T>
 float largest_magnitude(const T* x, int64_t size) {
   Ints largest = {};  // non-negative floats have the same order as their bits, with NaN last
@@ -42,14 +42,14 @@ float largest_magnitude(const T* x, int64_t size) {
   return max;
 }
 
-// Writes round(x * 127 / max |x|) + offset as bytes. visit(steps) gets them before the offset, with
-// zeros in lanes after the end. Returns the value of one step. A row whose maximum is below 2^-121
-// becomes zeros.
+// Quantizes a row: writes round(x * 127 / max |x|) + offset as bytes. visit(vector) is called with
+// each vector before it is cut to bytes (the low byte of each lane is the result; x is 0 after the
+// end). Returns the value of one step. A row whose maximum is below 2^-121 becomes zeros.
 template <typename T, class Visit>
 VLLM_INLINE float quantize_row(const T* x, uint8_t* out, int64_t size, float offset, Visit visit) {
   typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
   const float max = largest_magnitude(x, size);
-  // Below this limit it would be infinite.
+  // With a smaller maximum the inverse would be infinite.
   const float inverse = max > 0x1p-121f ? 127.0f / max : 0.0f;
   for_each_vector(size, [&](int64_t i, int64_t count) {
     // The low bits of 1.5 * 2^23 + n are n. Product and sum are rounded separately on every
@@ -85,10 +85,10 @@ struct FloatKind {
   static VLLM_INLINE Vec value(const LinearWeight&, const Input*, Vec sum, int64_t) { return sum; }
 };
 
-// How rows and weights are read by matrix tiles, or by vectors if there are no tiles.
+// Selects the tiles for each weight format: matrix tiles, or vectors if there are no matrix tiles.
 #ifdef VLLM_MATRIX_TILES
 
-// bf16 without conversion, with the row distance that tiles read fastest.
+// Rows stay bf16, and are copied to the row distance that matrix tiles read fastest.
 struct Bf16MatrixKind {
   using Tile = DenseMatrix<TilesOfBf16, DotBf16>;
   using Input = bf16;
@@ -136,7 +136,7 @@ inline void spread(Input* row, int64_t size) {
   }
 }
 
-// A row is x + 128 as Tile::Input, followed by the scale.
+// A converted row is the quantized x + 128 as Tile::Input, followed by the scale.
 template <typename T>
 struct Int8Kind {
   using Tile = Int8Tile;
@@ -162,7 +162,7 @@ struct Int8Kind {
   }
 };
 
-// A row consists of blocks, each with an Int4Header and bytes.
+// A converted row consists of blocks, each with an Int4Header and the bytes of its inputs.
 template <typename T, class Code>
 struct Int4Kind {
   using Tile = Int4KindTile<Code>;
@@ -211,7 +211,7 @@ struct Int4Kind {
   }
 };
 
-// A row of bf16 or float for weights of bytes that are converted to bf16.
+// A converted row is bf16 or float, for weights of bytes or codes that are converted to bf16.
 template <typename T, class Dot, class Code>
 struct ByteKind {
   using Tile = ByteTile<Dot, Code>;

@@ -20,7 +20,7 @@ VLLM_INLINE Vec load_halves(const uint16_t* from) {
   return reinterpret_cast<Vec>(vcvt_f32_f16(reinterpret_cast<float16x4_t>(half)));
 #else
   const Bits bits = __builtin_convertvector(half, Bits);
-  // Other exponents than 0.
+  // Multiply by 2^112, because the exponent bias is 15 in float16 and 127 in float.
   const Vec size = reinterpret_cast<Vec>((bits & 0x7fffu) << 13) * 0x1p112f;
   return reinterpret_cast<Vec>(reinterpret_cast<Bits>(size) | ((bits & 0x8000u) << 16));
 #endif
@@ -46,7 +46,8 @@ struct Int5MinimumsCode : Int4MinimumsCode {
   static constexpr bool kHasHighBits = true;
 };
 
-// Twice the E2M1 value, plus 12: 0, 1, 2, 3, 4, 6, 8 and 12 with both signs; the sign is bit 3.
+// Twice the E2M1 value, plus 12. The doubled magnitudes are 0, 1, 2, 3, 4, 6, 8 and 12; bit 3 is
+// the sign.
 struct E2m1Code : Int4Code {
   static constexpr int32_t kZero = 12, kLargest = 24;
 
@@ -67,7 +68,7 @@ struct E2m1Code : Int4Code {
 struct Int4Header {
   float scale;  // value of one step
   union {
-    int32_t start;  // minus the sum of the bytes: times kZero, or modulo 2^16 with zero points
+    int32_t start;  // minus the sum of the bytes: times kZero or, with zero points, modulo 2^16
     float sum;      // with minimums: the sum of the inputs
   };
 };
@@ -82,7 +83,7 @@ struct Int4Block {
     return header + (Code::kHasMinimums ? 2 * vllm_cpu::kByteWords : vllm_cpu::kScaleWords) +
            (Code::kHasZeros ? vllm_cpu::kByteWords : 0) + (Code::kHasHighBits ? kPanel : 0);
   }
-  // Scales of the outputs from `output` on.
+  // Returns the scales of the outputs from `output` on.
   VLLM_INLINE Vec scales(int64_t output) const {
     if (!Code::kHasMinimums) return load_halves(halves(header) + output);
     return load_halves(halves(factors) + output) * multipliers(header, output);
@@ -94,7 +95,7 @@ struct Int4Block {
   VLLM_INLINE Bits zeros(int64_t output) const {
     return bytes(header + vllm_cpu::kScaleWords, output);
   }
-  // Four values of each output as bytes: the values of inputs 4 * quad to 4 * quad + 3.
+  // Returns four values of each output as bytes: the values of inputs 4 * quad to 4 * quad + 3.
   VLLM_INLINE Bits quads(int64_t quad, int64_t output) const {
     const Bits word = load_bits(words() + quad / 2 * kPanel + output);
     Bits q = Code::numbers((word >> (quad % 2 * 4)) & 0x0f0f0f0fu);
@@ -112,7 +113,7 @@ struct Int4Block {
   static VLLM_INLINE Bits bytes(const uint32_t* at, int64_t output) {
     return load_bytes(reinterpret_cast<const uint8_t*>(at) + output);
   }
-  // Multipliers in two's complement, as floats.
+  // Returns multipliers, which are stored in two's complement, as floats.
   static VLLM_INLINE Vec multipliers(const uint32_t* at, int64_t output) {
     const Ints upper = reinterpret_cast<Ints>(bytes(at, output) << 24);
     return __builtin_convertvector(upper >> 24, Vec);
@@ -141,7 +142,8 @@ VLLM_INLINE void for_each_block(const LinearWeight& weight, const uint32_t* w, i
   }
 }
 
-// Adds the sums of a block to the totals of a row. x is the beginning of the block in the row.
+// Scales the integer sums of a block and adds them to the totals of a row. x: the beginning of the
+// block in the converted row.
 template <class Code>
 VLLM_INLINE void add_scaled(Ints sums, Vec scale, Vec minimum, const int8_t* x, Vec& total) {
   const Vec x_scale = reinterpret_cast<Vec>(splat_bits(x));
@@ -260,7 +262,7 @@ struct Int4Tile {
     }
   };
 
-  // Subtracts the zero point times the sum of the inputs.
+  // Starts the sums with minus the zero point times the sum of the inputs.
   template <int kRows, int kVectors>
   static VLLM_INLINE void start_sums(const Input* x, int64_t x_stride, Int4Block<Code> block,
                                      int column, Ints (&acc)[kRows][kVectors]) {

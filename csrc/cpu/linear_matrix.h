@@ -1,9 +1,9 @@
-// One stretch of a panel of weights with all rows, on matrix tiles. The classes take the place of the
-// tiles of linear_tile.h.
+// Multiplies all rows with one stretch (range of inputs) of a panel of weights, on matrix tiles.
+// The classes replace the tiles of linear_tile.h.
 //
-// The words of a panel are what a tile of b holds. Up to 16 rows take all 64 outputs of a panel at once,
-// in one pass over memory; more rows take 32 outputs at a time with 32 rows, so that each tile that is
-// loaded serves two products.
+// The words of a panel have the layout of a tile of b (matrix_tiles.h). Up to 16 rows are
+// multiplied with all 64 outputs of a panel at once, in one pass over memory. More rows are
+// multiplied in groups of 32 rows and 32 outputs, so that each loaded tile is used in two products.
 #pragma once
 
 #include "linear_bytes.h"
@@ -14,19 +14,22 @@
 
 namespace VLLM_ISA {
 
-constexpr int64_t kRowUnit = 2 * kTileRows;  // rows that share what is loaded of the weights
+constexpr int64_t kRowUnit = 2 * kTileRows;  // rows that share each loaded tile of weights
 
-// Bytes from one row of x to the next, of which `bytes` are used: whole lines of the cache, and an
-// odd number of them, or the rows of a tile would compete for the same few places of the cache.
+// Returns the distance in bytes between rows of x that have `bytes` bytes: an odd number of whole
+// cache lines. With an even number, the rows of a tile would compete for the same few sets of the
+// cache.
 inline int64_t tile_row_bytes(int64_t bytes) {
   return (vllm_cpu::ceil_div(bytes, int64_t{kTileBytes}) | 1) * kTileBytes;
 }
 
-// Words of a stretch as products read them: those of an input row_words behind those of the one before,
-// 32 outputs, and half_words behind these the other 32.
+// Layout of the words of a stretch. The words of 32 outputs are adjacent. row_words: distance from
+// one word of an output to its next word. half_words: distance from the first 32 outputs to the
+// other 32.
 //
-// A panel has all 64 outputs in a row. The 32 that many rows are multiplied with would then share half of
-// the places of the first-level cache, too few for a stretch: they are copied into halves.
+// In a panel, the words of all 64 outputs are adjacent. If many rows are multiplied with 32 outputs
+// at a time, the words of these outputs can use only half of the sets of the first-level cache, too
+// few for a stretch. So they are copied into two halves.
 struct StretchWords {
   const uint32_t* words;
   int64_t row_words, half_words;
@@ -37,14 +40,14 @@ struct StretchWords {
   }
   bool is_in_halves() const { return row_words < kPanel; }
 
-  // Where a word of an output is.
+  // Returns the index of a word of an output.
   VLLM_INLINE int64_t place(int64_t word, int64_t output) const {
     constexpr int64_t kHalf = kPanel / 2;
     return output / kHalf * half_words + word * row_words + output % kHalf;
   }
 };
 
-// Products with words of bf16 or int8 weights.
+// Multiplies with bf16 or int8 weights, whose words are not unpacked.
 template <class Numbers, class Dot>
 struct DenseMatrix {
   using Input = typename Dot::Input;
@@ -55,13 +58,13 @@ struct DenseMatrix {
 
   static int64_t x_offset(const LinearWeight&, int64_t input) { return input; }
 
-  // Lines of the cache of a stretch that a step multiplies, and of the next one that it asks for.
+  // Number of cache lines that a step multiplies, and that it prefetches for the next stretch.
   static constexpr int64_t kStepLines = kTileRows * kPanel * 4 / kTileBytes;
 
   static void run(const LinearWeight&, const Input* x, int64_t x_stride, int64_t rows,
                   const uint32_t* w, int64_t inputs, Acc (*total)[kPanel / kLanes], bool is_first,
                   const uint32_t* next) {
-    constexpr int64_t kManyRows = 192;  // that pay for a copy
+    constexpr int64_t kManyRows = 192;  // from this number on, a copy saves time
     const int64_t num_words = inputs / Dot::kInputs;
     if (rows < kManyRows) {
       return multiply(x, x_stride, rows, StretchWords::in_rows(w), num_words, total, is_first, next,
@@ -77,7 +80,8 @@ struct DenseMatrix {
     multiply(x, x_stride, rows, halves, num_words, total, is_first, next, kStepLines);
   }
 
-  // The same for words in either order. Each step asks for its part of step_lines lines from `next` on.
+  // Multiplies with words in either layout. Each step prefetches its part of step_lines cache
+  // lines from `next` on.
   static void multiply(const Input* x, int64_t x_stride, int64_t rows, const StretchWords& w,
                        int64_t num_words, Acc (*total)[kPanel / kLanes], bool is_first,
                        const uint32_t* next, int64_t step_lines) {
@@ -100,8 +104,9 @@ struct DenseMatrix {
     const bool is_one_pass = rows <= kTileRows && !w.is_in_halves();
     const int64_t columns = is_one_pass ? kPanel : kPanel / 2;
     const int64_t num_calls = kPanel / columns * vllm_cpu::ceil_div(rows, kRowUnit);
-    // One pass reads memory in order. The hardware follows it, and reads 1.08 to 1.12 times as fast
-    // as with prefetches (one and 16 rows, two threads of a Xeon with AMX, 2026-11-28).
+    // One pass reads memory in order. The hardware prefetcher follows it, and reads 1.08 to 1.12
+    // times as fast as with prefetch instructions (one and 16 rows, two threads of a Xeon with AMX,
+    // 2026-11-28).
     const bool is_followed = next == nullptr || is_one_pass;
     const int64_t lines = is_followed ? 0 : vllm_cpu::ceil_div(step_lines, num_calls);
     Prefetch prefetch = {reinterpret_cast<const char*>(next), lines};
@@ -133,7 +138,8 @@ struct DenseMatrix {
   }
 };
 
-// int8 weights. Sums of whole numbers are exact: a few rows are left to vectors, which read faster.
+// Multiplies with int8 weights. Sums of integers are exact in any order, so a few rows are
+// multiplied with vectors, which read the weights faster.
 struct Int8Matrix : DenseMatrix<TilesOfU8S8, DotInt8> {
   static void run(const LinearWeight& weight, const Input* x, int64_t x_stride, int64_t rows,
                   const uint32_t* w, int64_t inputs, Acc (*total)[kPanel / kLanes], bool is_first,
@@ -146,7 +152,8 @@ struct Int8Matrix : DenseMatrix<TilesOfU8S8, DotInt8> {
   }
 };
 
-// Weights of one byte, or codes of four bits. One row takes the tiles as well, as its sums must be those of any other number.
+// Multiplies with weights of one byte, or codes of four bits. One row uses matrix tiles as well,
+// because its sums must be the same as with any other number of rows.
 template <class CodeOf>
 struct ByteMatrix {
   using Code = CodeOf;
@@ -156,7 +163,8 @@ struct ByteMatrix {
   static constexpr int64_t kRowUnit = Dense::kRowUnit;
   static constexpr int64_t kStretchInputs = Dense::kStretchInputs;
 
-  // The words of `inputs` inputs of a panel as those of a bf16 weight, at the places of `order`.
+  // Converts the words of `inputs` inputs of a panel to words of a bf16 weight, and stores them in
+  // the layout `order`.
   static void widen(Code code, const uint32_t* w, const float* zeros, int64_t inputs,
                     const StretchWords& order, uint32_t* to) {
     Vec zero[kPanel / kLanes] = {};
@@ -172,13 +180,14 @@ struct ByteMatrix {
   }
 };
 
-// total[num_panels][rows][64] of panels of bytes: a stretch with one scale at a time is widened,
-// multiplied with all rows, and added up.
+// Computes total[num_panels][rows][64] for panels of a ByteMatrix. For each range of inputs with
+// one scale, converts the weights to bf16, multiplies all rows with them, and adds the scaled
+// products to total.
 template <class Code>
 void panel_sums(ByteMatrix<Code>, const LinearWeight& weight, int64_t panel, int64_t num_panels,
                 const bf16* x, int64_t x_stride, int64_t rows, Vec (*total)[kPanel / kLanes]) {
   using Matrix = ByteMatrix<Code>;
-  constexpr int64_t kRows = 256;  // whose sums stay in the second-level cache
+  constexpr int64_t kRows = 256;  // rows whose sums stay in the second-level cache
   alignas(64) uint32_t words[Matrix::kStretchInputs / 2 * kPanel];
   alignas(64) Vec sums[kRows][kPanel / kLanes];
   const Code code(weight);
@@ -217,9 +226,9 @@ void panel_sums(ByteMatrix<Code>, const LinearWeight& weight, int64_t panel, int
   }
 }
 
-// Weights of 4 or 5 bits: a stretch is unpacked to int8, minus the zero points, once for all rows. Sums of
-// whole numbers are exact, and they are scaled and added up in the order of Int4Tile: the results
-// are the same bits, and a few rows are left to it.
+// Multiplies with weights of 4 or 5 bits: unpacks them to int8, minus the zero points, once for all
+// rows. Sums of integers are exact, and they are scaled and added in the order of Int4Tile. So the
+// results have the same bits, and Int4Tile can multiply a few rows.
 template <class Code>
 struct Int4Matrix : Int4Tile<Code> {
   using Vectors = Int4Tile<Code>;
@@ -264,7 +273,7 @@ struct Int4Matrix : Int4Tile<Code> {
     Vec minimums[Code::kHasMinimums ? kMaxBlocks : 1][kPanel / kLanes];
   };
 
-  // Unpack block n of a segment of inputs: `size` inputs, zeros after the first `count`.
+  // Unpacks block n of a segment of inputs: `size` inputs, zeros after the first `count`.
   static void unpack(Int4Block<Code> block, int64_t n, int64_t size, int64_t count, Unpacked& to) {
     Bits (*const quads)[kPanel / kLanes] = to.quads + n * size / 4;
     for (int v = 0; v < kPanel / kLanes; ++v) {
@@ -282,13 +291,13 @@ struct Int4Matrix : Int4Tile<Code> {
     }
   }
 
-  // Subtract the bytes of b from the bytes of a.
+  // Subtracts the bytes of b from the bytes of a.
   static VLLM_INLINE Bits minus_bytes(Bits a, Bits b) {
     typedef uint8_t Bytes __attribute__((vector_size(kLanes * 4)));
     return reinterpret_cast<Bits>(reinterpret_cast<Bytes>(a) - reinterpret_cast<Bytes>(b));
   }
 
-  // At most 16 rows of x with the blocks of a stretch.
+  // Multiplies at most 16 rows of x with the unpacked blocks of a segment of inputs.
   static void add_rows(const Input* x, int64_t x_stride, int64_t rows, int64_t block,
                        int64_t num_blocks, const Unpacked& weights, Vec (*total)[kPanel / kLanes]) {
     const int64_t block_bytes = int64_t{sizeof(Int4Header)} + block;

@@ -1,11 +1,11 @@
-// Packs weights into the layout of linear_format.h, and reads rows back.
+// Packs weights into the layout of linear_format.h, and reads the weights of one output back.
 #pragma once
 
 #include "linear_pack_int4.h"
 
 namespace VLLM_ISA {
 
-// Bytes of the panels of a weight. Its pointers need not be set yet.
+// Returns the size in bytes of the panels of a weight. Its pointers need not be set yet.
 inline int64_t packed_bytes(const LinearWeight& weight) {
   return vllm_cpu::num_panels(weight) * vllm_cpu::panel_words(weight) * 4;
 }
@@ -32,7 +32,7 @@ inline int64_t pack_panels(uint32_t* panels, int64_t num_panels, int64_t words, 
   return 0;
 }
 
-// Rounds one output to int8, in steps of the scale; returns the sum of the steps.
+// Quantizes the weights of one output to int8; returns the sum of the quantized values.
 template <typename T>
 int32_t pack_int8_row(const T* from, int64_t size, uint32_t* to, float* scale, uint8_t* bytes) {
   *scale = quantize_row(from, bytes, size);
@@ -74,7 +74,7 @@ int64_t quantize_weight(const LinearWeight& weight, const T* from, int num_threa
   return 0;
 }
 
-// Reads one output of a packed weight, as T.
+// Reads the weights of output n, and converts them to T.
 template <typename T>
 void unpack_row(const LinearWeight& weight, int64_t n, T* out) {
   if (vllm_cpu::has_int4_blocks(weight)) return unpack_int4_row(weight, n, out);

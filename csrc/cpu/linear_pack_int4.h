@@ -14,7 +14,8 @@ T to_type(float x) {
   return lanes[0];
 }
 
-// The nearest float16 (ties to even) of a finite value below 65,520; undefined for other values.
+// Returns the nearest float16 (ties to even) of a finite value below 65,520; undefined for other
+// values.
 inline uint16_t to_half(float x) {
   uint32_t bits;
   __builtin_memcpy(&bits, &x, sizeof bits);
@@ -28,8 +29,9 @@ inline uint16_t to_half(float x) {
   return static_cast<uint16_t>(sign | ((bits >> 13) - (112u << 10)));
 }
 
-// The power of two by which the scales of an output are divided, so that they fit into float16: the
-// largest is then from 1 to 2. NaN if they are not finite, so that the results become NaN.
+// Returns the power of two by which the scales of an output are divided, so that they fit into
+// float16: the largest is then from 1 to 2. NaN if they are not finite, so that the results become
+// NaN.
 inline float scale_unit(float largest) {
   uint32_t bits;
   __builtin_memcpy(&bits, &largest, sizeof bits);
@@ -45,10 +47,10 @@ inline uint32_t* block_of(const LinearWeight& weight, int64_t panel, int64_t inp
          vllm_cpu::panel_words(weight, input);
 }
 
-// Position of q number i of eight in its word, in bits.
+// Returns the bit position of value i of the eight values in a word.
 constexpr int q_shift(int i) { return i % 4 * 8 + i / 4 * 4; }
 
-// The value of largest magnitude in a block.
+// Returns the value of largest magnitude in a block.
 template <typename T>
 float extreme_of(const T* from, int64_t count) {
   float extreme = 0;
@@ -59,8 +61,8 @@ float extreme_of(const T* from, int64_t count) {
   return extreme;
 }
 
-// Rounds one output. The value of largest magnitude in a block becomes -8, whatever its sign,
-// because the scale takes the sign.
+// Quantizes the weights of one output. The value of largest magnitude in a block becomes -8,
+// whatever its sign, because the scale takes the sign.
 template <typename T>
 void pack_int4_row(const LinearWeight& weight, int64_t n, const T* from) {
   const int64_t size = weight.in_features, block = weight.block_inputs, output = n % kPanel;
@@ -113,7 +115,7 @@ void unpack_int4_row(const LinearWeight& weight, int64_t n, T* out) {
 
 using vllm_cpu::Int4Source;
 
-// Value i of a row in a checkpoint's words: output n of input k.
+// Returns the 4-bit value of input k and output n, read from the words of a checkpoint.
 inline uint32_t source_q(const Int4Source& source, int64_t k, int64_t n, int64_t out_features) {
   if (source.is_awq) {
     // A word contains the outputs 0, 2, 4, 6, 1, 3, 5, 7 of eight, from the lowest bits on.

@@ -1,4 +1,5 @@
-// The innermost loops: a few rows of x with one stretch of one panel of weights.
+// The innermost loops: multiply a few rows of x with one stretch (range of inputs) of a panel of
+// weights.
 #pragma once
 
 #include "linear_dot.h"
@@ -11,12 +12,12 @@ using vllm_cpu::LinearWeight;
 
 constexpr int kMaxTileRows = 6;
 
-// Vectors of outputs that a tile of so many rows keeps in registers, one sum each: up to 24 of the
-// 32 registers of AVX-512, 12 of 16 elsewhere.
+// Returns the number of vectors of outputs for which a tile of `rows` rows keeps its sums in
+// registers: up to 24 of the 32 registers of AVX-512, 12 of 16 elsewhere.
 constexpr int tile_vectors(int rows) { return kLanes == 16 || rows == 2 ? 4 : rows == 1 ? 8 : 2; }
 
-// What to bring into the cache meanwhile: `lines` cache lines per step of the loop. The hardware
-// would start on the next stretch only when all tiles are done with this one.
+// Memory to prefetch during a loop: `lines` cache lines per step, from `next` on. The hardware
+// prefetcher would begin with the next stretch only after all tiles have read this one.
 struct Prefetch {
   const char* next;
   int64_t lines;
@@ -26,10 +27,10 @@ struct Prefetch {
   }
 };
 
-// Whether a tile asks memory for words some steps ahead. With one row AVX2 multiplies faster than the hardware
-// brings words. 16 words ahead into the second-level cache read bf16 1.10 to 1.34 times and int8 1.19 to 1.40
-// times as fast as 4 words ahead into the first one (AMD EPYC, medians of three runs). With more rows it is no
-// gain.
+// Whether a tile prefetches words of its panel some steps ahead. With one row, AVX2 multiplies
+// faster than the hardware prefetcher loads words. Prefetching 16 words ahead into the second-level
+// cache was 1.10 to 1.34 times (bf16) and 1.19 to 1.40 times (int8) as fast as 4 words ahead into
+// the first-level cache (AMD EPYC, medians of three runs). With more rows it gains nothing.
 template <int kRows>
 constexpr bool kAsksAhead = kLanes == 8 && kRows == 1;
 constexpr int64_t kWordsAhead = 16;
@@ -49,13 +50,13 @@ VLLM_INLINE void unroll(Body body) {
 }
 
 // total[kRows][64] = (or +=) the products of `inputs` inputs with float, bf16 or int8 weights. The
-// arguments named Weight say how the weight is stored; only int4 has a choice.
+// arguments of type LinearWeight describe the storage; only the tiles of int4 need them.
 template <class Dot>
 struct DenseTile {
   using Input = typename Dot::Input;
   using Acc = typename Dot::Acc;
   static constexpr int64_t kStretchInputs = 128 * Dot::kInputs;  // 32 KiB of weights
-  static constexpr bool kIsFollowed = true;  // by the hardware, as long as one tile reads
+  static constexpr bool kIsFollowed = true;  // the hardware prefetches while only one tile reads
   static constexpr int64_t kRowUnit = 1;
 
   static constexpr int64_t kStepLines = 4 * kPanel * 4 / 64;
@@ -75,7 +76,7 @@ struct DenseTile {
       const auto step = [&](int64_t k) __attribute__((always_inline)) {
         unroll<Dot::kParts>([&](auto number) __attribute__((always_inline)) {
           constexpr int kPart = decltype(number)::value;
-          // Or the compiler loads weights for both parts at once, for which it has no registers.
+          // Otherwise the compiler loads weights for both parts at once, and runs out of registers.
           if constexpr (Dot::kParts > 1) __asm__ volatile("" : : : "memory");
           decltype(Dot::template part<kPart>(Bits{})) weights[kVectors];
 #pragma GCC unroll 8
@@ -125,8 +126,8 @@ VLLM_INLINE void with_rows(int64_t rows, Body body) {
   body(Number<kRows>{});
 }
 
-// All rows with one stretch of a panel, in tiles of about equal height. next: what to bring into the
-// cache meanwhile; null: nothing.
+// Multiplies all rows with one stretch of a panel, in tiles with about equal numbers of rows. next:
+// the address to prefetch from meanwhile; null: no prefetch.
 template <class Tile>
 void run_tiles(const LinearWeight& weight, const typename Tile::Input* x, int64_t x_stride,
                int64_t rows, const uint32_t* w, int64_t inputs,

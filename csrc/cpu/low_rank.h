@@ -24,12 +24,12 @@ using vllm_cpu::kRankInputs;
 constexpr int64_t kPieceRows = 32;
 constexpr int64_t kAheadBytes = 4096;  // prefetch distance
 
-// Number of inputs in a row of a, with padding.
+// Returns the number of inputs in a row of a, with padding.
 inline int64_t aligned_inputs(int64_t in_features) {
   return ceil_div(in_features, kRankInputs) * kRankInputs;
 }
 
-// Converts b to a weight of a linear layer whose inputs are rows of floats.
+// Selects the Dot that multiplies rows of floats with b, which is a packed weight of W.
 template <typename W>
 struct UpDot {
   using Dot = DotFloat;
@@ -81,8 +81,8 @@ struct RankDot<bf16, bf16> {
 };
 #endif
 
-// h[r][0 .. kRankBlock) = x[r] @ a.T for one block of a. is_new: a was not read before, so prefetch
-// it.
+// Computes h[r][0 .. kRankBlock) = x[r] @ a.T for one block of a. kIsNew: prefetch a, because it
+// may not have been read before.
 template <int kRows, bool kIsNew, typename T, typename W>
 VLLM_INLINE void project_down(const T* const* x, const W* a, int64_t in_features, float* const* h) {
   using Dot = RankDot<T, W>;
@@ -137,7 +137,7 @@ class LowRankCall {
  public:
   LowRankCall(const LowRankArgs& args, int num_threads) : args_(args), threads_(num_threads) {}
 
-  // Returns -1, a row whose adapter is out of range, or kNoMemory.
+  // Computes all projections. Returns -1, a row whose adapter is out of range, or kNoMemory.
   int64_t run() {
     int64_t h_size = 0, work = 0, num_adapted = 0;
     for (int64_t i = 0; i < args_.num_rows; ++i) {
@@ -183,7 +183,8 @@ class LowRankCall {
     return args_.adapted->adapters[adapter][args_.first_part + part];
   }
 
-  // rows: the rows of each adapter, in their order, from starts[adapter] on.
+  // Groups the rows by adapter: writes the rows of each adapter, in their order, to `rows` from
+  // starts[adapter] on.
   void group_rows(int32_t* starts, int32_t* rows) const {
     const int64_t num_adapters = args_.adapted->num_adapters;
     for (int64_t a = 0; a <= num_adapters; ++a) starts[a] = 0;
@@ -265,7 +266,7 @@ class LowRankCall {
     }
   }
 
-  // The beginning of row i of a piece.
+  // Returns the address of the input of row i of a piece.
   const T* x_at(const LowRankPiece& piece, int64_t i) const {
     return static_cast<const T*>(args_.x) + piece.rows[i] * args_.x_stride +
            piece.number * args_.x_head_stride;
@@ -316,7 +317,8 @@ inline int64_t tile_matrix(const TileArgs& args) {
   }
 }
 
-// Returns -1; a row whose adapter is out of range (nothing is computed then); or kNoMemory.
+// Adds the results of the adapters to y. Returns -1; a row whose adapter is out of range (nothing
+// is computed then); or kNoMemory.
 template <typename T>
 int64_t add_low_rank(const LowRankArgs& args, int num_threads) {
   if (args.adapted->is_float != 0) return LowRankCall<T, float>(args, num_threads).run();

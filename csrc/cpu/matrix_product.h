@@ -1,4 +1,5 @@
-// A product of up to four tiles of sums: the innermost loop of everything that matrix tiles compute.
+// Multiplies two matrices on matrix tiles, with up to four tiles of sums: the innermost loop of
+// everything that matrix tiles compute.
 #pragma once
 
 #include "linear_tile.h"
@@ -8,7 +9,7 @@
 
 namespace VLLM_ISA {
 
-// c = (or +=) a b. All strides are in bytes.
+// The operands of c = (or +=) a @ b. All strides are in bytes.
 struct TileProduct {
   const void* a;  // [rows][inputs of a step, num_steps of them]
   int64_t a_stride;
@@ -16,18 +17,19 @@ struct TileProduct {
   int64_t b_stride;
   void* c;  // [rows][16 floats or int32 for each tile of columns]
   int64_t c_stride;
-  int64_t num_steps;  // of kTileBytes bytes of a, or the only one of fewer
-  bool is_first;      // c is not read
+  int64_t num_steps;  // steps of kTileBytes bytes of a; a single step may have fewer bytes
+  bool is_first;      // true: c = a @ b; false: c += a @ b
 };
 
-// Tiles of sums are rows first: 1 x 4, 2 x 2 or 4 x 1, or fewer. The tiles must be configured: for
-// two rows of tiles with the rows of each, for others with equal numbers. A sum is made in the order
-// of inputs, one step after the other: it does not depend on how many tiles there are. kStreams: what
-// is read of a must not take the place of b in the first-level cache.
+// Multiplies with kRows x kColumns tiles of sums: 1 x 4, 2 x 2 or 4 x 1, or fewer. The tiles must
+// be configured (configure_tiles): with two rows of tiles, first_rows and last_rows are the rows of
+// each; otherwise they are equal. A sum is added in the order of inputs, one step after the other,
+// so it does not depend on the number of tiles. kStreams: loads a without keeping it in the
+// first-level cache, so that b remains there.
 template <class Numbers, int kRows, int kColumns, bool kStreams = false>
 inline void multiply_tiles(const TileProduct& product, Prefetch& prefetch) {
   static_assert(kRows * kColumns <= 4);
-  constexpr int kA = 4, kB = 6;  // the first of two tiles each
+  constexpr int kA = 4, kB = 6;  // indices of the first of two tiles of a, and of b
   const auto sum_at = [&](int row, int column) {
     return static_cast<char*>(product.c) + row * kTileRows * product.c_stride + column * kTileBytes;
   };
@@ -56,7 +58,7 @@ inline void multiply_tiles(const TileProduct& product, Prefetch& prefetch) {
       constexpr int kColumn = decltype(column)::value;
       Tiles::load<kB + kColumn % 2>(b + kColumn * kTileBytes, product.b_stride);
     };
-    // What there are at most two of stays in its tiles during the step.
+    // The operand with at most two tiles is loaded once per step.
     if constexpr (kColumns <= 2) {
       unroll<kColumns>(load_b);
     } else {
@@ -79,7 +81,7 @@ inline void multiply_tiles(const TileProduct& product, Prefetch& prefetch) {
   });
 }
 
-// The same for one tile of columns and full tiles of rows, any number of them.
+// Multiplies with one tile of columns, and with any number of full tiles of rows.
 template <class Numbers>
 inline void multiply_column(TileProduct product, int64_t num_row_tiles) {
   configure_tiles(kTileRows, kTileRows, kTileRows);

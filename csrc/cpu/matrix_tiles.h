@@ -1,12 +1,14 @@
-// Matrix tiles: eight registers of up to 16 rows of 64 bytes, and products of them. They are those of
-// Intel AMX (Software Developer's Manual, volume 1, chapter 18).
+// Matrix tiles of Intel AMX (Software Developer's Manual, volume 1, chapter 18): eight registers of
+// up to 16 rows of 64 bytes, and instructions that multiply them.
 //
-// The kernels know only `Tiles`, which is one of two: AmxTiles, the instructions, or PortableTiles,
-// C++ with the same order of sums and the same rounding. The second exists for tests of the layout
-// and the arithmetic on processors without AMX; tests/ops/amx_emulator.cpp runs the first there.
+// The kernels use only `Tiles`, which is either AmxTiles (the instructions) or PortableTiles (C++
+// with the same order of sums and the same rounding). PortableTiles exists for tests of the layout
+// and the arithmetic on processors without AMX; tests/ops/amx_emulator.cpp runs AmxTiles on such
+// processors.
 //
-// A product c += a b has rows of a with inputs next to each other, and words of b as panels have
-// them (linear_format.h): row k of b is inputs k * kInputs and after of 16 outputs.
+// When tiles are multiplied (c += a @ b), the inputs of a row of a are adjacent, and b has the word
+// layout of panels (linear_format.h): row k of b has inputs k * kInputs to k * kInputs + kInputs -
+// 1 of 16 outputs.
 #pragma once
 
 #include "linear_dot.h"
@@ -25,17 +27,17 @@ constexpr void (*kLeaveThread)() = nullptr;
 #else
 
 constexpr bool kHasTiles = true;
-constexpr int kTileRows = 16;  // of a tile, and 32-bit words of a row
-constexpr int kTileBytes = 64;  // of a row
+constexpr int kTileRows = 16;  // rows of a tile, and 32-bit words of a row
+constexpr int kTileBytes = 64;  // bytes of a row
 
-// What LDTILECFG reads.
+// The operand of the instruction LDTILECFG.
 struct alignas(64) TileConfig {
   uint8_t palette, start_row, reserved[14];
   uint16_t row_bytes[16];
   uint8_t rows[16];
 };
 
-// Which numbers a product multiplies: of the rows of a, and of b.
+// Element types of a and b in c += a @ b (U8 and S8: unsigned and signed bytes).
 struct TilesOfBf16 {};
 struct TilesOfU8S8 {};
 struct TilesOfS8S8 {};
@@ -59,7 +61,7 @@ struct AmxTiles {
                      : "r"(from), "r"(stride), "i"(kTile)
                      : "memory");
   }
-  // What is not read again soon.
+  // Loads memory that is not read again soon.
   template <int kTile>
   static VLLM_INLINE void load_once(const void* from, int64_t stride) {
     __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2"
@@ -92,7 +94,7 @@ using Tiles = AmxTiles;
 
 #else
 
-// What a thread has in its registers.
+// The content of the tile registers of a thread.
 struct TileFile {
   TileConfig config;
   alignas(64) uint32_t words[8][kTileRows][kTileRows];
@@ -138,11 +140,12 @@ struct PortableTiles {
 
  private:
   static const TileConfig& configured() {
-    if (tile_file.config.palette != 1) __builtin_trap();  // as the processor would
+    if (tile_file.config.palette != 1) __builtin_trap();  // the processor would fail as well
     return tile_file.config;
   }
 
-  // Calls body(sums, words of a row of a, their number, 16 or fewer columns of b) for each part of c.
+  // Calls body(sums, words of a row of a, number of these words, kLanes columns of b) for each part
+  // of c.
   template <class Sum, class Body>
   static void for_each_sum(int c, int a, int b, Body body) {
     const TileConfig& config = configured();
@@ -159,9 +162,11 @@ struct PortableTiles {
     }
   }
 
-  // TDPBF16PS: the products of first and of second numbers are summed up apart, from zero and in the
-  // order of inputs, each with one rounding; then both sums are added, and the result to c. Rounds to
-  // nearest even; numbers below 2^-126 count as zero, read or written, whatever MXCSR says.
+  // TDPBF16PS: a word is a pair of bf16. The products of the first elements of all pairs are added
+  // up, and separately the products of the second elements: each sum begins with zero and
+  // follows the order of inputs, with one rounding per step. Then the two sums are added, and the
+  // result is added to c. Rounds to nearest even; magnitudes below 2^-126 count as zero when they
+  // are read or written, whatever MXCSR says.
   static __attribute__((noinline)) void add_product(TilesOfBf16, int c, int a, int b) {
     constexpr unsigned kFlushes = 0x9fc0;  // MXCSR: FTZ, DAZ, all exceptions masked
     const unsigned before = __builtin_ia32_stmxcsr();
@@ -204,12 +209,12 @@ using Tiles = PortableTiles;
 
 #endif
 
-// Which rows and bytes the tiles of this thread have: those of `configure_tiles`; 0: it has none.
+// The shape of the tiles of this thread, as packed by `configure_tiles`; 0: they have no shape.
 static thread_local uint32_t tile_shape = 0;
 
-// Gives the tiles the shape of a product (matrix_product.h): sums 0 and 1 and tile 4 have
-// first_rows rows, sums 2 and 3 and tile 5 last_rows; rows of a have num_words words. Their content
-// is undefined then.
+// Sets the shapes of the tiles for c += a @ b (matrix_product.h): sum tiles 0 and 1 and tile 4 (of
+// a) get first_rows rows; sum tiles 2 and 3 and tile 5 (of a) get last_rows. Each row of a has
+// num_words words. If the shapes change, the content of all tiles becomes undefined.
 inline void configure_tiles(int64_t first_rows, int64_t last_rows, int64_t num_words) {
   uint32_t& current = tile_shape;
   const uint32_t shape = static_cast<uint32_t>(first_rows | last_rows << 8 | num_words << 16);
@@ -226,8 +231,8 @@ inline void configure_tiles(int64_t first_rows, int64_t last_rows, int64_t num_w
   Tiles::configure(config);
 }
 
-// What a thread does when it leaves a loop (parallel.h): tiles in use would be saved at each switch
-// to another thread, and keep the core from its deeper sleep.
+// Releases the tiles of a thread when it leaves a loop (parallel.h). Otherwise the system would
+// save them at each switch to another thread, and the core could not enter its deeper sleep.
 inline void release_tiles() {
   if (tile_shape == 0) return;
   tile_shape = 0;

@@ -46,7 +46,7 @@ struct MoeSlab {
   const LinearWeight& gate(int64_t e) const { return *experts.gate[e]; }
   const LinearWeight& up(int64_t e) const { return *experts.up[e]; }
   const LinearWeight& down(int64_t e) const { return *experts.down[e]; }
-  // The ids (top_k) of a token of this part of the batch.
+  // Returns the top_k expert ids of a token of this part of the batch.
   const int64_t* ids(int64_t token) const {
     return args.ids + (first_token + token) * args.ids_stride;
   }
@@ -54,7 +54,7 @@ struct MoeSlab {
     return args.weights + (first_token + token) * args.weights_stride;
   }
 
-  // Index of the expert that a token has chosen; -1: it is on another rank.
+  // Returns the index of the expert that a token has chosen; -1: it is on another rank.
   int64_t expert(int64_t token, int64_t choice) const {
     const int64_t e = ids(token)[choice] - experts.first_id;
     return e >= 0 && e < experts.num_experts ? e : -1;
@@ -62,8 +62,8 @@ struct MoeSlab {
 
   int64_t sum_rows() const { return num_pairs() < kBlockRows ? num_pairs() : kBlockRows; }
 
-  // Lays out the arrays from the address `memory` on (0: only measures), and returns the number of
-  // bytes. row_bytes: size of a row in the form that the tiles read.
+  // Lays out the arrays from the address `memory` on, and returns their size in bytes; with 0, only
+  // the size is valid. row_bytes: size of a row in the form that the tiles read.
   int64_t place(uintptr_t memory, int64_t row_bytes) {
     int64_t used = 0;
     const auto take = [&](auto*& array, int64_t count) {
@@ -129,8 +129,9 @@ struct MoeSlab {
   }
 };
 
-// Copies x to the rows of its choices, in the form that the tiles read. If weights scale the
-// inputs, the scaled row is made in the memory of the later result.
+// Copies x of each token to the rows of its chosen experts, in the form that the tiles read. If the
+// weights of the choices scale the inputs, the scaled row is computed in the memory that the result
+// uses later.
 template <class Kind, typename T>
 void gather_rows(const MoeSlab<T>& slab) {
   using Input = typename Kind::Input;
@@ -177,14 +178,14 @@ void activate(const Experts& experts, const T* both, T* out, int64_t size) {
   }
 }
 
-// The biases of expert `e` from feature `begin` on; null if there are none. Each expert has
-// `width`.
+// Returns the biases of expert `e` from feature `begin` on, or null if there are none. Each expert
+// has `width` biases.
 template <typename T>
 const T* bias_at(const void* biases, int64_t e, int64_t width, int64_t begin) {
   return biases == nullptr ? nullptr : static_cast<const T*>(biases) + e * width + begin;
 }
 
-// A vector of results with its part of the bias.
+// Adds the bias, if there is one, to a vector of results.
 template <typename T>
 VLLM_INLINE Vec with_bias(Vec value, const T* bias, int64_t i, int64_t count) {
   return bias == nullptr ? value : value + load(bias + i, count);
@@ -227,7 +228,8 @@ void expand(const MoeSlab<T>& slab) {
   });
 }
 
-// rows = hidden as the tiles of `down` read it; where they read T, hidden itself.
+// Returns the rows of `hidden` in the form that the tiles of `down` read: converted, in slab.rows;
+// or, if the tiles read T, `hidden` itself.
 template <class Kind, typename T>
 const typename Kind::Input* convert_hidden(const MoeSlab<T>& slab) {
   using Input = typename Kind::Input;
@@ -248,7 +250,7 @@ const typename Kind::Input* convert_hidden(const MoeSlab<T>& slab) {
   }
 }
 
-// results = down of what `convert_hidden` made.
+// results = the down projection of the rows that `convert_hidden` returns.
 template <class Kind, typename T>
 void reduce(const MoeSlab<T>& slab) {
   using Tile = typename Kind::Tile;
@@ -309,7 +311,7 @@ int64_t moe_slab(MoeSlab<T> slab) {
   if (scratch == nullptr) return kNoMemory;
   slab.place(reinterpret_cast<uintptr_t>(scratch), row_bytes);
   slab.sort_pairs();
-  if (*slab.num_blocks == 0) {  // nothing for this rank
+  if (*slab.num_blocks == 0) {  // no expert of this rank was chosen
     combine(slab);
     return -1;
   }
@@ -326,7 +328,8 @@ int64_t moe_slab(MoeSlab<T> slab) {
   return -1;
 }
 
-// Returns -1, the first i whose id is out of range (nothing is written then), or kNoMemory.
+// Computes a mixture of experts. Returns -1; the first i whose id is out of range (nothing is
+// written then); or kNoMemory.
 template <typename T>
 int64_t moe(const MoeArgs<T>& args, int num_threads) {
   const int64_t num_ids = args.experts->has_others ? 0 : args.num_tokens * args.top_k;

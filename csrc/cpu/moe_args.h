@@ -21,8 +21,9 @@ VLLM_ENUM(Routing, kSoftmax, kSoftmaxOfChosen, kSigmoid, kSigmoidOfChosen, kSpar
 constexpr int64_t kMaxTopK = 64;
 constexpr int64_t kMaxExpertGroups = 64;
 
-// All gates and ups are [I, H] in one format; gate and up of an expert have the same order of
-// inputs. All downs are [H, I] in one format. Biases have the type of the activations.
+// The weights of the experts of this rank. All gates and ups are [I, H] in one format; gate and up
+// of an expert have the same order of inputs. All downs are [H, I] in one format. Biases have the
+// type of the activations.
 VLLM_STRUCT(Experts,
   const LinearWeight* const* gate;  // [num_experts]
   const LinearWeight* const* up;
@@ -48,8 +49,8 @@ VLLM_STRUCT(MoeArgs,
   int64_t num_tokens, top_k, x_stride, ids_stride, weights_stride;
 );
 
-// The choices of a token as `route` writes them: top_k ids (int64_t), then top_k weights (float).
-// The size of a row is a multiple of 8 bytes.
+// Returns the size in bytes of the choices of a token, as `route` writes them: top_k ids (int64_t),
+// then top_k weights (float). It is a multiple of 8 bytes.
 constexpr int64_t choice_bytes(int64_t top_k) { return 8 * (top_k + (top_k + 1) / 2); }
 
 }  // namespace vllm_cpu

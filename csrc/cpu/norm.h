@@ -56,7 +56,7 @@ inline void layer_norm_row(const T* x, const T* weight, const T* bias, T* out, i
     const Vec v = centered(i, n);
     squares = fma(v, v, squares);
   });
-  // Lanes after the end of the row were loaded as zeros and must not count.
+  // Lanes after the end of the row were loaded as zeros, so each has added mean^2.
   const float padding = static_cast<float>((kLanes - size % kLanes) % kLanes);
   const float variance = (sum_lanes(squares) - padding * mean * mean) / count;
   const Vec scale = splat(1.0f / __builtin_sqrtf(variance + eps));

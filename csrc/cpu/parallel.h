@@ -16,8 +16,8 @@
 
 namespace vllm_cpu {
 
-// begin, end: the range of the loop. worker: an index below num_threads, different for all threads
-// that are inside the loop at the same time.
+// The body of a loop. begin, end: the range to run. worker: an index below num_threads, different
+// for all threads that are inside the loop at the same time.
 using LoopBody = void (*)(void* context, int64_t begin, int64_t end, int worker);
 
 // The threads of a loop.
@@ -61,8 +61,8 @@ inline void team(int num_threads, Body body) {
       num_threads, [](void* context) { (*static_cast<Body*>(context))(); }, &body);
 }
 
-// parallel_for for rows of equal cost: one range per thread. Another thread is only used if each
-// thread has enough work to make up for waking it.
+// Calls parallel_for for rows of equal cost, with one range per thread. Another thread is only used
+// if each thread has enough work to make up for waking it.
 template <typename Body>
 inline void parallel_row_ranges(int64_t rows, int64_t elements_per_row, int num_threads,
                                 Body body) {

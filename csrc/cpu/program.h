@@ -23,16 +23,18 @@ namespace VLLM_ISA {
 constexpr int64_t kCachedRunBytes = 4 << 20;
 constexpr int64_t kOwnRows = 64;       // largest number of rows that one thread takes through a run
                                        // at a time
-constexpr int64_t kSharedRows = 1024;  // the same number for all threads together
+constexpr int64_t kSharedRows = 1024;  // largest number of rows that all threads together take
+                                       // through a run at a time
 constexpr int64_t kRowBlock = 8;       // number of rows that an operation computes before the next
                                        // operation does
 
-// A program with a single operation has no run to take rows through.
+// Whether the weights of each run fit into the caches. A program with a single operation has no
+// run.
 inline bool is_cached(const Program& program) {
   return program.largest_run_bytes <= kCachedRunBytes && program.num_operations > 1;
 }
 
-// Whether one thread finishes before another would have been woken: at most about 100 us.
+// Whether one thread would finish before another thread is awake: at most about 100 us.
 inline bool is_small(const Program& program, const ProgramLaunch& launch) {
   int64_t num_keys = 0;
   int64_t num_items = 0;
@@ -51,7 +53,7 @@ inline int64_t local_rows(const Program& program, int64_t num_tokens, int num_th
   return num_tokens < kSharedRows ? num_tokens : kSharedRows;
 }
 
-// Bytes that are enough for any launch of at most num_tokens.
+// Returns the bytes of scratch memory that are enough for any launch of at most num_tokens tokens.
 template <typename T>
 int64_t program_scratch_bytes(const Program& program, int64_t num_tokens, int num_threads) {
   const int64_t num_local = local_rows(program, num_tokens, num_threads);
@@ -98,7 +100,7 @@ class ProgramPass {
     exchange(op);
   }
 
-  // Callable from any thread; the last failure is kept.
+  // Stores a failure. Any thread may call this; the last failure is kept.
   void fail(ProgramStatus status, int64_t index) {
     __atomic_store_n(&launch_.bad_index, index, __ATOMIC_RELAXED);
     __atomic_store_n(&status_, status, __ATOMIC_RELAXED);
@@ -206,7 +208,7 @@ class ProgramPass {
     if (status_of() != 0) fail(ProgramStatus::kNoMemory, 0);
   }
 
-  // A matmul with rows of floats, whatever T is.
+  // Multiplies rows of floats, whatever T is.
   static int64_t multiply_floats(const Operation& op, const View<T>& x, const View<T>& out,
                                  const Rows& rows, int num_threads) {
     return activated_linear<float>(
@@ -215,7 +217,7 @@ class ProgramPass {
         Activation(op.option), num_threads);
   }
 
-  // Adds to x the results of the adapters of its rows for y.
+  // Adds to x the results of the adapters of its rows, which read their inputs from y.
   void adapt(const Operation& op, const Rows& rows, int num_threads) {
     if (launch_.adapted == nullptr) return;
     const auto x = rows_.view(op.y, op.y_offset, rows), y = rows_.view(op.x, op.x_offset, rows);
@@ -227,7 +229,7 @@ class ProgramPass {
     if (bad >= 0) fail(ProgramStatus::kBadAdapter, bad);
   }
 
-  // Arguments that both attention kernels have in common.
+  // Returns the arguments that both attention kernels have in common.
   vllm_cpu::AttentionArgs<T> attention_args(const Operation& op, int64_t first,
                                             int64_t count) const {
     const auto query = rows_.view(op.x, op.x_offset, {0, 0, 0});
@@ -281,7 +283,8 @@ class ProgramPass {
     }
   }
 
-  // Each token is treated as a decode: it attends to all of its slots, which are blocks of one key.
+  // Computes attention to images and sounds. Each token is treated as a decode: it attends to all
+  // of its slots, which are blocks of one key.
   void attend_items(const Operation& op) {
     auto args = attention_args(op, 0, launch_.num_tokens);
     if (launch_.num_item_slots == nullptr) {
@@ -300,7 +303,7 @@ class ProgramPass {
     if (bad >= 0) fail(ProgramStatus::kBadItem, bad);
   }
 
-  // Rows are dense, because a result has its own buffer.
+  // Exchanges rows with the other ranks. Rows are dense, because a result has its own buffer.
   void exchange(const Operation& op) {
     const auto x = rows_.view(op.x, 0, {0, 0, 0}), out = rows_.view(op.out, 0, {0, 0, 0});
     const int64_t rows = launch_.num_tokens;
@@ -322,8 +325,8 @@ class ProgramPass {
   ProgramStatus status_ = ProgramStatus::kDone;
 };
 
-// Writes launch.out. With any status except kDone, the content of launch.out and of the launch's
-// slots in the caches is undefined.
+// Runs the forward pass of a launch, and writes launch.out. With any status except kDone, the
+// content of launch.out and of the launch's slots in the caches is undefined.
 template <typename T>
 int64_t run_program(const Program& program, ProgramLaunch& launch, int num_threads) {
   return static_cast<int64_t>(ProgramPass<T>(program, launch, num_threads).run());

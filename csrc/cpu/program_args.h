@@ -112,7 +112,7 @@ VLLM_STRUCT(ProgramLaunch,
   const void* given;  // [T, width of the buffer]; null if the program has no such buffer
   void* out;          // [T, width of the buffer]
   void* const* taps;  // [T, width of the buffer] each: further results, see ProgramBuffer::tap
-  char* scratch;      // of program_scratch_bytes, aligned to 64
+  char* scratch;      // program_scratch_bytes bytes, aligned to 64 bytes
   int64_t num_positions;  // P
   int64_t num_tokens, num_requests, num_decodes, max_blocks, table_stride, group_stride;
   int64_t bad_index;  // output with the status: index of the token or request; for

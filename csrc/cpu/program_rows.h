@@ -14,8 +14,8 @@ struct ProgramBuffers {
   T* at[vllm_cpu::kMaxBuffers];
   int64_t bytes;  // bytes of the scratch memory
 
-  // local_rows: number of rows of local buffers. scratch: the address of the scratch memory; 0 only
-  // measures.
+  // local_rows: number of rows of local buffers. scratch: address of the scratch memory; with 0,
+  // only `bytes` is valid: the size that is needed.
   ProgramBuffers(const Program& program, int64_t num_tokens, int64_t local_rows, uintptr_t scratch)
       : bytes(0) {
     for (int64_t i = 0; i < program.num_buffers; ++i) {
@@ -51,7 +51,7 @@ class ProgramRows {
     }
   }
 
-  // The elements of an operand in these rows.
+  // Returns the elements of an operand in these rows.
   View<T> view(int64_t buffer, int64_t offset, const Rows& rows) const {
     const int64_t width = program_.buffers[buffer].width;
     const int64_t row = rows.begin - (program_.buffers[buffer].is_local ? rows.shift : 0);

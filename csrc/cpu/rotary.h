@@ -1,4 +1,4 @@
-// Rotary position embedding, in place.
+// Rotates queries and keys by their positions (rotary position embedding), in place.
 #pragma once
 
 #include "parallel.h"
@@ -6,14 +6,14 @@
 
 namespace VLLM_ISA {
 
-// Rounds the angles to T, and each product to T before the sum, in the same order as Hugging Face
-// models, so that bf16 gives the same bits.
+// Returns a * cos + b * sin. Each product is rounded to T before the sum, and the callers round cos
+// and sin to T, in the same order as Hugging Face models, so that bf16 gives the same bits.
 template <typename T>
 VLLM_INLINE Vec rotated(Vec a, Vec cos, Vec b, Vec sin) {
   return round_to<T>(a * cos) + round_to<T>(b * sin);
 }
 
-// Pairs element i with i + half.
+// Rotates a head: element i is paired with i + half.
 template <typename T>
 inline void rotate_neox(T* head, const float* cos, const float* sin, int64_t half) {
   for_each_vector(half, [&](int64_t i, int64_t count) {
@@ -24,8 +24,8 @@ inline void rotate_neox(T* head, const float* cos, const float* sin, int64_t hal
   });
 }
 
-// Pairs 2 i with 2 i + 1. It copies through small arrays, because the compiler then vectorizes the
-// shuffles.
+// Rotates a head: element 2 i is paired with 2 i + 1. Copies through small arrays, because the
+// compiler then vectorizes the shuffles.
 template <typename T>
 inline void rotate_interleaved(T* head, const float* cos, const float* sin, int64_t half) {
   for_each_vector(half, [&](int64_t i, int64_t count) {
@@ -47,9 +47,10 @@ inline void rotate_interleaved(T* head, const float* cos, const float* sin, int6
   });
 }
 
-// query: [T, num_heads, head_size], key: [T, num_kv_heads, head_size], tokens `*_stride` elements
-// apart, each token dense. cos_sin: [max_positions, rot_dim], cosines then sines. Returns -1, or a
-// token whose position is out of range; nothing is written then.
+// Rotates the queries and keys of T tokens. query: [T, num_heads, head_size], key: [T,
+// num_kv_heads, head_size], tokens `*_stride` elements apart, each token dense. cos_sin:
+// [max_positions, rot_dim], cosines then sines. Returns -1, or a token whose position is out of
+// range; nothing is written then.
 template <typename T>
 int64_t rotary_embedding(const int64_t* positions, T* query, T* key, const float* cos_sin,
                          int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,

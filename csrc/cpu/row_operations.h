@@ -1,4 +1,4 @@
-// Operations that work on each row independently.
+// Operations that work on each row (the elements of one token) independently.
 //
 // To add one, add an entry to VLLM_ROW_OPERATIONS and a function with the same name, both in this
 // file. A program (program.h) runs it on its buffers, and the operator table on tensors
@@ -52,9 +52,9 @@ VLLM_ENUM(OperationKind, VLLM_ROW_OPERATIONS(VLLM_KIND) linear, head_linear, low
 #undef VLLM_KIND
 
 // The tensors of an operation. x, y, out: [num_rows, num_heads, head_size]; x of a gated activation
-// [num_rows, num_heads, 2 * head_size]; y of scale_rows [num_rows]; out of route as described
-// there. Rows are x_stride, y_stride and out_stride elements apart; everything else is dense.
-// Fields that an operation does not use are 0.
+// [num_rows, num_heads, 2 * head_size]; y of scale_rows [num_rows]; out of route: see choice_bytes
+// (moe_args.h). Rows are x_stride, y_stride and out_stride elements apart; everything else is
+// dense. Fields that an operation does not use are 0.
 VLLM_STRUCT(RowTensors,
   int64_t kind;  // OperationKind
   void* x;
@@ -109,8 +109,7 @@ struct RowCall {
     }
   }
 
-  // Calls body(x, y, out) for each head of each row; the heads of x and y have the size of those of
-  // out.
+  // Calls body(x, y, out) for each head of each row; the heads of x, y and out have the same size.
   template <typename Body>
   void for_pairs(Body body) const {
     for (int64_t i = 0; i < count; ++i) {
@@ -161,7 +160,7 @@ void clear_unseeing(const RowCall<T>& rows) {
   }
 }
 
-// In place:
+// Replaces the embeddings of some tokens by given embeddings, in place.
 template <typename T>
 void replace(const RowCall<T>& rows) {
   if (rows.launch.replaced == nullptr) return;
@@ -219,7 +218,7 @@ void scale(const RowCall<T>& rows) {
   });
 }
 
-// x times the value in y, or times its sigmoid.
+// Multiplies each row of x by its value in y, or by the sigmoid of this value.
 template <typename T>
 void scale_rows(const RowCall<T>& rows) {
   for (int64_t i = 0; i < rows.count; ++i) {
@@ -242,7 +241,7 @@ void clip(const RowCall<T>& rows) {
   });
 }
 
-// scalar * tanh(x / scalar), rounded after each of the three operations.
+// out = scalar * tanh(x / scalar), rounded after each of the three operations.
 template <typename T>
 void soft_cap(const RowCall<T>& rows) {
   const Vec cap = splat(rows.op.scalar);
@@ -253,7 +252,7 @@ void soft_cap(const RowCall<T>& rows) {
   });
 }
 
-// Multiplies each element of a row by its own weight.
+// Adds to each element of a row its own weight.
 template <typename T>
 void add_weights(const RowCall<T>& rows) {
   for (int64_t i = 0; i < rows.count; ++i) {
@@ -263,7 +262,7 @@ void add_weights(const RowCall<T>& rows) {
   }
 }
 
-// Chooses the experts of head_size logits x, at most kMaxTopK, and computes their weights.
+// Chooses top_k experts (at most kMaxTopK) from head_size logits x, and computes their weights.
 template <typename T>
 void route(const RowCall<T>& rows) {
   const Operation& op = rows.op;
@@ -298,7 +297,7 @@ void copy(const RowCall<T>& rows) {
   });
 }
 
-// NaN stays NaN.
+// out = max(x, 0), or its square if `option` is not 0. NaN stays NaN.
 template <typename T>
 void relu(const RowCall<T>& rows) {
   const bool is_squared = rows.op.option != 0;
@@ -342,7 +341,8 @@ void gelu_and_mul(const RowCall<T>& rows) {
   });
 }
 
-// Cosines, then sines, of a token whose pairs are rotated by different positions.
+// Fills `angles` with the cosines, then the sines, of a token whose pairs are rotated by different
+// positions.
 template <typename T>
 void choose_angles(const RowCall<T>& rows, int64_t token, float* angles) {
   const int64_t rot_dim = rows.op.option, half = rot_dim / 2;
@@ -411,7 +411,7 @@ void write_cache(const RowCall<T>& rows) {
         [&](const T* from, const float*, T* to) { __builtin_memcpy(to, from, size * sizeof(T)); });
 }
 
-// The e4m3 value nearest to x * scalar with a magnitude of at most `option`. NaN stays NaN.
+// Rounds x * scalar to the nearest e4m3 value with a magnitude of at most `option`. NaN stays NaN.
 template <typename T>
 void round_to_fp8(const RowCall<T>& rows) {
   const Vec factor = splat(rows.op.scalar), limit = splat(static_cast<float>(rows.op.option));

@@ -69,10 +69,10 @@ void wait(int64_t turn) {
   if (turn >= 2000) sched_yield();  // after about 30 us
 }
 
-// The threads between run_team and its end. One leads, and the others help it with one loop after
-// another. The leader never waits for a helper that has not entered a loop, so a helper without a
-// core delays nothing. Each helper announces that it is inside in its own memory, so that entering
-// and leaving take the same time with any number of helpers.
+// The threads of a call of run_team. One leads, and the others help it with one loop after another.
+// The leader never waits for a helper that has not entered a loop, so a helper without a core
+// delays nothing. Each helper announces that it is inside in its own memory, so that entering and
+// leaving take the same time with any number of helpers.
 class Team {
  public:
   Team(int size, void (*body)(void*), void* context)
@@ -80,14 +80,14 @@ class Team {
     for (int i = 0; i < size_; ++i) places_[i].inside = 0;
   }
 
-  // Number of threads; at most as many as were asked for.
+  // Returns the number of threads; at most as many as were asked for.
   int size() const { return size_; }
   void lead() {
     body_(context_);
     __atomic_store_n(&gate_, kEnd, __ATOMIC_RELEASE);
   }
   void help(int index);
-  // The loop, to be filled in before `run`: no thread is inside now.
+  // Returns the loop, which the caller fills in before `run`: no helper is inside it then.
   Loop& loop() { return loop_; }
   void run();
 

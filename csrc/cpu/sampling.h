@@ -1,11 +1,12 @@
-// From logits to tokens: the same as vllm/sample/sampler.py, row by row and without temporaries.
+// Samples tokens from logits: the same as vllm/sample/sampler.py, row by row and without temporary
+// tensors. A row is the logits of one token to be sampled.
 //
 // Greedy: one pass computes the maxima of blocks of 128 tokens; then the first block with the
-// largest maximum is searched. Random: the same pass first. The draw compares blocks, then the
-// tokens of the winning block; a block whose maximum shows that it cannot win is not read. The
-// threshold of top_k is found among the tokens that are above the k-th largest of the maxima. Only
-// top_p needs the likelihood of every token, for their sum; then it bisects as
-// vllm/sample/filters.py, and every step leaves fewer undecided tokens.
+// largest maximum is searched. Random sampling begins with the same pass. The draw compares blocks,
+// then the tokens of the winning block; a block whose maximum shows that it cannot win is not read.
+// The threshold of top_k is found among the tokens that are above the k-th largest of the maxima.
+// Only top_p needs the likelihood of every token, to add them up; then it bisects as
+// vllm/sample/filters.py does, and every step leaves fewer undecided tokens.
 //
 // The token of a row depends only on its logits, parameters and random numbers. It does not depend
 // on other rows, on threads, or (see sampling_math.h) on the instruction set.
@@ -42,7 +43,8 @@ struct RowNumbers {
   }
 };
 
-// The block that wins the draw: it has the largest sum of weights / exponential.
+// Returns the index of the block that wins the draw: it has the largest sum of weights /
+// exponential.
 template <typename T>
 int64_t race_of_blocks(const Row<T>& row, const float* numbers, const Weighing& weigh,
                        const SamplingScratch& scratch) {
@@ -81,14 +83,14 @@ int64_t draw(const Row<T>& row, const RowNumbers& random, const Weighing& weigh,
   int64_t first = first_of_largest(speeds, kVocabBlock);
   // All quotients may underflow to 0. Then take the most likely token of the block.
   if (!(weights[first] > 0)) first = first_of_largest(weights, kVocabBlock);
-  // With given random values that are not above 0, even padding after the vocabulary can win.
+  // If given random values are not above 0, even padding after the vocabulary can win.
   const int64_t token = block * kVocabBlock + first;
   return token < row.vocab_size ? token : row.vocab_size - 1;
 }
 
 // ---- rows and batches ---------------------------------------------------------------------
 
-// A parameter of row `index`.
+// Returns a parameter of row `index`.
 template <typename T>
 float param_of(const SampleArgs<T>& args, Param which, int64_t index) {
   return args.params[static_cast<int64_t>(which) * args.n + index];
@@ -112,7 +114,7 @@ void penalise(const SampleArgs<T>& args, int64_t index, float* row) {
   }
 }
 
-// Copy the logits of request `index` to `row`, then apply edits, mask and penalties, in this order.
+// Copies the logits of row `index` to `row`, then applies edits, mask and penalties, in this order.
 template <typename T>
 void change_row(const SampleArgs<T>& args, const T* logits, int64_t index, float* row) {
   const int64_t vocab_size = args.vocab_size;
@@ -136,7 +138,7 @@ void change_row(const SampleArgs<T>& args, const T* logits, int64_t index, float
   if (args.num_penalties > 0) penalise(args, index, row);
 }
 
-// Sample the token of request `index`. Returns -1 if its logits allow none.
+// Samples the token of row `index`. Returns -1 if its logits allow none.
 template <typename T, typename Logit>
 int64_t sample_row(const SampleArgs<T>& args, const Logit* logits, int64_t index,
                    const SamplingScratch& scratch) {
@@ -169,7 +171,7 @@ int64_t sample_row(const SampleArgs<T>& args, const Logit* logits, int64_t index
   return draw(row, random, weigh, scratch);
 }
 
-// The first `count` random values for each key and its position; out: [num_rows, count].
+// Computes the first `count` random values of each key and position. out: [num_rows, count].
 inline void draw_exponentials(const uint64_t* keys, const int64_t* positions, int64_t num_rows,
                               int64_t count, float* out, int num_threads) {
   parallel_rows(num_rows, count, num_threads, [&](int64_t row) {
@@ -177,8 +179,8 @@ inline void draw_exponentials(const uint64_t* keys, const int64_t* positions, in
   });
 }
 
-// Returns 0; 1 if there is no scratch memory; 2 if a row with random sampling has no random
-// numbers.
+// Samples a token for each row. Returns 0; 1 if there is no scratch memory; 2 if a row with random
+// sampling has no random values.
 template <typename T>
 int64_t sample(const SampleArgs<T>& args, int num_threads) {
   constexpr int64_t kMinElements = 32768;

@@ -15,7 +15,7 @@ VLLM_STRUCT(SampleArgs,
   const float* params;        // [kNumParams, n] in the order of Param; null: all rows are greedy
   const uint64_t* keys;       // [n] keys of the random numbers
   const int64_t* positions;   // [n] positions in the random stream of the key
-  const float* exponentials;  // [n, num_draws] used instead of numbers from keys and positions
+  const float* exponentials;  // [n, num_draws] random values to use instead of keys and positions
   const uint8_t* changed;     // [n] not 0: edits, masks or penalties change the row
   const int32_t* edit_ids;    // [n, num_edits]
   const float* edit_values;   // [n, num_edits]

@@ -15,7 +15,7 @@ struct SamplingScratch {
   float *row, *first, *second;            // [vocabulary]
   uint64_t* heap;                         // [vocabulary]
 
-  // Allocates it. Returns false if there is no memory.
+  // Allocates the memory. Returns false if there is none.
   bool take(int64_t vocab_size) {
     const int64_t tokens = (vocab_size / kVocabBlock + 2) * kVocabBlock;
     const int64_t blocks = (vocab_size / kVocabBlock / 64 + 2) * 64;
@@ -34,8 +34,8 @@ struct SamplingScratch {
 
 // ---- thresholds ---------------------------------------------------------------------------
 
-// A value that at least k logits reach, 1 <= k: the k-th largest of the maxima of blocks, or of the
-// lanes of blocks.
+// Returns a value that at least k logits reach, 1 <= k: the k-th largest of the maxima of blocks,
+// or of the lanes of blocks.
 template <typename T>
 float bound_of_largest(const Row<T>& row, int64_t k, const SamplingScratch& scratch) {
   float* const maxima = scratch.second;
@@ -69,9 +69,9 @@ int64_t gather_largest(const Row<T>& row, int64_t k, const SamplingScratch& scra
   return n;
 }
 
-// The threshold of top_p among the k largest logits, some of which may be below `weigh.floor`.
-// These are the values among the `n` in scratch.first that are above `last`, and as many values
-// equal to `last` as are needed.
+// Returns the threshold of top_p among the k largest logits, some of which may be below
+// `weigh.floor`. These logits are the values among the `n` in scratch.first that are above `last`,
+// and as many values equal to `last` as are needed.
 inline float nucleus_of_largest(int64_t n, int64_t k, float last, float top_p,
                                 const Weighing& weigh, const SamplingScratch& scratch) {
   float* const values = scratch.first;
@@ -95,7 +95,8 @@ inline float nucleus_of_largest(int64_t n, int64_t k, float last, float top_p,
   return last;
 }
 
-// The smallest logit that top_k keeps, and top_p among these k.
+// Returns the smallest logit that top_k keeps and, with top_p below 1, that top_p keeps among these
+// k.
 template <typename T>
 float top_k_floor(const Row<T>& row, int64_t k, float top_p, const Weighing& weigh,
                   const SamplingScratch& scratch) {
@@ -107,7 +108,7 @@ float top_k_floor(const Row<T>& row, int64_t k, float top_p, const Weighing& wei
   return nucleus_of_largest(n, k, last, top_p, weigh, scratch);
 }
 
-// Sum of the values that are at least `bound`, added in blocks.
+// Returns the sum of the values that are at least `bound`, added in blocks.
 inline double mass_from(const float* values, int64_t n, float bound) {
   Mass mass;
   float block[kVocabBlock] = {};
@@ -123,8 +124,8 @@ inline double mass_from(const float* values, int64_t n, float bound) {
   return mass.total();
 }
 
-// The smallest weight in the smallest set of tokens that has the fraction top_p < 1 of the mass:
-// `nucleus_floor` of vllm/sample/filters.py, but each step reads only tokens that are still
+// Returns the smallest weight in the smallest set of tokens that has the fraction top_p < 1 of the
+// mass: `nucleus_floor` of vllm/sample/filters.py, but each step reads only tokens that are still
 // undecided.
 template <typename T>
 float nucleus_least(const Row<T>& row, float top_p, const Weighing& weigh,

@@ -1,5 +1,5 @@
-// Log-probabilities of given tokens and of the most likely tokens: the same as
-// vllm/sample/logprobs.py, row by row, in two passes over the logits and without temporaries.
+// Computes log-probabilities of given tokens and of the most likely tokens: the same as
+// vllm/sample/logprobs.py, row by row, in two passes over the logits and without temporary tensors.
 #pragma once
 
 #include "sampling.h"
@@ -29,8 +29,8 @@ RowSums sum_row(const Row<T>& row, float top, float given) {
   return sums;
 }
 
-// Ranks of at least the k most likely tokens in scratch.heap, 1 <= k <= vocabulary; returns their
-// number.
+// Writes the ranks of at least the k most likely tokens to scratch.heap, 1 <= k <= vocabulary;
+// returns their number.
 template <typename T>
 int64_t rank_largest(const Row<T>& row, int64_t k, const SamplingScratch& scratch) {
   const float bound = bound_of_largest(row, k, scratch);
@@ -77,8 +77,8 @@ void logprobs_of_row(const LogprobArgs<T>& args, const T* logits, int32_t token,
   }
 }
 
-// Returns -1; a row whose given token is not in the vocabulary; or -2 if there is no scratch
-// memory.
+// Computes the log-probabilities of all rows. Returns -1; a row whose given token is not in the
+// vocabulary; or -2 if there is no scratch memory.
 template <typename T>
 int64_t gather_logprobs(const LogprobArgs<T>& args, int num_threads) {
   const auto row_of = [&](int64_t i) { return args.rows != nullptr ? args.rows[i] : i; };

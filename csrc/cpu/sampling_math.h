@@ -10,8 +10,8 @@ using vllm_cpu::kVocabBlock;
 
 constexpr float kInfinity = __builtin_inff();
 
-// a * b + c, rounded once. Without such an instruction it is computed in double, which rounds
-// differently in one of 2^28 cases.
+// Returns a * b + c, rounded once. Without such an instruction it is computed in double, which
+// rounds differently in one of 2^28 cases.
 VLLM_INLINE Vec fused(Vec a, Vec b, Vec c) {
 #if defined(__AVX2__) || defined(__AVX512F__) || defined(__aarch64__)
   return fma(a, b, c);
@@ -24,8 +24,8 @@ VLLM_INLINE Vec fused(Vec a, Vec b, Vec c) {
 
 constexpr float kLeastPower = -126.0f;  // below it 2^x is subnormal
 
-// 2^x within 1 ulp for x in [kLeastPower, 0], undefined for other x. The polynomial was fitted on
-// [-1/2, 1/2].
+// Returns 2^x within 1 ulp for x in [kLeastPower, 0], undefined for other x. The polynomial was
+// fitted on [-1/2, 1/2].
 VLLM_INLINE Vec power_of_two(Vec x) {
   const float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves n in the low mantissa bits
   const Vec shifted = x + kRound;
@@ -41,8 +41,8 @@ VLLM_INLINE Vec power_of_two(Vec x) {
   return reinterpret_cast<Vec>(reinterpret_cast<Bits>(p) + (reinterpret_cast<Bits>(shifted) << 23));
 }
 
-// -log(x) within 3 ulp for normal x in (0, 1), also near 1: with x = 2^n m and s = (m - 1) / (m +
-// 1), log(m) = 2 atanh(s). The polynomial was fitted on m in [sqrt(1/2), sqrt(2)].
+// Returns -log(x) within 3 ulp for normal x in (0, 1), also near 1: with x = 2^n m and s = (m - 1)
+// / (m + 1), log(m) = 2 atanh(s). The polynomial was fitted on m in [sqrt(1/2), sqrt(2)].
 VLLM_INLINE Vec negative_log(Vec x) {
   const Bits bits = reinterpret_cast<Bits>(x);
   const Bits from_low = bits - 0x3f3504f3u;  // sqrt(1/2)
@@ -58,8 +58,8 @@ VLLM_INLINE Vec negative_log(Vec x) {
   return -fused(n, splat(0.693359375f), fused(n, splat(-2.12194440e-4f), log_m));
 }
 
-// Sums of 128 values each, in an order that does not depend on the vector width: first values that
-// are 16 apart, then the 16 sums.
+// Adds a block of 128 values in an order that does not depend on the vector width: first values
+// that are 16 apart, then the 16 sums.
 class BlockSum {
  public:
   VLLM_INLINE explicit BlockSum(const float* block) {
@@ -127,7 +127,8 @@ VLLM_INLINE uint64_t bits_at(uint64_t key, int64_t position) {
   return mix_bits(key + (static_cast<uint64_t>(position) + 1) * kGolden);
 }
 
-// Random numbers first, first + 1, ... of a position, exponentially distributed; out: [count].
+// Computes random values first, first + 1, ... of a key and position (`bits`), exponentially
+// distributed. out: [count].
 inline void exponentials(uint64_t bits, int64_t first, int64_t count, float* out) {
   uint64_t step = bits + static_cast<uint64_t>(first) * kGolden;
   for (int64_t i = 0; i < count; ++i) {

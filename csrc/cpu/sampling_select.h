@@ -1,4 +1,5 @@
-// The k-th largest of many floats, and the largest ones in order, without sorting all of them.
+// Finds the k-th largest of many floats, and the largest ones in order, without sorting all of
+// them.
 #pragma once
 
 #include "sampling_math.h"
@@ -17,7 +18,7 @@ VLLM_INLINE bool is_kept(float x, float bound) {
 }
 
 // Copies the kept values in their order, and returns their number. `to` may be `from`, and needs
-// room for one vector more than all values.
+// memory for one vector more than all values.
 template <Keep kKeep>
 inline int64_t keep(const float* from, int64_t n, float bound, float* to) {
   int64_t kept = 0, i = 0;
@@ -66,7 +67,7 @@ inline Counts count_from(const float* values, int64_t n, float bound) {
   return counts;
 }
 
-// Unsigned integers in the same order as the floats.
+// Returns an unsigned integer; these integers have the same order as the floats.
 VLLM_INLINE uint32_t key_of(float x) {
   uint32_t bits;
   __builtin_memcpy(&bits, &x, sizeof bits);
@@ -84,9 +85,10 @@ VLLM_INLINE float median(float a, float b, float c) {
   return c < low ? low : c > high ? high : c;
 }
 
-// The k-th largest of n values without NaN, 1 <= k <= n. Overwrites the values, and needs room for
-// one vector more. Quickselect (Hoare, "Algorithm 65: Find", 1961), in which every second pivot
-// halves the range of the bits that a float can have. So it takes at most 64 rounds for any values.
+// Returns the k-th largest of n values without NaN, 1 <= k <= n. Overwrites the values, and needs
+// memory for one vector more. Quickselect (Hoare, "Algorithm 65: Find", 1961), in which every
+// second pivot halves the range of the bits that a float can have. So it takes at most 64 rounds
+// for any values.
 inline float kth_largest(float* values, int64_t n, int64_t k) {
   uint32_t low = key_of(-kInfinity), high = key_of(kInfinity);
   for (int round = 0;; ++round) {

@@ -35,8 +35,8 @@ typedef uint16_t HalfBits __attribute__((vector_size(kLanes * 2)));
 
 VLLM_INLINE Vec splat(float x) { return x - Vec{}; }
 
-// a * b + c, rounded once if the processor can. The compiler may not contract operations by itself
-// (-ffp-contract=off), so that rotary embedding rounds as torch does.
+// Returns a * b + c, rounded once if the processor can. The compiler may not contract operations by
+// itself (-ffp-contract=off), so that rotary embedding rounds as torch does.
 VLLM_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
   return reinterpret_cast<Vec>(_mm512_fmadd_ps(
@@ -99,9 +99,9 @@ VLLM_INLINE Vec load(const bf16* from) {
   return reinterpret_cast<Vec>(__builtin_convertvector(half, Bits) << 16);
 }
 
-// Bits of the nearest bf16 (ties to even) in the upper half of each lane; the lower half is
-// undefined. NaN stays NaN: without the special case, the addition could carry its payload into
-// infinity.
+// Returns the bits of the nearest bf16 (ties to even) in the upper half of each lane; the lower
+// half is undefined. NaN stays NaN: without the special case, the addition could carry its payload
+// into infinity.
 VLLM_INLINE Bits nearest_bf16(Vec x) {
   const Bits bits = reinterpret_cast<Bits>(x);
   const Bits rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
@@ -114,7 +114,7 @@ VLLM_INLINE void store(bf16* to, Vec x) {
   __builtin_memcpy(to, &half, sizeof half);
 }
 
-// x after a store to T and a load.
+// Returns x rounded to T and converted back to float.
 template <typename T>
 VLLM_INLINE Vec round_to(Vec x);
 template <>
@@ -153,7 +153,7 @@ VLLM_INLINE void for_each_vector(int64_t n, Body body) {
 
 // ---- across lanes -------------------------------------------------------------------------
 
-// Sums of neighbours: first of a, then of b.
+// Returns sums of neighbouring lanes: first of a, then of b.
 VLLM_INLINE Vec pair_sums(Vec a, Vec b) {
 #if defined(__clang__)
 #define VLLM_SHUFFLE(...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -198,7 +198,7 @@ VLLM_INLINE Vec sum_each(Vec (&rows)[kLanes]) {
 #endif
 }
 
-// By halves, because adding one lane after another would wait for each addition.
+// Adds all lanes, half by half, because adding one lane after another would wait for each addition.
 VLLM_INLINE float sum_lanes(Vec x) {
   float lanes[kLanes];
   store(lanes, x);
@@ -222,10 +222,8 @@ VLLM_INLINE float max_lanes(Vec x) {
 
 // ---- functions ----------------------------------------------------------------------------
 
-// e^x within 1.5 ulp; below -87.3 the result stays at 1e-38 instead of reaching zero, and above
-// 88.3 at 2e38. x = n ln 2 + r with
-// r
-// <= ln 2 / 2; the polynomial was fitted on that range.
+// Returns e^x within 1.5 ulp. Below -87.3 the result stays at 1e-38 instead of reaching zero, and
+// above 88.3 at 2e38. x = n ln 2 + r with |r| <= ln 2 / 2; the polynomial was fitted on that range.
 VLLM_INLINE Vec exp(Vec x) {
   x = min(splat(88.3f), max(splat(-87.3f), x));
   const float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves n in the low mantissa bits
@@ -244,8 +242,8 @@ VLLM_INLINE Vec exp(Vec x) {
   return p * reinterpret_cast<Vec>((reinterpret_cast<Bits>(shifted) << 23) + 0x3f800000u);
 }
 
-// 2^x for x <= 0, within 2e-7, or 3e-6 if kIsRough; at least 2^-125. x = n + r with |r| <= 1 / 2; the polynomials
-// were fitted on that range.
+// Returns 2^x for x <= 0, within 2e-7, or 3e-6 if kIsRough; at least 2^-125. x = n + r with |r| <=
+// 1 / 2; the polynomials were fitted on that range.
 template <bool kIsRough>
 VLLM_INLINE Vec exp2(Vec x) {
   x = max(splat(-125.0f), x);
@@ -275,8 +273,8 @@ VLLM_INLINE Vec exp2(Vec x) {
 #endif
 }
 
-// tanh within 3e-7. Near zero it uses the series, because the difference from one would lose
-// precision.
+// Returns tanh within 3e-7. Near zero it uses the series, because the difference from one would
+// lose precision.
 VLLM_INLINE Vec tanh(Vec x) {
   const Vec square = x * x;
   Vec p = fma(square, splat(62.0f / 2835), splat(-17.0f / 315));

@@ -1,5 +1,5 @@
-// One step of the Mamba-2 scan for one token per sequence, in place: each state is read once and
-// written once.
+// Runs one step of the Mamba-2 scan for one token per sequence. Each state is read once and written
+// once, in place.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,11 @@
 
 namespace VLLM_ISA {
 
-// state: [num_rows, H, P, N]. For B sequences with one token each: rows: [B], the different rows of
-// their states; is_new: [B], whether a sequence begins (then the content of its row is ignored). x,
-// y: [B, H, P]. steps, fading: [B, H]. b, c: [B, G, N]; each of the G groups serves H / G
-// consecutive heads. Returns -1, or a sequence whose row is out of range; nothing is written then.
+// Processes one token of each of B sequences. state: [num_rows, H, P, N]. rows: [B], the row of
+// `state` of each sequence, all different; is_new: [B], whether a sequence begins (then the content
+// of its row is ignored). x, y: [B, H, P]. steps, fading: [B, H]. b, c: [B, G, N]; each of the G
+// groups serves H / G consecutive heads. Returns -1, or a sequence whose row is out of range;
+// nothing is written then.
 inline int64_t scan_tokens(float* state, const int64_t* rows, const uint8_t* is_new,
                            const float* x, const float* steps, const float* fading,
                            const float* b, const float* c, float* y, int64_t num_sequences,
