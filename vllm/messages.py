@@ -264,9 +264,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def allows_several_decodes(self) -> bool:
-        """Whether a step may run several decodes of it.
+        """Whether one step may run several decodes of the request.
 
-        Not if its log-probabilities or sampling need the host after each token.
+        False if the host is needed after each token, for log-probabilities or for sampling.
         """
         return (
             self.pooling_params is None
@@ -381,12 +381,12 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """(row, n): encode item n of `EngineRequest.media` of the request of the row, and keep its
     embeddings, before tokens run."""
     num_decodes: int = 1
-    """Maximum number of decodes to run of all requests. If it is above 1, each request runs its
-    newest token, a token of its output, and has blocks for this many tokens."""
+    """Maximum number of decodes that this step runs for each request, one after the other. If it is
+    above 1, every request of the step is decoding, and has blocks for this many tokens."""
 
     @property
     def num_tokens(self) -> int:
-        """Largest number of tokens of the whole step."""
+        """Largest number of tokens that the whole step can run."""
         return int(self.num_scheduled_tokens.sum()) * self.num_decodes
 
 

@@ -147,8 +147,8 @@ def choose_for_config(config: VllmConfig) -> VllmConfig:
         return config
     if hpu.traffic is None:
         raise ConfigError(
-            "VLLM_BUCKETING_STRATEGY=optimal needs --traffic with a file that --record-traffic has "
-            "written"
+            "VLLM_BUCKETING_STRATEGY=optimal needs --traffic FILE: a file written by "
+            "--record-traffic, or a CSV or JSON Lines file of request lengths"
         )
     table = TrafficTable.load(Path(hpu.traffic), size)
     limits = traffic_step_limits(config, config.cache.num_gpu_blocks_override)

@@ -142,9 +142,10 @@ def load_speculator(
         folder = Path(config.model.resolved_path)
         if (folder / shard_name(0)).exists():
             raise WeightLoadError(
-                f"{folder} has the checkpoint files of ranks (tools/save_sharded_state.py), which "
-                "do not contain the weights of its speculator. Load the whole checkpoint, "
-                "without --load-format sharded_state, or leave --speculative-config out"
+                f"{folder} is a sharded checkpoint with one file for each rank "
+                "(tools/save_sharded_state.py). Such files do not contain the weights of the "
+                "speculator. Load the original checkpoint, without --load-format sharded_state, "
+                "or leave --speculative-config out"
             )
         files = speculator_class.find_files(folder, config.load.load_format)
         names = frozenset(name for name, _ in iterate_tensors(files, show_progress=False))

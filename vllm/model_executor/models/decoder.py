@@ -413,7 +413,10 @@ def add_norm(
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm; the level `model` of the checkpoint's names."""
+    """The token embedding, the layers and the final norm of a model.
+
+    In checkpoints the names of these parts usually begin with `model.`.
+    """
 
     def __init__(
         self, arch: ModelArch, options: DecoderOptions, layer_type: LayerFactory, tp: TPGroup

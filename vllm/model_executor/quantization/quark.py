@@ -85,7 +85,11 @@ class Quark(CheckpointFormat[_Storage]):
         self.storage = _storage_of(settings.get("global_quant_config"), "global_quant_config")
         layers = settings.get("layer_quant_config") or {}
         if not isinstance(layers, dict):
-            raise wrong("layer_quant_config", layers, "an object of settings by names of layers")
+            raise wrong(
+                "layer_quant_config",
+                layers,
+                "an object that maps layer names (or patterns of them) to settings",
+            )
         self.of_layers = {
             name: _storage_of(own, f"layer_quant_config.{name}") for name, own in layers.items()
         }

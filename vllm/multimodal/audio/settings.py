@@ -118,7 +118,9 @@ def check_feature_settings(settings: Mapping[str, Any]) -> FeatureSettings:
     """
     name = settings.get(_CLASS)
     if name is not None and name != _EXTRACTOR:
-        accepted = f"{_EXTRACTOR}. With --limit-mm-per-prompt audio=0 the model serves text"
+        accepted = (
+            f"{_EXTRACTOR}. To use the model for text only, set --limit-mm-per-prompt audio=0"
+        )
         raise wrong_setting(_CLASS, name, accepted)
 
     def whole(key: str, default: int, largest: int, smallest: int = 1) -> int:

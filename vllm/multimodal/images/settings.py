@@ -184,7 +184,9 @@ def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(known, str) or known not in DEFAULTS:
         accepted = f"one of {', '.join(DEFAULTS)}"
         raise wrong_setting(
-            _CLASS, name, f"{accepted}. With --limit-mm-per-prompt image=0 the model serves text"
+            _CLASS,
+            name,
+            f"{accepted}. To use the model for text only, set --limit-mm-per-prompt image=0",
         )
     given = {
         key: value

@@ -642,13 +642,14 @@ def _kept_ends(step: SchedulerOutput) -> dict[tuple[int, int], list[int]]:
 def _with_kept(
     launch: PaddedLaunch, ends: dict[tuple[int, int], list[int]], of_step: IntArray
 ) -> PaddedLaunch:
-    """Return a forward pass with the indices of the recurrent states that are kept after it.
+    """Add to a forward pass which recurrent states are kept after it, and return it.
 
-    These are at the ends of its requests, and among the tokens that it replays.
+    A state is kept after the last token that the forward pass runs for a request, or after one of
+    the tokens that it replays.
 
     Args:
-        launch: of the step.
-        ends: from `_kept_ends`.
+        launch: one forward pass of the step.
+        ends: positions at which the step keeps states, from `_kept_ends`.
         of_step: all states that the step keeps: `SchedulerOutput.kept_states`.
     """
     if launch.num_replayed_tokens is not None:
