@@ -661,7 +661,7 @@ def described_bridge_settings(is_lazy: bool | None = None) -> dict[str, str]:
     Returns name -> its value and who has chosen it, for the log and reports.
 
     Args:
-        is_lazy: see `export_bridge_settings`.
+        is_lazy: whether the bridge is in lazy mode; see `export_bridge_settings`.
     """
     if is_lazy is None:
         is_lazy = _said_mode()

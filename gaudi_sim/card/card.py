@@ -87,7 +87,7 @@ class SimulatedCard:
         """Create a card.
 
         Args:
-            spec: of the card.
+            spec: description of the card.
             is_lazy: operators are recorded until a mark.
             is_strict: everything that stalls a card raises in a warmed section.
             has_lazy_collectives: in lazy mode, collectives are recorded like any operator.

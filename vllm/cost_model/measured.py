@@ -125,7 +125,7 @@ def read_measured(path: Path, card: str) -> Measured:
     """Read the measured rates of a card from a file.
 
     Args:
-        path: of the file, which `vllm hpu-check --save` or `--record-traffic` has written.
+        path: path of the file, which `vllm hpu-check --save` or `--record-traffic` has written.
         card: the expected kind of card, a key of `cards.CARDS`.
 
     Raises:

@@ -27,7 +27,7 @@ class FoundCards:
 
     Attributes:
         choice: the engine that meets the goals, or comes nearest.
-        plan: of the engine on these cards, with this max_num_seqs.
+        plan: plan of the engine on these cards, with this max_num_seqs.
         unfit: number of cards -> why the engine does not run on it.
     """
 
@@ -49,8 +49,8 @@ def search_cards(
     Args:
         make_plan: makes the plan for a number of cards; raises ConfigError if it does not fit.
         goals: at least one.
-        lengths: of each request.
-        numbers_of_cards: to try, in ascending order.
+        lengths: length of each request.
+        numbers_of_cards: numbers of cards to try, in ascending order.
         fitted: constants of the card; None: those of published runs.
 
     Raises:

@@ -107,9 +107,9 @@ def make_plan(
     """Plan an engine on cards or on a CPU.
 
     Args:
-        args: see `make_engine_plan`.
-        device: see `make_engine_plan`, or cpu.
-        num_cards: see `make_engine_plan`.
+        args: arguments; see `make_engine_plan`.
+        device: device; see `make_engine_plan`, or cpu.
+        num_cards: number of cards; see `make_engine_plan`.
         host_bytes: memory of the machine, for cpu; None: the memory of this machine.
 
     Raises:

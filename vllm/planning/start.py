@@ -110,7 +110,7 @@ class ShapeCosts:
     """Predicts seconds and bytes of the shapes of an engine.
 
     Args:
-        plan: of the engine.
+        plan: plan of the engine.
     """
 
     def __init__(self, plan: EnginePlan) -> None:

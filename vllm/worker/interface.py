@@ -176,7 +176,7 @@ class Worker(WorkerForUsers, Protocol):
         """Build the model and load its weights.
 
         Args:
-            rank: of this worker among the workers of the executor.
+            rank: rank of this worker among the workers of the executor.
         """
         ...
 
@@ -215,7 +215,7 @@ class Worker(WorkerForUsers, Protocol):
         Args:
             given_up: why some rank cannot run the last step, so that no rank uses it;
                 None: all of them keep it.
-            seconds: that the last step has taken on all ranks; None: it has not run.
+            seconds: seconds that the last step has taken on all ranks; None: it has not run.
             longest_s: seconds that the next one may take, as far as is known; None: any.
 
         Returns:
@@ -310,7 +310,7 @@ class Worker(WorkerForUsers, Protocol):
         """Write KV blocks that `read_blocks` has returned.
 
         Args:
-            block_ids: of the blocks.
+            block_ids: ids of the blocks.
             blocks: the bytes of each block, rank by rank.
 
         Returns:
@@ -322,8 +322,8 @@ class Worker(WorkerForUsers, Protocol):
         """Load a LoRA adapter in the background.
 
         Args:
-            name: see `AdapterRef`.
-            path: see `AdapterRef`.
+            name: name; see `AdapterRef`.
+            path: path; see `AdapterRef`.
             key: see `AdapterRef`.
             number: see `AdapterRef`.
 

@@ -37,7 +37,7 @@ def plan_buckets(config: VllmConfig, num_blocks: int | None = None) -> BucketPla
     """Make the bucket catalog for a config.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         num_blocks: KV blocks, the null block included; None: not known yet.
 
     Raises:

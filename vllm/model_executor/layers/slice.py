@@ -118,10 +118,10 @@ class CheckpointTensor:
         """Return only the selected output features, as a tensor.
 
         Args:
-            name: of the tensor, for errors.
+            name: name of the tensor, for errors.
             dim: the dimension of the output features; None: the tensor is the same for all of them.
-            bits: of one feature, if features are packed into words along that dimension; 32: not
-                packed.
+            bits: bits of one feature, if features are packed into words along that dimension; 32:
+                not packed.
 
         Raises:
             WeightLoadError: the tensor has another number of features, or they do not fill words.

@@ -72,7 +72,7 @@ def load_model(
             torch weights.
         choose_host_layers: called with the model, still without memory; returns the modules whose
             parameters go to host memory.
-        stage: of the pipeline; only its layers are read. None: all layers.
+        stage: stage of the pipeline; only its layers are read. None: all layers.
         has_values: False: parameters get uninitialised memory only.
 
     Raises:
@@ -126,10 +126,10 @@ def load_speculator(
 
     Args:
         class_path: module:Class of the network.
-        config: of the speculator: `VllmConfig.of_draft_model`.
+        config: config of the speculator: `VllmConfig.of_draft_model`.
         target: the loaded model whose tokens it predicts.
         device: where the parameters go.
-        dense_format: see `load_model`.
+        dense_format: format of unquantized weights; see `load_model`.
         has_values: see `load_model`.
 
     Raises:
@@ -282,13 +282,13 @@ def build_model(
     """Build the model in eval mode with parameters on the meta device: shapes without memory.
 
     Args:
-        arch: of the model.
+        arch: architecture of the model.
         tp: the ranks that share it.
-        dtype: of parameters.
+        dtype: data type of parameters.
         is_pooling: build a `PoolingModel`; a generative model becomes an embedding model.
         formats: asked for the method of each layer, in this order; a layer that no format supports
             has dense weights.
-        files: of the checkpoint, for formats that depend on which tensors exist.
+        files: files of the checkpoint, for formats that depend on which tensors exist.
         stage: the pipeline stage to build; None: the whole model.
         last_embeds: see `keep_stage`.
 
@@ -506,7 +506,7 @@ def _check_memory(
     """Check that the weights fit the machine's memory, before any of it is allocated.
 
     Args:
-        model: on the meta device.
+        model: the model on the meta device.
         build: builds another model like it.
         is_quantized_here: weights are quantized as they are loaded, a layer at a time.
     """

@@ -268,10 +268,10 @@ class LayerSpec:
     """Parameters for building a decoder layer.
 
     Args:
-        arch: of the model.
-        options: of the family.
-        index: of the layer.
-        rotary_emb: of the layer; None: it has no rotary embedding.
+        arch: architecture of the model.
+        options: options of the family.
+        index: index of the layer.
+        rotary_emb: rotary embedding of the layer; None: it has no rotary embedding.
         tp: the ranks that share it.
         source: the earlier layer whose keys and values it reads; None: it has its own.
     """

@@ -142,7 +142,7 @@ class DeepseekMixture(nn.Module):
     """Experts of which each token uses a few, and shared experts that all tokens use.
 
     Args:
-        arch: of the model.
+        arch: architecture of the model.
         routing: rules by which tokens choose experts.
         size: intermediate size of an expert.
         shared_size: intermediate size of the shared experts together; 0: there are none.
@@ -187,7 +187,7 @@ def deepseek_routing(arch: ModelArch, default_method: str = "greedy") -> Routing
     """Read the routing rules from config.json.
 
     Args:
-        arch: of the model.
+        arch: architecture of the model.
         default_method: used if config.json has no topk_method.
 
     Raises:
@@ -222,7 +222,7 @@ def expert_groups(arch: ModelArch, key: str) -> ExpertGroups:
     """Read the groups of experts from config.json.
 
     Args:
-        arch: of the model.
+        arch: architecture of the model.
         key: the key in config.json with the number of experts.
 
     Raises:

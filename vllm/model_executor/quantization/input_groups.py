@@ -83,9 +83,9 @@ class InputGroups:
         """Return the slice for scales whose dimension `dim` are the groups.
 
         Args:
-            slice_: of the features of a part of the layer.
+            slice_: slice of the features of a part of the layer.
             dim: 0 or 1; the other dimension are the outputs.
-            layer: that has the parts.
+            layer: layer that has the parts.
         """
         if slice_.dim == 0:
             return replace(slice_, dim=1 - dim)

@@ -113,7 +113,7 @@ def check_mxfp4(name: str, blocks: Tensor, scales: Tensor) -> None:
     """Check the shapes and dtypes of blocks [..., B, 16] with scales [..., B].
 
     Args:
-        name: of the weight, for errors.
+        name: name of the weight, for errors.
         blocks: tensor of the checkpoint.
         scales: tensor of the checkpoint.
 

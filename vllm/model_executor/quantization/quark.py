@@ -164,7 +164,7 @@ class _Int4Linear(GroupedLinear):
     """A linear layer of 4-bit words in the layout of AWQ; values are signed if the dtype is `int4`.
 
     Args:
-        name: of the module.
+        name: name of the module.
         storage: how the layer is stored.
     """
 
@@ -195,7 +195,7 @@ class _Int8Linear(RowsLinear):
     """A linear layer of int8 weights; inputs are quantized to int8 or kept.
 
     Args:
-        name: of the module.
+        name: name of the module.
         storage: how the layer is stored.
     """
 

@@ -61,7 +61,7 @@ class RowsLinear(StoredLinear):
     """A linear layer that is stored in row tensors.
 
     Args:
-        name: of the module.
+        name: name of the module.
         tensors: the tensors of the layer.
         group: inputs of a group; -1: all.
         is_flat: a group may begin in one row and end in the next: the checkpoint has one column of

@@ -98,7 +98,8 @@ class MediaFetcher:
             url: http:, https:, data: or file:.
             modality: "image", "audio" or "video", for the time limit.
             where: name of the item in error messages.
-            budget: of the request; None: a new one. The content of data: URLs does not count.
+            budget: budget of the request; None: a new one. The content of data: URLs does not
+                count.
 
         Raises:
             RequestError: it is not allowed, cannot be fetched in time, or is too large.

@@ -63,7 +63,7 @@ class FrameChoice:
         """Return the indices of the frames to select.
 
         Args:
-            num_frames: of the video.
+            num_frames: number of frames of the video.
             seconds: length of the video.
         """
         count = min(self.num_frames, num_frames)

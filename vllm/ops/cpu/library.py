@@ -225,7 +225,7 @@ def packer(struct: Any, names: str) -> Callable[..., bytes]:
 
     Args:
         struct: the struct, from the kernels.
-        names: of the fields in the order in which they will be given.
+        names: names of the fields in the order in which they will be given.
     """
     fields = struct._fields_
     if names.split() != [name for name, _ in fields]:

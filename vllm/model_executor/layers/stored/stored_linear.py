@@ -104,7 +104,7 @@ class StoredLinear(KeepsPacked, LinearMethod):
     layout.
 
     Args:
-        name: of the module, for errors.
+        name: name of the module, for errors.
     """
 
     def __init__(self, name: str) -> None:
@@ -276,7 +276,7 @@ class RoundedLinear(KeepsPacked, UnquantizedLinear):
     """A dense linear weight that is quantized once it is loaded.
 
     Args:
-        name: of the module, for errors.
+        name: name of the module, for errors.
         round_weight: quantizes a dense weight [output_size, input_size].
     """
 
@@ -339,9 +339,9 @@ def to_device_layout(
 
     Args:
         layer: whose parameters are filled.
-        name: of the layer, for errors.
+        name: name of the layer, for errors.
         weight: the quantized weight that the parameters hold.
-        dtype: of the layer's inputs.
+        dtype: data type of the layer's inputs.
 
     Raises:
         WeightLoadError: the device cannot multiply with it.

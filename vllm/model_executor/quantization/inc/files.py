@@ -64,7 +64,7 @@ class AssumedMeasurements(Measurements):
     The memory of a model does not depend on its scales.
 
     Args:
-        path: of the missing file.
+        path: path of the missing file.
     """
 
     def __init__(self, path: Path) -> None:

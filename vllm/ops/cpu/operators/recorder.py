@@ -59,7 +59,7 @@ class Recorder(CPUOps):
     NotFusibleError for operations that the kernels do not support.
 
     Args:
-        dtype: of all recorded tensors, bfloat16 or float32.
+        dtype: data type of all recorded tensors, bfloat16 or float32.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -162,8 +162,8 @@ class Recorder(CPUOps):
     def _meet(self, x: Rows, collectives: SharedMemoryCollectives) -> None:
         if not x.is_whole or len(x.sizes) != 1:
             raise NotFusibleError(
-                "exchange between ranks: the tensor must be dense and have one dimension other than "
-                f"the tokens, got sizes {x.sizes}"
+                "exchange between ranks: the tensor must be dense and have one dimension other "
+                f"than the tokens, got sizes {x.sizes}"
             )
         self.collectives = collectives
 

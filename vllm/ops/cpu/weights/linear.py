@@ -356,7 +356,7 @@ class PackedWeight:
 
         Args:
             ids: [N] int64, dense, each below out_features.
-            dtype: of the result, float32 or bfloat16.
+            dtype: data type of the result, float32 or bfloat16.
 
         Returns:
             [N, num_inputs]

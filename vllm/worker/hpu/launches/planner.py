@@ -127,9 +127,9 @@ def launch_shapes(
     less for the blocks of its sequences.
 
     Args:
-        bucket: of the batches.
-        limits: of a step.
-        merged_prompts: see `PaddedShape`.
+        bucket: bucket of the batches.
+        limits: limits of a step.
+        merged_prompts: whether prompts are merged; see `PaddedShape`.
         item_sizes: values of `PaddedShape.item_slots`.
     """
     return [
@@ -251,7 +251,7 @@ class HPULaunchPlanner:
     Args:
         catalog: the buckets; it is read again for every forward pass, so it may still be warming
             up.
-        limits: of a forward pass; larger batches are split.
+        limits: limits of a forward pass; larger batches are split.
         batch: block tables of the requests.
         merged_prompts: most prompts in one sequence of a merged prefill; 0: prompts are not merged.
         has_states: the model has recurrent state, which a forward pass reads as the previous one
@@ -499,7 +499,7 @@ class HPULaunchPlanner:
         """Group neighbouring prompts into forward passes at the lowest cost.
 
         Args:
-            rows: of prompts.
+            rows: rows of prompts.
             pays_compiling: include the cost of compiling.
         """
         ids, scheduled = rows.ids.tolist(), rows.scheduled.tolist()
@@ -540,7 +540,7 @@ class HPULaunchPlanner:
         Args:
             bucket: the cheapest one.
             asked: batch, query length and blocks.
-            item_slots: of the forward pass.
+            item_slots: slots of the items of the forward pass.
         """
         shape, wanted = self._shape(bucket, item_slots), Bucket(Phase.PREFILL, *asked)
         if self.is_compiled(shape):

@@ -143,7 +143,7 @@ def attempt(
     Only its workspace remains allocated.
 
     Args:
-        resident_bytes: in use on the card apart from its workspace: weights, cache, graphs.
+        resident_bytes: bytes in use on the card apart from its workspace: weights, cache, graphs.
         peers: the cards that run it together with this one.
 
     Raises:
