@@ -56,7 +56,7 @@ RATES = {
     "all_reduce_s": _Rate(_published_all_reduce_s, ("all_reduce_us",), is_time=True),
     "compile_s": _Rate(lambda spec: compile_seconds(COMPILED_OPERATORS), (), is_time=True),
 }
-"""By their names in the file."""
+"""Constants that are rates, by their names in the file."""
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ class StepTime:
     """Predicted seconds of steps; arrays have the shape of the batch sizes and lengths."""
 
     parts: Floats
-    """In the order of `PARTS`. [..., 5]"""
+    """[..., 5] seconds of each part, in the order of `PARTS`."""
     low: Floats
     high: Floats
     """The band: it holds 80 % of published runs that are like these steps."""

@@ -15,7 +15,8 @@ from vllm.planning.throughput.table import as_lines, as_objects
 
 NUMBERS_OF_CARDS = (1, 2, 4, 8)
 MOST_REQUESTS = 1024
-"""At a time. Published runs have up to 4,000, but each size of a batch needs its own buckets."""
+"""Maximum number of requests at a time. Published runs have up to 4,000, but each size of a batch
+needs its own buckets."""
 
 MakePlan = Callable[[int, int | None], EnginePlan]
 """Plans an engine on so many cards, with this max_num_seqs; None: the value of the flags."""

@@ -83,7 +83,7 @@ class StageRoom:
     """Index after the last one."""
     weight_bytes: int
     launch_bytes: int
-    """Of the forward passes."""
+    """Bytes of the forward passes."""
     num_blocks: int
     """KV blocks that it has room for; the engine has as many as the stage with the fewest."""
 

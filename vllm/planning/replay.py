@@ -170,7 +170,7 @@ class Replay:
     """Sizes that the forward passes needed."""
     by_phase: dict[Phase, PhaseTime]
     seconds: float
-    """From the first request to the end of the last."""
+    """Seconds from the first request to the end of the last one."""
     num_steps: int
     num_preemptions: int
     num_outputs: npt.NDArray[np.int64]

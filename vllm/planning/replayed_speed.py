@@ -13,7 +13,7 @@ from vllm.planning.throughput.goals import KINDS, Goals, Miss
 
 PERCENTILES = (50, 90, 99)
 GOAL_PERCENTILE = 90
-"""Of the requests, that meet the goals."""
+"""Percentage of the requests that have to meet the goals."""
 MAX_SEARCHED = 1_000
 """Requests of a replay of the search: its first ones."""
 _LOWEST, _HIGHEST = 1e-4, 1e5

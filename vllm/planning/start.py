@@ -45,7 +45,7 @@ class StartPlan:
     sampling_s: float
     """Compiling what samples, once for each padded batch size."""
     num_first_buckets: int
-    """With which a server begins."""
+    """Number of buckets with which a server begins."""
     first_compile_s: float
     """Compiling these, without recipes on disk."""
     first_run_s: float

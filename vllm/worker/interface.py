@@ -49,7 +49,7 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int
     """Bytes of one KV block in all layers of this rank; 0 for a model without a KV cache."""
     windows: tuple[int | None, ...] = (None,)
-    """Of the groups of layers that have block tables of their own; None: full attention."""
+    """Windows of the groups of layers that have block tables of their own; None: full attention."""
     num_blocks: int
     """KV blocks that this rank could have, the null block included."""
     num_kept_states: int | None = None
@@ -68,11 +68,13 @@ class WarmUpStep(msgspec.Struct, frozen=True, kw_only=True):
     phase: str
     """The phase of the warm-up, for progress reports."""
     name: str
-    """Of the launch."""
+    """Name of the forward pass."""
     index: int
-    """From 1, within the phase. A bucket with several launches has one index."""
+    """Index of the step within its phase, from 1. A bucket with several forward passes has one
+    index."""
     total: int
-    """Of the phase. It may change on the way, as launches are given up."""
+    """Number of steps in the phase. It may change during the warm-up, if forward passes are given
+    up."""
     given_up: str | None = None
     """Reason why this launch is given up, such as too little memory; None: it is kept."""
     eta_seconds: float | None = None

@@ -90,9 +90,9 @@ class FusedBlocks:
     """Fused kernels of a Gaudi card for the softmax of blocks."""
 
     kernels: FusedKernels
-    """They have `block_softmax_adjustment`."""
+    """Kernels of the card, which include `block_softmax_adjustment`."""
     has_softmax: bool
-    """And `block_softmax`."""
+    """Whether the kernels also include `block_softmax`."""
 
 
 Softmax = Normaliser | float | FusedBlocks | None

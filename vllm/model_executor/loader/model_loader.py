@@ -252,7 +252,8 @@ def log_dequantized(model: nn.Module) -> None:
 
 
 _LARGEST_RATIO = 64
-"""Of the memory of parameters to the size of files. Weights of 1.5 bits become at most float32."""
+"""Largest ratio of the memory of parameters to the size of files. Weights of 1.5 bits become at
+most float32."""
 _SMALL_BYTES = 256 << 20
 """Less memory is taken in any case: what is wrong with a file is said by what reads it."""
 

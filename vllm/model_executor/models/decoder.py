@@ -81,7 +81,7 @@ class DecoderOptions:
     """The options in which decoder families differ."""
 
     norm: NormFactory = rms_norm
-    """Of the hidden states."""
+    """Norm of the hidden states."""
     qkv_bias: bool = False
     output_bias: bool = False
     """Bias of the projection after attention."""
@@ -91,7 +91,7 @@ class DecoderOptions:
     qkv_limit: float | None = None
     """Elements of query, key and value are limited to this and its negative, after head norms."""
     head_norm: NormFactory | None = None
-    """Of every query and key head before the rotation."""
+    """Norm of every query and key head before the rotation."""
     has_norm_per_head: bool = False
     """Whether queries and keys have a layer norm with weights of its own for each head."""
     norms_rotated_heads: bool = False

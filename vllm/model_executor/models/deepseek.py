@@ -34,7 +34,7 @@ from vllm.ops.expert_options import ONE_GROUP, ExpertGroups, RoutingOptions
 from vllm.ops.expert_options import Routing as WeightsOfChosen
 
 _LATENT_NORM_EPS = 1e-6
-"""Of the norms of compressed vectors, whatever config.json says of the others."""
+"""Epsilon of the norms of compressed vectors, whatever config.json contains for the other norms."""
 
 
 class LatentScales(NamedTuple):

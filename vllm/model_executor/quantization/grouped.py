@@ -37,7 +37,7 @@ class GroupLayout:
     is_awq: bool = False
     """Words hold outputs of an input, in the order of AWQ; False: inputs of an output."""
     zero_offset: int = 0
-    """To be added to stored zero points."""
+    """Number that is added to stored zero points."""
     has_groups: bool = False
     """`g_idx` says which group an input is in."""
     is_ordered: bool = False

@@ -19,7 +19,7 @@ class InputGroups:
     """
 
     name: str
-    """Of the layer, for errors."""
+    """Name of the layer, for errors."""
     size: int
     """Inputs of a group in the checkpoint."""
     total: int
@@ -27,9 +27,9 @@ class InputGroups:
     count: int
     """Groups of which this rank has scales."""
     first_input: int
-    """Of this rank."""
+    """Index of the first input of this rank."""
     num_inputs: int
-    """Of this rank."""
+    """Number of inputs of this rank."""
 
     @classmethod
     def of_layer(

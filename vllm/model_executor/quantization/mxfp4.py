@@ -23,7 +23,7 @@ from vllm.model_executor.quantization.interface import Quantization
 from vllm.ops.stored_weight import Mxfp4Weight
 
 _NAN = 255
-"""As a scale of E8M0."""
+"""NaN as a scale of E8M0."""
 _GROUP = 32
 """Inputs that share a scale."""
 _SMALLEST_PART = 8

@@ -35,7 +35,7 @@ class RowTensor:
     name: str
     """The end of its name in the checkpoint, after the module's."""
     dtypes: tuple[torch.dtype, ...]
-    """That it may have there."""
+    """Data types that the tensor may have in checkpoints."""
     attribute: str = ""
     """Name of the parameter; empty: the name of the tensor."""
     dtype: torch.dtype

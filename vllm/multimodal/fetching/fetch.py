@@ -32,7 +32,7 @@ MAX_REQUEST_BYTES = 2 * MAX_BYTES
 MAX_REDIRECTS = 5
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""From the name of a host and a port to numeric addresses; raises OSError."""
+"""A function from the name of a host and a port to numeric addresses; raises OSError."""
 
 _NUM_LOOKUPS = 16
 _REDIRECTS = (301, 302, 303, 307, 308)

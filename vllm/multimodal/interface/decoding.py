@@ -44,7 +44,7 @@ class Decoders(NamedTuple):
     """The accepted decoders of the files of one modality."""
 
     names: Sequence[str]
-    """In FFmpeg."""
+    """Names in FFmpeg."""
     codecs: str
     """Formats that they decode, for messages."""
 

@@ -28,8 +28,8 @@ class EncoderInput:
     """The input of a model's encoder for one image, sound or video."""
 
     tensors: dict[str, npt.NDArray[Any]]
-    """By name. Pixels are uint8, cut and resized, before they are scaled and normalised: the
-    encoder does that. All other tensors are small."""
+    """Tensors by name. Pixels are uint8, cut and resized, before they are scaled and normalised:
+    the encoder does that. All other tensors are small."""
     grid: tuple[int, ...]
     """Decides which tokens represent the item, and their positions. Only the family knows the
     meaning of the integers; the integers of a video also tell it from an image."""

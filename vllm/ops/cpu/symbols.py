@@ -22,7 +22,7 @@ class SymbolRecorder(Protocol):
     """
 
     dtype: torch.dtype
-    """Of rows that say no other."""
+    """Data type of recorded tensors that name no other."""
 
     @property
     def torch_functions(self) -> Mapping[Any, Callable[..., Any]]:

@@ -20,7 +20,7 @@ _PARTS = (
     "mixture_of_experts in MXFP4",
     "mixture_of_experts in MXFP4 with biases",
 )
-"""Of `ExpertOperators`, in order."""
+"""Names of the parts of `ExpertOperators`, in order."""
 
 
 class ExpertOperators(NamedTuple):

@@ -20,7 +20,7 @@ from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch, LaunchInput
 
 NO_PARTS: LaunchParts = {}
-"""Of rows that bring nothing."""
+"""Parts of rows that bring nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class InnerLayers:
     """
 
     own: tuple[int, ...] = ()
-    """Of this stage, ascending and distinct."""
+    """Indices of the layers of this stage, ascending and distinct."""
     num_before: int = 0
     """Number of such layers of the stages before."""
 

@@ -24,7 +24,7 @@ from vllm.ops.prepared import ExpertProducts, PreparedExperts
 from vllm.ops.stored_weight import StoredWeight
 
 EXPERT_PARTS = SILU_EXPERTS.parts
-"""Of a gated expert."""
+"""Names of the parts of a gated expert."""
 
 
 def are_plain(layer: Experts) -> bool:

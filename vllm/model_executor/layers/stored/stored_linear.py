@@ -39,11 +39,12 @@ class StoredTensor:
     """How a quantization format stores one tensor of a layer."""
 
     dtypes: tuple[torch.dtype, ...]
-    """That it may have."""
+    """Data types that the tensor may have."""
     output_dim: int | None = 0
-    """With the output features; None: it is the same for all of them."""
+    """Dimension of the output features; None: the tensor is the same for all of them."""
     bits: int = WORD_BITS
-    """Of an output feature in words along that dimension; 32: an index is a feature."""
+    """Bits of an output feature, if features are packed into words along `output_dim`; 32: they are
+    not packed."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ Scaled = TypeVar("Scaled", Fp8Weight, Int8Weight, GroupedWeight)
 
 
 _LARGEST = 65504.0
-"""As large as a scale may be: most formats have float16. No model was trained with the weights that
+"""Largest accepted scale: most formats have float16. No model was trained with the weights that
 larger ones make."""
 
 

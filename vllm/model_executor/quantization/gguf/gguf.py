@@ -123,7 +123,7 @@ class BlockLinear(StoredLinear):
     """
 
     bits: int
-    """Of a number, once all parts have as many."""
+    """Bits of a quantized value, after all parts were given the same number of bits."""
 
     def __init__(self, name: str, types: Sequence[BlockType], part: str | None = None) -> None:
         super().__init__(name)

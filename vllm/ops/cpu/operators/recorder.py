@@ -30,7 +30,7 @@ Operand = Tensor | PackedWeight | PackedExperts | SharedMemoryCollectives
 """An operand of an operation that is no row."""
 
 DTYPES = (torch.bfloat16, torch.float32)
-"""Of activations."""
+"""Data types of activations."""
 
 ON_PARTS_OF_HEADS = ("copy", "head_linear", "low_rank")
 """Operations whose rows may be parts of heads."""
@@ -47,7 +47,7 @@ class Operation:
     y: Rows | None
     out: Rows
     operands: dict[str, Operand | None]
-    """By the names of the fields of its struct."""
+    """Operands by the names of the fields of its struct."""
     numbers: dict[str, float]
     """Numbers of the operation, by name."""
 

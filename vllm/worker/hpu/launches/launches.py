@@ -40,7 +40,7 @@ from vllm.worker.parts.row_parts import RowParts
 _MAX_MERGED_PROMPTS = 64
 """Rows of the logits of a merged prefill, however few its prompts are."""
 _SHAPES_OF_BUCKET = 3
-"""At most, see `launch_shapes`; for each number of items."""
+"""Maximum number of shapes of a bucket for each number of items; see `launch_shapes`."""
 
 Finish = Callable[[], ModelRunnerOutput]
 """Waits for the result of a step."""
@@ -56,7 +56,7 @@ class PaddedInput(LaunchInput):
 
     launch: PaddedLaunch
     packed: IntArray
-    """On the host."""
+    """Packed inputs on the host."""
 
 
 class PaddedOutput(NamedTuple):

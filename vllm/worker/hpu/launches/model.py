@@ -71,7 +71,7 @@ class PreparedLaunch:
     last_tokens: Tensor | None = None
     """[L] which tokens the head gets; None: all."""
     adapters: SlottedAdapters | None = None
-    """Of its tokens; None: no model has any."""
+    """Adapters of the tokens; None: no model has any."""
     states: PaddedStates | None = None
     """Recurrent states of its requests; None: no layer has any."""
     replaced: TableEmbeddings | None = None

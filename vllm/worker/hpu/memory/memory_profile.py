@@ -94,7 +94,7 @@ class Attempt:
     """The outcome of a forward pass that may have run out of memory."""
 
     profile: MemoryProfile
-    """Of its peak, workspace included."""
+    """Measures its peak of memory, workspace included."""
     peak_bytes: int
     """Device memory at that peak."""
     kept_bytes: int

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from vllm.bucketing import Phase
 
 Stage = Literal["compile", "load", "run", "capture"]
-"""To load is to compile where the recipe is on disk."""
+"""Stages of a warm-up. "load" is compiling where the recipe is on disk already."""
 Runs = Phase | Literal["encoder"]
 """The language model in one of its phases, or the encoder of images."""
 
