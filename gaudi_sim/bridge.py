@@ -71,7 +71,7 @@ class SimBridge:
                 less time on the host.
             recipe_cache: where compiled recipes are kept after the process ends, in the format of
                 PT_HPU_RECIPE_CACHE_CONFIG; None: nowhere.
-            release: of the bridge; parts of later releases are missing.
+            release: release of the bridge; parts of later releases are missing.
             absent: further missing parts, of `parts.PARTS`.
             pool_bytes: memory of the card; None: the memory of a real one.
 
@@ -254,8 +254,8 @@ class SimulatedKernels(BridgeKernels):
         Args:
             device: where trials run; None: the host, whose tensors the kernels accept as well.
             card: its name.
-            is_lazy: see `BridgeKernels`.
-            release: of the bridge; parts of later releases are missing.
+            is_lazy: whether the bridge is in lazy mode; see `BridgeKernels`.
+            release: release of the bridge; parts of later releases are missing.
             absent: further missing parts.
             computing: the context of trials, in which the card computes.
         """

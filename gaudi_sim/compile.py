@@ -29,8 +29,8 @@ def compile_for_card(
     If sizes are symbols, every set of sizes gets its own graph: compilation is static.
 
     Args:
-        graph: of Dynamo.
-        example_inputs: of the graph.
+        graph: graph of Dynamo.
+        example_inputs: inputs of the graph.
         options: only `force_static_compile` has an effect.
 
     Raises:

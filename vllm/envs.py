@@ -182,8 +182,8 @@ class Envs:
     VLLM_CPU_KVCACHE_SPACE: float | None = _cpu(
         None,
         "Size of the KV cache in GiB on the CPU, divided among the replicas of "
-        "--data-parallel-size. Used only if --kv-cache-memory-bytes is not given. 0, and "
-        "default: a fraction of the free memory.",
+        "--data-parallel-size. Used only if --kv-cache-memory-bytes is not given. "
+        "Default, or with 0: a fraction of the free memory.",
         at_least=0,
     )
     VLLM_CPU_OMP_THREADS_BIND: str = _cpu(
@@ -401,7 +401,8 @@ class Envs:
     VLLM_PROMPT_USE_FP8_FUSEDSDPA: bool = _execution(
         False,
         "Use fused attention in FP8 for prompts. Needs --quantization inc, --kv-cache-dtype "
-        "fp8_inc and files of `vllm calibrate` with ranges of queries. Layers with windows or "
+        "fp8_inc, and files of `vllm calibrate` that contain measured ranges of the attention "
+        "queries. Layers with windows or "
         "sinks still use bfloat16, and so do cards on which the kernel fails a check at the "
         "start.",
     )
@@ -471,8 +472,16 @@ class Envs:
         "VLLM_GC_THR_MULTIPLIER.",
         at_least=0,
     )
-    VLLM_GC_THR_GEN1: int = _execution(10, "Second threshold.", at_least=0)
-    VLLM_GC_THR_GEN2: int = _execution(10, "Third threshold.", at_least=0)
+    VLLM_GC_THR_GEN1: int = _execution(
+        10,
+        "Second threshold of Python's garbage collector in the worker (see VLLM_GC_THR_GEN0).",
+        at_least=0,
+    )
+    VLLM_GC_THR_GEN2: int = _execution(
+        10,
+        "Third threshold of Python's garbage collector in the worker (see VLLM_GC_THR_GEN0).",
+        at_least=0,
+    )
     VLLM_GC_THR_MULTIPLIER: int = _execution(
         16,
         "Factor for the thresholds of Python's garbage collector. With a larger one, garbage is "
@@ -652,7 +661,7 @@ def described_bridge_settings(is_lazy: bool | None = None) -> dict[str, str]:
     Returns name -> its value and who has chosen it, for the log and reports.
 
     Args:
-        is_lazy: see `export_bridge_settings`.
+        is_lazy: whether the bridge is in lazy mode; see `export_bridge_settings`.
     """
     if is_lazy is None:
         is_lazy = _said_mode()

@@ -132,8 +132,8 @@ class CollectiveError(VllmError, RuntimeError):
     """A communication with the other ranks has failed; the state of the worker is then unknown.
 
     Args:
-        operation: that failed, such as all_reduce.
-        rank: that reports it.
+        operation: operation that failed, such as all_reduce.
+        rank: rank that reports it.
         reason: message of the library, or which rank has not answered.
     """
 

@@ -115,7 +115,7 @@ class KVCacheLayout:
     block_bytes: int
     """Bytes of a block; 0 for a model that keeps nothing."""
     groups: tuple[KVCacheGroup, ...] = (FULL_GROUP,)
-    """With full attention first, then by the size of the window."""
+    """The groups of layers, with full attention first, then by the size of the window."""
     state_layers: tuple[int, ...] = ()
     """Indices of the layers with states."""
     state_bytes: int = 0

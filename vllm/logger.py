@@ -130,7 +130,7 @@ def configure_again(log_format: str) -> None:
     It must not use the parent's handlers and the files that they have open.
 
     Args:
-        log_format: see `use_format`.
+        log_format: format; see `use_format`.
     """
     named = [logging.getLogger(name) for name in logging.Logger.manager.loggerDict]
     enabled = [each for each in named if not each.disabled]

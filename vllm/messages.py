@@ -132,7 +132,8 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     num_states: int = 0
     """Hidden states that cross-attention layers read; 0: none do."""
     seen_by: tuple[int, int] = (0, END_OF_REQUEST)
-    """With `num_states`: indices of the first token that sees them, and after the last one."""
+    """Indices of the first token that sees the hidden states, and after the last one. Used only
+    with `num_states`."""
     tensors: tuple[MediaTensor, ...]
 
     @property
@@ -229,16 +230,18 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of data other than token ids that decides the content of the KV cache: adapters, media,
     embeddings. Blocks before the position of a key are shared with requests that do not have it."""
     pooling_params: PoolingParams | None = None
-    """Of a request to a pooling model, which samples nothing; None: it generates."""
+    """Parameters of a request to a pooling model, which samples nothing; None: the request
+    generates tokens."""
     token_type_ids: list[int] | None = None
     """One per prompt token, for models that tell the parts of a pair apart; None: all 0."""
     embeddings: tuple[TokenEmbeddings, ...] = ()
-    """In order of their positions. The tokens that they replace are placeholders, and
-    `cache_extra_keys` has a key of each."""
+    """Embeddings of the prompt, in order of their positions. The tokens that they replace are
+    placeholders, and `cache_extra_keys` has a key of each."""
     positions: TokenPositions | None = None
     """`cache_extra_keys` has keys of them; None: the position of a token is its index."""
     media: tuple[MediaItem, ...] = ()
-    """In order of their tokens. `cache_extra_keys` has a key of each."""
+    """Images, sounds and videos of the prompt, in order of their tokens. `cache_extra_keys` has a
+    key of each."""
     adapter: AdapterRef | None = None
     """Adapter, whose key is also in `cache_extra_keys`."""
     output_rules: OutputRules | None = None
@@ -264,9 +267,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def allows_several_decodes(self) -> bool:
-        """Whether a step may run several decodes of it.
+        """Whether one step may run several decodes of the request.
 
-        Not if its log-probabilities or sampling need the host after each token.
+        False if the host is needed after each token, for log-probabilities or for sampling.
         """
         return (
             self.pooling_params is None
@@ -381,12 +384,12 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """(row, n): encode item n of `EngineRequest.media` of the request of the row, and keep its
     embeddings, before tokens run."""
     num_decodes: int = 1
-    """Maximum number of decodes to run of all requests. If it is above 1, each request runs its
-    newest token, a token of its output, and has blocks for this many tokens."""
+    """Maximum number of decodes that this step runs for each request, one after the other. If it is
+    above 1, every request of the step is decoding, and has blocks for this many tokens."""
 
     @property
     def num_tokens(self) -> int:
-        """Largest number of tokens of the whole step."""
+        """Largest number of tokens that the whole step can run."""
         return int(self.num_scheduled_tokens.sum()) * self.num_decodes
 
 
@@ -512,7 +515,7 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     num_queries: int = 0
     """Prompt tokens, in full blocks that the KV cache had not, that were looked up elsewhere."""
     num_hits: int = 0
-    """Of those, tokens whose blocks were loaded."""
+    """Tokens among `num_queries` whose blocks were loaded."""
     num_loaded_bytes: int = 0
     """Bytes of blocks written into the KV cache."""
     num_saved_bytes: int = 0
@@ -571,7 +574,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache."""
     num_prefix_hits: int = 0
-    """Of those, tokens that were there."""
+    """Tokens among `num_prefix_queries` that were found in the prefix cache."""
     num_preemptions: int = 0
     running_adapters: list[str] = []
     """Names of the LoRA adapters of running requests."""

@@ -127,9 +127,9 @@ class BeamSearchSequence:
 
     Attributes:
         tokens: prompt and output.
-        logprobs: of the output, per position.
+        logprobs: log-probabilities of the output, per position.
         cum_logprob: sum over the output tokens, the end token included.
-        text: of prompt and output, special tokens included; None without a tokenizer.
+        text: text of prompt and output, special tokens included; None without a tokenizer.
         finish_reason: "stop" or "length".
         stop_reason: the end token.
     """

@@ -87,7 +87,7 @@ class SimulatedCard:
         """Create a card.
 
         Args:
-            spec: of the card.
+            spec: description of the card.
             is_lazy: operators are recorded until a mark.
             is_strict: everything that stalls a card raises in a warmed section.
             has_lazy_collectives: in lazy mode, collectives are recorded like any operator.
@@ -242,11 +242,11 @@ class SimulatedCard:
         self.clock.sync()
 
     def copy_whole(self, lease: Allocation, num_bytes: int) -> None:
-        """Charge the copy of a whole tensor that was written through a view.
+        """Count the copy of a whole tensor that was written through a view.
 
         Args:
-            lease: of its memory.
-            num_bytes: of the tensor.
+            lease: allocation that holds the tensor.
+            num_bytes: size of the tensor.
         """
         num_caches = int(lease in self.caches)
         if self.capture is not None:

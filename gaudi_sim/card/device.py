@@ -64,7 +64,7 @@ class HpuTensor(torch.Tensor):
 
     raw: torch.Tensor
     lease: Allocation
-    """Of the memory; shared by all views of it."""
+    """Allocation that holds the memory; shared by all views of it."""
     is_view: bool
     """Made by an operator that returns a view."""
 

@@ -23,7 +23,7 @@ class Allocation:
 
         Args:
             pool: the pool.
-            num_bytes: to allocate.
+            num_bytes: bytes to allocate.
             storage: address of a tensor's storage, by which the pool knows it; None: it is not a
                 tensor, and never in the workspace.
         """
@@ -100,7 +100,7 @@ class MemoryPool:
         """Raise the bridge's error if a tensor of `num_bytes` does not fit.
 
         Args:
-            num_bytes: of the tensor.
+            num_bytes: bytes of the tensor.
             is_kept: it is kept after its recipe, so it is not in the workspace.
         """
         wanted = self.in_use_bytes + num_bytes

@@ -1,8 +1,9 @@
-"""Compiled recipes on disk that are kept after the process ends, as the bridge does.
+"""A folder of compiled recipes on disk, which later processes use again. Gaudi's bridge keeps such
+a folder too.
 
-A simulated recipe is the text of its operators. Each is one file, named after its digest; two
-cards, or two modes, have different recipes. Captured graphs are not kept: every process captures
-again.
+A simulated recipe is the text of its operators. Each recipe is one file, named after the digest of
+this text. Recipes differ between two cards, and between two modes. Captured graphs are not kept:
+every process captures again.
 """
 
 import hashlib

@@ -22,7 +22,7 @@ def capture(function: Callable[..., Any], *args: Any) -> fx.Graph:
 
     Args:
         function: a module or a function.
-        args: of the call; its tensors are on the host.
+        args: arguments of the call; its tensors are on the host.
 
     Raises:
         torch._dynamo.exc.Unsupported: the graph breaks.
@@ -49,9 +49,9 @@ def functionalise(
     """Return a Dynamo graph without mutating operators, except for copying new values to inputs.
 
     Args:
-        module: for tensors of `device`.
-        inputs: of one call; only the shapes, strides and dtypes of tensors are used.
-        device: for which torch has no kernels; the graph is made with host tensors.
+        module: module for tensors of `device`.
+        inputs: inputs of one call; only the shapes, strides and dtypes of tensors are used.
+        device: device for which torch has no kernels; the graph is made with host tensors.
     """
     on_host = _moved(module, device, _HOST)
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -167,7 +167,7 @@ def wrap_in_hpu_graph(
     """Give `module` a forward that captures and replays, and a `clear_cache`.
 
     Args:
-        module: to wrap.
+        module: module to wrap.
         card: that captures.
         max_graphs: limit of captured signatures; others run without a graph, none is evicted.
     """

@@ -18,7 +18,7 @@ SCHEMAS = {
 }
 
 _MULTIPLES = {torch.float32: 64, torch.bfloat16: 128}
-"""Of the highest scores and sums that `block_softmax` returns for a block."""
+"""Number of copies of the highest scores and sums that `block_softmax` returns for a block."""
 
 
 def _block_softmax(

@@ -40,9 +40,9 @@ def silu_experts(
 
     Args:
         x: inputs.
-        weights: of the tokens, for each expert.
-        gate_up: of each expert.
-        down: of each expert.
+        weights: weights of the tokens, for each expert.
+        gate_up: gate and up projections of each expert.
+        down: down projections of each expert.
         is_permuted: weights have the layout of nn.Linear.
     """
     out = torch.zeros_like(x, dtype=torch.float32)

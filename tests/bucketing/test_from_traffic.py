@@ -122,7 +122,7 @@ def test_the_longest_prompt_can_be_set(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("block_size", "words"),
-    [(None, "needs --traffic with a file"), (128, "blocks of 128 tokens, and this engine has")],
+    [(None, "needs --traffic FILE"), (128, "blocks of 128 tokens, and this engine has")],
 )
 def test_traffic_that_is_missing_or_of_other_blocks_is_an_error(
     tmp_path: Path, block_size: int | None, words: str

@@ -136,7 +136,7 @@ def test_ranks_must_not_decide_by_their_clocks(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
-    with pytest.raises(ConfigError, match="speculative_config: set adaptive to false"):
+    with pytest.raises(ConfigError, match="set adaptive to false in speculative_config"):
         LLM(distributed_executor_backend=EXTERNAL, speculative_config=drafts)
 
 

@@ -92,7 +92,7 @@ def test_a_server_has_replicas_on_another_machine_which_may_be_lost_and_return(t
     [
         (["--headless"], "--headless needs "),
         (["-dp", "2", "--data-parallel-start-rank", "1", "--data-parallel-size-local", "1"],
-         "--data-parallel-start-rank 1 needs --headless"),
+         "--data-parallel-start-rank 1 is only possible with --headless"),
         (["-dp", "2", "--data-parallel-size-local", "3"], "size-local must be from 0 to "),
         (["-dp", "2", "--headless", "--data-parallel-size-local", "1",
           "--data-parallel-start-rank", "2"], "--data-parallel-start-rank must be from 0 to 1"),

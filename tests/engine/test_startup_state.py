@@ -39,7 +39,7 @@ def test_each_phase_is_a_line_with_the_time_of_the_one_before(lines, now):
     startup.set_failed(RuntimeError())
     assert lines == [
         "start: importing",
-        "start: importing took 2.5 s; loading weights",
+        "start: importing took 2.5 s; now: loading weights",
         "start: loading weights took 4.0 s",
         "start: restarting the engine",
         "start: restarting the engine took 1.0 s",

@@ -12,7 +12,7 @@ class AudioAsset:
     """A sound: a WAV file in the folder that `VLLM_ASSETS_CACHE` names. The package has none.
 
     Attributes:
-        name: of the file, without its suffix.
+        name: name of the file, without its suffix.
     """
 
     name: str

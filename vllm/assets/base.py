@@ -11,8 +11,8 @@ def find_asset(name: str, suffixes: Sequence[str], packaged: Path | None = None)
     """Return the path of an asset.
 
     Args:
-        name: of the file, without its suffix.
-        suffixes: that it may have, such as ".png"; the first existing file is used.
+        name: name of the file, without its suffix.
+        suffixes: endings that it may have, such as ".png"; the first existing file is used.
         packaged: the folder of the package with such files. The folder in `VLLM_ASSETS_CACHE` is
             searched first.
 

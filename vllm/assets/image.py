@@ -23,7 +23,7 @@ class ImageAsset:
     folder `VLLM_ASSETS_CACHE`, take precedence.
 
     Attributes:
-        name: of the file, without its suffix.
+        name: name of the file, without its suffix.
     """
 
     name: str

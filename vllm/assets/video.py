@@ -12,7 +12,7 @@ class VideoAsset:
     """A video: a file in the folder that `VLLM_ASSETS_CACHE` names. The package has none.
 
     Attributes:
-        name: of the file; the suffix .mp4 may be left out.
+        name: name of the file; the suffix .mp4 may be left out.
         num_frames: largest number of frames, spread evenly over the length; -1: all.
     """
 

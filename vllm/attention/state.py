@@ -217,8 +217,8 @@ class PaddedStates:
     lengths: Tensor | None = None
     """[B] tokens of each row; None: Q is 1."""
     replays: PaddedReplays | None = None
-    """Of a decode whose rows have one token and drafts, or none, where layers keep the inputs of Q
-    tokens; None: of another launch."""
+    """What to replay in a decode with drafts, for layers that keep the inputs of Q tokens; None:
+    this is another kind of forward pass."""
 
     def run(self, layer: StateLayer, inputs: tuple[Tensor, ...]) -> Tensor:
         """Run the B * Q tokens of a batch through a layer (`StateMetadata.run`)."""

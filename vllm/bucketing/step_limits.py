@@ -215,7 +215,7 @@ def trim_decodes(buckets: Iterable[Bucket], limits: StepLimits) -> list[Bucket]:
 
     Args:
         buckets: decode buckets in any order.
-        limits: of a forward pass.
+        limits: limits of a forward pass.
     """
     largest = [0]
     for batch in range(1, limits.max_decode_batch + 1):

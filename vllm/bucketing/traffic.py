@@ -155,7 +155,7 @@ class TrafficTable:
         """Return the shapes [n, 4], ascending, and the count [n] of each.
 
         Args:
-            phase: of the shapes; None: both.
+            phase: phase of the shapes; None: both.
         """
         found = [key for key in sorted(self._cells) if phase is None or key[0] == phase]
         shapes = np.array(found, np.int64).reshape(-1, 4)
@@ -201,7 +201,7 @@ class TrafficTable:
         """Make the table from the content of a traffic file.
 
         Args:
-            content: of the file.
+            content: content of the file.
             source: its name, for errors.
 
         Raises:
@@ -237,7 +237,7 @@ class TrafficTable:
         one.
 
         Args:
-            path: of the file.
+            path: path of the file.
             more: further fields, which `load` does not read.
 
         Raises:
@@ -256,8 +256,8 @@ class TrafficTable:
         """Read a file of recorded traffic.
 
         Args:
-            path: of the file.
-            block_size: of the engine that will use it; None: any.
+            path: path of the file.
+            block_size: tokens per block of the engine that will use it; None: any.
 
         Raises:
             ConfigError: the file cannot be read, is damaged or truncated, has no traffic, or has
@@ -300,7 +300,7 @@ def even_traffic(limits: StepLimits) -> TrafficTable:
     """Return a traffic that is even in the logarithm of each size, for use if none is recorded.
 
     Args:
-        limits: of a forward pass.
+        limits: limits of a forward pass.
     """
     table = TrafficTable(limits.block_size)
     for query_len in limits.decode_query_lens:

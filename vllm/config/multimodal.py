@@ -55,10 +55,10 @@ class MultiModalConfig:
     limit_mm_per_prompt: Mapping[str, Any] = field(default_factory=dict)
     """Maximum number of images, sounds and videos in one request, such as image=4,video=1, or as
     JSON {"image": 4} or {"image": {"count": 4, "width": 1024, "height": 768}, "video": {"count": 1,
-    "num_frames": 16}}. A number without a name limits the images. width and height are the largest
-    image to expect: images with more embeddings are refused, and a card prepares only for smaller
-    ones. num_frames is the maximum number of frames of a video. Default: 16 images, 16 sounds, 4
-    videos; no videos with image=0."""
+    "num_frames": 16}}. A number without a name limits the images. width and height are the size
+    of the largest expected image: images with more embeddings than that are refused, and a card is
+    prepared only for images up to that size. num_frames is the maximum number of frames of a video.
+    Default: 16 images, 16 sounds, 4 videos; no videos with image=0."""
 
     enable_mm_embeds: bool = False
     """Accept embeddings of images instead of images (image_embeds)."""

@@ -20,7 +20,7 @@ class CardSpec:
     hbm_bytes_per_s: float
     pcie_bytes_per_s: float
     link_bytes_per_s: float
-    """To the other cards of the box, all links together."""
+    """Bytes per second to the other cards of the box, all links together."""
     e4m3_max: float
     """Largest number in FP8 with four bits of exponent."""
 

@@ -45,7 +45,7 @@ class Fitted:
     """The fitted constants of one kind of card, and the runs that they were fitted to."""
 
     values: Floats
-    """In the order of `CONSTANTS`."""
+    """Values of the constants, in the order of `CONSTANTS`."""
     numbers_of_cards: tuple[int, ...]
     longest_prompt: int
     residuals: Residuals

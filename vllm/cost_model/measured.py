@@ -56,7 +56,7 @@ RATES = {
     "all_reduce_s": _Rate(_published_all_reduce_s, ("all_reduce_us",), is_time=True),
     "compile_s": _Rate(lambda spec: compile_seconds(COMPILED_OPERATORS), (), is_time=True),
 }
-"""By their names in the file."""
+"""Constants that are rates, by their names in the file."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def read_measured(path: Path, card: str) -> Measured:
     """Read the measured rates of a card from a file.
 
     Args:
-        path: of the file, which `vllm hpu-check --save` or `--record-traffic` has written.
+        path: path of the file, which `vllm hpu-check --save` or `--record-traffic` has written.
         card: the expected kind of card, a key of `cards.CARDS`.
 
     Raises:

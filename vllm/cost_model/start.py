@@ -1,4 +1,4 @@
-"""Predicts seconds and bytes of the recipes and HPU graphs that a start makes for each shape."""
+"""Predicts the seconds and bytes that a start needs to compile recipes and capture HPU graphs."""
 
 from vllm.cost_model import constants
 
@@ -13,10 +13,11 @@ def compile_seconds(num_ops: int) -> float:
 
 
 def capture_seconds(num_recipes: int) -> float:
-    """Predict the seconds of capturing one HPU graph whose recipes are compiled.
+    """Predict the seconds of capturing one HPU graph whose recipes are compiled already.
 
     Args:
-        num_recipes: number of recipes that the graph launches, counted for each layer.
+        num_recipes: number of recipes in the graph. A recipe that several layers use counts once
+            for each of these layers.
     """
     return num_recipes * constants.CAPTURE_RECIPE_S
 

@@ -108,7 +108,7 @@ class ModelFigures:
         Args:
             batch: requests.
             context: tokens of each request.
-            num_cards: that share each layer.
+            num_cards: number of cards that share each layer.
         """
         total = np.zeros(np.broadcast_shapes(batch.shape, context.shape))
         for layers in self.attention:
@@ -135,7 +135,7 @@ class StepTime:
     """Predicted seconds of steps; arrays have the shape of the batch sizes and lengths."""
 
     parts: Floats
-    """In the order of `PARTS`. [..., 5]"""
+    """[..., 5] seconds of each part, in the order of `PARTS`."""
     low: Floats
     high: Floats
     """The band: it holds 80 % of published runs that are like these steps."""
@@ -219,7 +219,7 @@ class ServingCost:
         """Return why published runs do not cover these steps; empty if they do.
 
         Args:
-            prompt_len: of the longest prompt.
+            prompt_len: length of the longest prompt.
         """
         reasons = []
         if self.num_cards not in self.fitted.numbers_of_cards:
@@ -304,8 +304,8 @@ def all_reduce_bytes(num_bytes: ArrayLike, num_cards: int) -> Floats:
     two.
 
     Args:
-        num_bytes: of the tensor that is summed.
-        num_cards: that take part.
+        num_bytes: bytes of the tensor that is summed.
+        num_cards: number of cards that take part.
     """
     return np.asarray(num_bytes, np.float64) * (2 * NUM_PEERS / num_cards)
 
@@ -323,7 +323,7 @@ def coordinates(
         prompt_share: prompt fraction of the time; 1 for a prefill, 0 for a decode.
         batch: requests.
         length: tokens of one request that are computed or read.
-        params: of linear layers, that one token uses on one card.
+        params: parameters of linear layers, that one token uses on one card.
     """
     sizes = (np.log2(np.maximum(size, 1)) for size in (batch, length, params))
     parts = (_PHASE_DISTANCE * np.asarray(prompt_share, np.float64), *sizes)

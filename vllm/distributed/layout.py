@@ -20,11 +20,12 @@ class PipelineNeighbors(NamedTuple):
     """The ranks of other stages that a rank exchanges tensors with."""
 
     before: int | None
-    """It takes hidden states from; None: this is the first stage."""
+    """Rank from which hidden states are received; None: this is the first stage."""
     after: int | None
-    """It sends hidden states to; None: this is the last stage."""
+    """Rank to which hidden states are sent; None: this is the last stage."""
     other_end: int | None
-    """Of the last stage for one of the first, and the other way round; None for those between."""
+    """Rank at the other end of the pipeline: in the last stage for a rank of the first stage, and
+    the reverse; None for ranks of the stages between."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -169,7 +169,7 @@ class GlooLink(_StageLink):
     Args:
         group: process group of all ranks.
         rank: rank of this process in it.
-        around: see `PipelineNeighbors`.
+        around: neighbours; see `PipelineNeighbors`.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class CardLink(_StageLink):
 
     Args:
         rank: rank of this process.
-        around: see `PipelineNeighbors`.
+        around: neighbours; see `PipelineNeighbors`.
         before: called before each exchange, when the data is computed or recorded; None: no call.
     """
 

@@ -24,7 +24,8 @@ from vllm.errors import CollectiveError, ConfigError
 from vllm.utils.process.memory_file import memory_file
 
 ARENA_HEADER_BYTES = 4096
-"""Of the shared memory; see csrc/cpu/collectives.h. The first byte says that a rank has failed."""
+"""Bytes of the header of the shared memory; see csrc/cpu/collectives.h. The first byte says that a
+rank has failed."""
 ARENA_BUFFER_BYTES = 2**20
 """Bytes that a rank can exchange at a time."""
 
@@ -42,9 +43,10 @@ class Rendezvous:
     is_host: bool = False
     """This rank serves the store."""
     listener: socket.socket | None = None
-    """Of the host: listens at the address already; None: the store opens the address itself."""
+    """Socket of the host, which listens at the address already; None: the store opens the address
+    itself."""
     name: str = ""
-    """Of the engine, where several may use the address one after the other."""
+    """Name of the engine, where several may use the address one after the other."""
     arena_fd: int | None = None
     """Memory through which ranks on the CPU exchange tensors: for each stage a header, and two
     buffers for each of its ranks. None: they were not started by one process."""

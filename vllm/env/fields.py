@@ -42,7 +42,7 @@ def parse(name: str, raw: str, annotation: Any, metadata: Mapping[str, Any]) -> 
     """Parse the value of a variable.
 
     Args:
-        name: of the variable.
+        name: name of the variable.
         raw: its text.
         annotation: its type, or one of its type and None.
         metadata: of `env`.

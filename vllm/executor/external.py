@@ -68,8 +68,8 @@ class ExternalExecutor(UniProcExecutor):
         drafts = config.speculative.drafts
         if drafts is not None and drafts.adaptive:
             raise ConfigError(
-                "distributed_executor_backend='external_launcher' and speculative_config: set "
-                "adaptive to false, because with it each process could choose another number of "
+                "with distributed_executor_backend='external_launcher', set adaptive to false in "
+                "speculative_config: otherwise each process could choose a different number of "
                 "drafts"
             )
         self._size = world_size

@@ -14,7 +14,7 @@ class Difference(NamedTuple):
     """A setting that differs between two processes."""
 
     name: str
-    """Of a flag, or "version"."""
+    """Name of a flag, or "version"."""
     ours: str
     theirs: str
 

@@ -100,7 +100,7 @@ class StepThread:
         step is run.
 
         Args:
-            name: of the call in the log.
+            name: name of the call in the log.
             work: function to run in the thread.
         """
 

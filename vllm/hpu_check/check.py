@@ -17,10 +17,11 @@ LIMITS = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 the host and has an approximate exponent; a kernel that computes something else is far off."""
 
 MAX_CALL_S = 0.005
-"""Of a kernel on a few KiB, after its first call: a launch takes tens of microseconds."""
+"""Maximum number of seconds of a kernel on a few KiB, after its first call: a launch takes tens of
+microseconds."""
 
 MAX_STEP_S = 0.05
-"""Of some dozens of operators on a few MiB, after the first call."""
+"""Maximum number of seconds of some dozens of operators on a few MiB, after the first call."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class CheckResult:
     status: Status
     detail: str
     elapsed_ms: float
-    """Of the whole check on the host, compilation and reference included."""
+    """Milliseconds of the whole check on the host, compilation and reference included."""
     expected: str = ""
     """Behaviour of a card that works."""
     advice: str = ""

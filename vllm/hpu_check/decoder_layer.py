@@ -24,12 +24,13 @@ from vllm.worker.hpu.launches.model import HPUModel
 from vllm.worker.hpu.launches.planner import PaddedShape
 
 CACHE_SHARE = 0.1
-"""Of the free memory: the larger of the two KV caches, which is several GiB on a card."""
+"""Part of the free memory that is used for the larger of the two KV caches, which is several GiB on
+a card."""
 _SMALLER = 8
 """The larger cache has so many times the blocks of the smaller one."""
 MAX_TIME_RATIO = 1.5
-"""Of a decode over the larger cache to one over the smaller. A step that touched the whole cache
-would take up to eight times as long."""
+"""Maximum ratio of the times of a decode with the larger cache and a decode with the smaller cache.
+A step that touched the whole cache would take up to eight times as long."""
 
 
 @dataclass(frozen=True)

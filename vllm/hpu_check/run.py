@@ -42,7 +42,7 @@ class Check:
     """A check that needs an open card."""
 
     run: Callable[[HabanaBridge, str], Outcome]
-    """Of the card and the name of a model."""
+    """Function of the card and the name of a model that runs the check."""
     expected: str
     advice: str = _KERNEL
     """Advice if it fails."""
@@ -147,7 +147,7 @@ CHECKS: dict[str, Check] = {
 """Name -> check of an open card."""
 
 NAMES = ("triton fits torch", "collectives", "device", *CHECKS)
-"""Of all rows of the report."""
+"""Names of all rows of the report."""
 
 
 def run_checks(platform: HPUPlatform, num_cards: int, model: str = "") -> Iterator[CheckResult]:

@@ -48,8 +48,8 @@ from vllm.worker.hpu.launches.model import HPUModel, regions_of
 
 NUM_STEPS = 16
 MAX_TIME_RATIO = 4.0
-"""Of a step to the predicted one. The prediction is rough; what is slower by more than this waits
-for something that no step should wait for."""
+"""Maximum ratio of the time of a step to the predicted time. The prediction is rough; what is
+slower by more than this waits for something that no step should wait for."""
 
 
 def check_short_run(bridge: HabanaBridge, model: str) -> Outcome:

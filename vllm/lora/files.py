@@ -35,7 +35,7 @@ _HASHED_AT_ONCE = 1 << 20
 """Bytes: less than a millisecond."""
 _MOST_HASHES = 1024
 _hashes: dict[tuple[tuple[Path, ...], tuple[tuple[int, ...], ...]], str] = {}
-"""By files and their versions."""
+"""Hashes by files and their versions."""
 _hash_lock = threading.Lock()
 _MERGE = "Merge the adapter into the weights of its model (merge_and_unload of peft)"
 _TRAIN = "Train a LoRA adapter without it"
@@ -98,7 +98,8 @@ _CHANGE_WEIGHTS = {
 to do."""
 _MAX_PATTERN_CHARS = 256
 _MAX_REPEATS = 2
-"""In a pattern of modules: with more of them, a pattern could take minutes to compare."""
+"""Maximum number of repetitions in a pattern of modules: with more of them, a pattern could take
+minutes to compare."""
 
 
 @dataclass(frozen=True)

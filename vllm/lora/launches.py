@@ -91,7 +91,8 @@ class RaggedAdapters:
 
     rows: AdaptedRows
     embeddings: Mapping[int, LoRAWeights]
-    """By the indices of `rows`, of the adapters that add to input embeddings."""
+    """Weights for input embeddings, by the indices of `rows`, of the adapters that add to input
+    embeddings."""
     of_experts: frozenset[int]
     """Indices of the adapters that add to experts."""
 

@@ -47,7 +47,7 @@ _UNCHANGED = ".base_layer.weight"
 """End of the name of a weight of the model, which peft saves for embeddings and heads."""
 _WEIGHT = ".weight"
 _LONGEST_NAME = 512
-"""Of a tensor."""
+"""Maximum number of characters in the name of a tensor."""
 
 
 def _rows_of(

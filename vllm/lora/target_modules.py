@@ -11,7 +11,7 @@ class LoRATargets:
     """The layers of a model that adapters can change, with indices and sizes."""
 
     layers: list[AdaptedLayer] = field(default_factory=list)
-    """By their numbers."""
+    """The layers, in the order of their numbers."""
     num_parts: int = 0
     """Projections of all of them."""
     of_head: list[AdaptedLayer] = field(default_factory=list)

@@ -24,11 +24,11 @@ class Target:
     """One projection of the checkpoint that adapters can change."""
 
     number: int
-    """Of the projection among all that can be adapted."""
+    """Index of the projection among all that can be adapted."""
     layer: Layer
     place: Slice
     other_size: int
-    """Of the dimension that is not split."""
+    """Size of the dimension that is not split."""
 
     @property
     def input_size(self) -> int:

@@ -20,7 +20,7 @@ _HEADER_BYTES, _HEADER_BYTES_OF_PART = 4 << 20, 2048
 """Longest header of a file, and so much more for each projection of the model. A file may have
 layers of all stages and experts of all ranks."""
 _ROWS_COMPARED = 256
-"""Of a weight at once."""
+"""Rows of a weight that are compared at once."""
 
 
 def check_header(path: Path, num_parts: int) -> None:

@@ -69,11 +69,11 @@ def as_source(
 
     Args:
         modality: "image", "audio" or "video".
-        item: in any of the usual types; embeddings in the form of `GivenEmbeddings.divide`.
+        item: item in any of the usual types; embeddings in the form of `GivenEmbeddings.divide`.
         where: its name in error messages.
         uuid: id of the item from the client.
         overrides: settings of the processor for the request.
-        sampling_rate: of samples whose rate is not given.
+        sampling_rate: sampling rate of samples whose rate is not given.
 
     Raises:
         RequestError: it has an unsupported type or shape, or values out of range.

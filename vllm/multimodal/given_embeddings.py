@@ -27,9 +27,9 @@ class GivenEmbeddings:
     """Reads given embeddings of images for one model.
 
     Args:
-        family: of the model.
-        size: of the embedding of a token.
-        dtype: of the model.
+        family: family of the model.
+        size: size of the embedding of a token.
+        dtype: data type of the model.
         is_enabled: the engine accepts them (`enable_mm_embeds`).
     """
 

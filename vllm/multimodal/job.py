@@ -85,7 +85,7 @@ def make_job(
     Args:
         family: module of `vllm.multimodal.families`.
         config: config.json of the whole model.
-        settings: of its image processor or feature extractor, with defaults.
+        settings: settings of its image processor or feature extractor, with defaults.
         max_pixels: limit of width x height of a file.
         background: colour of transparent pixels.
         max_seconds: limit of a sound.
@@ -167,7 +167,7 @@ def largest_image(rules: MediaFamily, expected: tuple[int, int] | None) -> Encod
     """Return a black image that costs the encoder as much as any accepted image.
 
     Args:
-        rules: of the model.
+        rules: rules of the model.
         expected: width and height of the largest image that is expected; None: any.
     """
     if expected is None or "image" not in rules.modalities:
@@ -180,7 +180,7 @@ def num_embeddings(rules: MediaFamily, given: EncoderInput) -> int:
     """Return how many embeddings or hidden states the encoder computes for an item.
 
     Args:
-        rules: of the model.
+        rules: rules of the model.
         given: of the item.
     """
     found = rules.expand(given.grid, _AnyTokens())

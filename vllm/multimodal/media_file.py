@@ -100,8 +100,8 @@ class OpenFile:
     It is closed with the last reference to it.
 
     Args:
-        path: of `MediaTensor`.
-        file_name: of `MediaTensor`.
+        path: path of `MediaTensor`.
+        file_name: file name of `MediaTensor`.
 
     Raises:
         OSError: the other process has closed it or has ended.
@@ -134,8 +134,8 @@ def read_tensor(array: MediaTensor, files: Mapping[str, OpenFile]) -> npt.NDArra
     """Read a tensor of a request into new memory.
 
     Args:
-        array: of the request.
-        files: from `open_files`.
+        array: array of the request.
+        files: files from `open_files`.
 
     Raises:
         ValueError: its file is not open, or has another size.

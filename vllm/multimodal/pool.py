@@ -267,7 +267,7 @@ def _read_result(answer: _Answer, file: int, max_bytes: int) -> EncoderInput:
 
     Args:
         answer: description from the process, which is not trusted: it may be compromised.
-        file: with the content.
+        file: file with the content.
         max_bytes: limit of all tensors together, the most a process has memory for.
 
     Raises:

@@ -41,9 +41,9 @@ def override_settings(
     """Replace some settings by `mm_processor_kwargs`.
 
     Args:
-        family: of the model.
-        settings: from `read_settings`.
-        overrides: by key.
+        family: family of the model.
+        settings: settings from `read_settings`.
+        overrides: values that replace defaults, by key.
 
     Raises:
         ConfigError: there is no setting of this name.

@@ -52,10 +52,10 @@ def fetch_image(
     """Fetch an image from a URL: http:, https:, data: or file:.
 
     Args:
-        image_url: of the image.
-        image_mode: of Pillow; with "RGB", transparent pixels become white.
-        allowed_local_media_path: see `make_fetcher`.
-        allowed_media_domains: see `make_fetcher`.
+        image_url: URL of the image.
+        image_mode: mode of Pillow; with "RGB", transparent pixels become white.
+        allowed_local_media_path: folder; see `make_fetcher`.
+        allowed_media_domains: hosts; see `make_fetcher`.
 
     Raises:
         RequestError: it cannot be fetched or is not an image, or Pillow is not installed.
@@ -76,8 +76,8 @@ def fetch_audio(
 
     Args:
         audio_url: http:, https:, data: or file:.
-        allowed_local_media_path: see `make_fetcher`.
-        allowed_media_domains: see `make_fetcher`.
+        allowed_local_media_path: folder; see `make_fetcher`.
+        allowed_media_domains: hosts; see `make_fetcher`.
 
     Raises:
         RequestError: it cannot be fetched or is not a WAV file.
@@ -91,8 +91,8 @@ def encode_image_base64(image: "Image", *, image_mode: str = "RGB", format: str 
 
     Args:
         image: is not changed.
-        image_mode: of the file; with "RGB", transparent pixels become white.
-        format: of the file, as Pillow names it.
+        image_mode: mode of the file; with "RGB", transparent pixels become white.
+        format: format of the file, as Pillow names it.
     """
     buffer = io.BytesIO()
     file = to_rgb(image) if image_mode == "RGB" else image.convert(image_mode)

@@ -73,11 +73,11 @@ class AttentionOps(ABC):
         them.
 
         Args:
-            positions: see `rotary_embedding`.
-            cos_sin_cache: see `rotary_embedding`.
-            dtype: of the queries.
-            is_neox: see `rotary_embedding`.
-            sections: see `rotary_embedding`.
+            positions: positions; see `rotary_embedding`.
+            cos_sin_cache: table of cosines and sines; see `rotary_embedding`.
+            dtype: data type of the queries.
+            is_neox: layout of the rotated elements; see `rotary_embedding`.
+            sections: sections; see `rotary_embedding`.
         """
 
     @abstractmethod
@@ -141,8 +141,8 @@ class AttentionOps(ABC):
             block_tables: [B, max_blocks], int32. Entries after the last block of a request are
                 never used as content but must be valid block ids (NULL_BLOCK_ID).
             seq_lens: [B], int32, the new token included. 0 marks padding.
-            options: of the layer.
-            tensors: of the layer.
+            options: options of the layer.
+            tensors: tensors of the layer.
 
         Returns:
             [B, H, V], new and dense, zero for padding. The unused part of a block has no effect,
@@ -179,8 +179,8 @@ class AttentionOps(ABC):
             block_tables: [B, max_blocks], int32.
             query_start_loc: [B + 1], on the host: 0, then the running sum of query lengths.
             seq_lens: [B], on the host: tokens of the context plus new tokens.
-            options: of the layer.
-            tensors: of the layer.
+            options: options of the layer.
+            tensors: tensors of the layer.
             last_keys: [T] int32, on the host: the last key that each query attends to, as an index
                 in its request: its own or a later one. A sliding window is counted back from its
                 own key in any case. None: its own.

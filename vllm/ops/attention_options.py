@@ -86,7 +86,8 @@ class AttentionOptions:
 
         Args:
             age: how many tokens a key is before the query, any shape.
-            indices: of the queries in their requests, broadcast to age; with `needs_indices`.
+            indices: indices of the queries in their requests, broadcast to age; with
+                `needs_indices`.
 
         Returns:
             bool like age; the values for keys after the query have no meaning. None: all keys.

@@ -20,7 +20,7 @@ class ExpertOptions:
     is_gelu: bool = False
     """The middle is gelu(gate) * up, with the approximation by tanh (Gemma 4)."""
     alpha: float = 1.702
-    """Of the clamped activation; no effect without `limit`."""
+    """Factor alpha of the clamped activation; no effect without `limit`."""
     limit: float | None = None
     """None: the middle is silu(gate) * up, or as said above. Else it is gate * sigmoid(alpha *
     gate) * (up + 1), of gates up to this and ups between its negative and this (GPT-OSS), rounded
@@ -75,10 +75,10 @@ class RoutingOptions:
     scale: float = 1.0
     """Multiplies the weights."""
     tolerance: float = 0.0
-    """Of `sparse_mixer`: an expert with the logit y is near below a chosen one with the logit x if
-    x - y is at most this much of the larger one of x and |y|."""
+    """Tolerance of `sparse_mixer`: an expert with the logit y is near below a chosen one with the
+    logit x if x - y is at most this much of the larger one of x and |y|."""
     groups: ExpertGroups = ONE_GROUP
-    """From which of the experts a token chooses."""
+    """Groups of experts from which a token chooses."""
 
 
 SILU_EXPERTS = ExpertOptions()

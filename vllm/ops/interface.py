@@ -72,7 +72,7 @@ class Ops(AttentionOps):
             residual: [T, hidden].
             weight: [hidden].
             eps: added to the mean of squares.
-            offset: see `rms_norm`.
+            offset: offset; see `rms_norm`.
 
         Returns:
             (normed, new_residual), both [T, hidden]. The sum is rounded to the dtype of x
@@ -314,7 +314,7 @@ class Ops(AttentionOps):
         Args:
             x: of one of `attention_interface.FP8_DTYPES`, any shape.
             scale: [1] float32.
-            dtype: of the result.
+            dtype: data type of the result.
         """
 
     @abstractmethod
@@ -335,8 +335,8 @@ class Ops(AttentionOps):
         """Convert a quantized weight to the layout of the device.
 
         Args:
-            weight: on the host. Must not be used afterwards.
-            dtype: of the inputs.
+            weight: weight on the host. Must not be used afterwards.
+            dtype: data type of the inputs.
 
         Returns:
             The weight, on the host; if it is a module, it can be moved to the device.
@@ -386,9 +386,9 @@ class Ops(AttentionOps):
             gate: [I, hidden] for each expert, on the host; empty for experts without gates.
             up: [I, hidden] for each expert, on the host.
             down: [hidden, I] for each expert.
-            dtype: of the inputs.
-            biases: see `moe`.
-            options: see `moe`.
+            dtype: data type of the inputs.
+            biases: biases; see `moe`.
+            options: options; see `moe`.
 
         Returns:
             None: the device has no kernel for them; they have to be dequantized.
@@ -408,9 +408,9 @@ class Ops(AttentionOps):
         """Convert a LoRA adapter to the layout of the device.
 
         Args:
-            layers: of the model.
+            layers: layers of the model.
             parts: weights of the adapter by projection index, on the host; None: not changed.
-            dtype: of the inputs.
+            dtype: data type of the inputs.
             rest: called between two projections, to pause.
         """
 
@@ -461,7 +461,7 @@ class Ops(AttentionOps):
             topk_weights: [T, k], float32.
             gate_up: [E, 2 * I, hidden], gate then up; without gates [E, I, hidden].
             down: [E, hidden, I].
-            biases: of the experts.
+            biases: biases of the experts.
             options: act, what the weights multiply, and the ids of these experts.
 
         Returns:
@@ -481,7 +481,7 @@ class Ops(AttentionOps):
             embed: looks up rows of this rank's part by their indices in it, [T] -> [T, W].
             ids: [T] int64, in the whole table.
             first_id: first id of this part.
-            num_rows: of this part.
+            num_rows: number of rows of this part.
 
         Returns:
             [T, W], zeros for ids of other parts.

@@ -92,7 +92,7 @@ class AdaptedRows:
     """The adapter of each of T tokens."""
 
     adapters: Sequence[PreparedAdapter | None]
-    """Of one `Ops`; None where no row has one."""
+    """Adapters prepared by the same `Ops`; None: no token uses this index."""
     of_rows: Tensor
     """[T] int32 on the host: index into `adapters`; -1: the row has none."""
 
@@ -102,7 +102,8 @@ class PlainAdapter:
     """The projections of an adapter as plain tensors."""
 
     parts: Sequence[LoRAWeights | None]
-    """By their numbers; None: the adapter does not change it."""
+    """Weights of the projections, by their numbers; None: the adapter does not change this
+    projection."""
 
     @property
     def num_bytes(self) -> int:

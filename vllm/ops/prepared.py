@@ -60,7 +60,7 @@ class SingleExperts:
     options: ExpertOptions
     """Computation between the matmuls, and where the weight of a choice applies."""
     biases: ExpertBiases = NO_BIASES
-    """As this rank adds them."""
+    """Biases as this rank adds them."""
 
     def gate_up(self, expert: int, x: Tensor) -> Tensor:
         """Compute gate and up of one expert with bias: [n, hidden] -> [n, 2 * I], new.

@@ -26,8 +26,8 @@ class RoundedInputs:
 
     Args:
         weight: one for which `is_rounding_inputs` is true.
-        ops: of the device.
-        dtype: of the inputs.
+        ops: operators of the device.
+        dtype: data type of the inputs.
     """
 
     def __init__(self, weight: Fp8Weight, ops: Ops, dtype: torch.dtype) -> None:

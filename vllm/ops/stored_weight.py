@@ -359,7 +359,7 @@ class MinimumWeight(StoredWeight):
     """4 or 5."""
     scales: GroupScales
     minimums: GroupScales
-    """With as many groups and factors."""
+    """Minimums, with as many groups and factors."""
 
     @property
     def kind(self) -> str:
@@ -452,7 +452,7 @@ class StackedWeight(StoredWeight):
 
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""By their last three bits; the first one is the sign."""
+"""Values of the format, by the last three bits of an element; the first bit is the sign."""
 _E8M0_BIAS = 127
 
 

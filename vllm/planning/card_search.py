@@ -15,7 +15,8 @@ from vllm.planning.throughput.table import as_lines, as_objects
 
 NUMBERS_OF_CARDS = (1, 2, 4, 8)
 MOST_REQUESTS = 1024
-"""At a time. Published runs have up to 4,000, but each size of a batch needs its own buckets."""
+"""Maximum number of requests at a time. Published runs have up to 4,000, but each size of a batch
+needs its own buckets."""
 
 MakePlan = Callable[[int, int | None], EnginePlan]
 """Plans an engine on so many cards, with this max_num_seqs; None: the value of the flags."""
@@ -27,7 +28,7 @@ class FoundCards:
 
     Attributes:
         choice: the engine that meets the goals, or comes nearest.
-        plan: of the engine on these cards, with this max_num_seqs.
+        plan: plan of the engine on these cards, with this max_num_seqs.
         unfit: number of cards -> why the engine does not run on it.
     """
 
@@ -49,8 +50,8 @@ def search_cards(
     Args:
         make_plan: makes the plan for a number of cards; raises ConfigError if it does not fit.
         goals: at least one.
-        lengths: of each request.
-        numbers_of_cards: to try, in ascending order.
+        lengths: length of each request.
+        numbers_of_cards: numbers of cards to try, in ascending order.
         fitted: constants of the card; None: those of published runs.
 
     Raises:

@@ -36,7 +36,7 @@ class LaunchWork:
     """The operators of a forward pass of one shape, on each card.
 
     Attributes:
-        operators: in the order in which they run; operators without work are left out.
+        operators: operators in the order in which they run; operators without work are left out.
         num_ops: number of operators, views included.
         num_launches: number of recipes that are launched, counted for each layer; these are
             captured.
@@ -83,7 +83,7 @@ class StageRoom:
     """Index after the last one."""
     weight_bytes: int
     launch_bytes: int
-    """Of the forward passes."""
+    """Bytes of the forward passes."""
     num_blocks: int
     """KV blocks that it has room for; the engine has as many as the stage with the fewest."""
 
@@ -92,13 +92,13 @@ class EnginePlan:
     """An engine planned for one kind of card, from the view of one of its ranks.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         platform: has the card.
-        rank: of the engine.
+        rank: rank of the engine.
 
     Attributes:
-        config: of the engine.
-        spec: of its cards.
+        config: config of the engine.
+        spec: description of its cards.
         stages: its pipeline stages in order; one without a pipeline.
         report: results of the profiling run, and how the memory is divided.
         ledger: memory of the card by class, with its KV cache.
@@ -201,7 +201,7 @@ def make_engine_plan(args: EngineArgs, device: str, num_cards: int = 1) -> Engin
     """Plan the start of an engine on cards.
 
     Args:
-        args: of the engine; its `device` is ignored. Weights are not read.
+        args: arguments of the engine; its `device` is ignored. Weights are not read.
         device: a key of `cost_model.cards.CARDS`.
         num_cards: number of cards that share each layer.
 
@@ -241,9 +241,9 @@ def weights_bytes(
     fit.
 
     Args:
-        args: see `make_engine_plan`.
-        device: see `make_engine_plan`.
-        num_cards: see `make_engine_plan`.
+        args: arguments; see `make_engine_plan`.
+        device: device; see `make_engine_plan`.
+        num_cards: number of cards; see `make_engine_plan`.
         quantization: replaces the quantization in `args`; None: unchanged.
 
     Raises:
@@ -266,8 +266,8 @@ def planned_config(
     """Return the config of an engine; its weights need not exist.
 
     Args:
-        args: of the engine.
-        platform: of its device.
+        args: arguments of the engine.
+        platform: platform of its device.
         num_cards: number of ranks that share each layer.
         more: replace values of `args`.
 

@@ -52,10 +52,10 @@ def predict_plan(
     """Predict the speed of a planned engine.
 
     Args:
-        plan: of the engine.
-        cost: of its steps.
+        plan: plan of the engine.
+        cost: cost of its steps.
         batches: numbers of requests that run at a time.
-        lengths: of each request.
+        lengths: length of each request.
     """
     return predict(
         cost,

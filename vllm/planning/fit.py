@@ -35,9 +35,9 @@ def excess(args: EngineArgs, device: str, num_cards: int) -> str | None:
     """Return how much memory the weights take, if that is why the engine cannot start; else None.
 
     Args:
-        args: see `make_engine_plan`.
-        device: see `make_engine_plan`.
-        num_cards: see `make_engine_plan`.
+        args: arguments; see `make_engine_plan`.
+        device: device; see `make_engine_plan`.
+        num_cards: number of cards; see `make_engine_plan`.
     """
     card_bytes = CARDS[device].pool_bytes
     try:

@@ -32,7 +32,7 @@ class PlannedCPUWorker(CPUWorker):
     """One rank of a planned engine on a CPU.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         machine: has the memory.
 
     Attributes:
@@ -83,7 +83,7 @@ def start_on_host(args: EngineArgs, num_ranks: int, total_bytes: int) -> Planned
     """Start the first rank of an engine up to the point where its memory is measured.
 
     Args:
-        args: of the engine.
+        args: arguments of the engine.
         num_ranks: number of ranks that share each layer.
         total_bytes: memory of the machine.
 

@@ -62,7 +62,7 @@ class Plan:
     num_cards: int
     """Cards of one engine."""
     num_engines: int
-    """That share the requests; each has as many cards."""
+    """Engines that share the requests; each has as many cards."""
     memory: MemorySection
     start: StartPlan | None
     """None: the device compiles nothing."""
@@ -72,11 +72,12 @@ class Plan:
     measured: str = ""
     """Constants that were measured, as one line; empty: none."""
     buckets: tuple[Bucket, ...] = ()
-    """That the engine has without a traffic; empty for a CPU."""
+    """Buckets that the engine has without a traffic; empty for a CPU."""
     mode: str = ""
     """The mode of execution that is planned, as one sentence; empty for a CPU."""
     stages: tuple[StageRoom, ...] = ()
-    """Of a pipeline. `memory` and `start` are for the one with room for the fewest KV blocks."""
+    """Stages of a pipeline. `memory` and `start` are for the stage with room for the fewest KV
+    blocks."""
     bucket_s: tuple[float, ...] = ()
     """Predicted seconds of a forward pass in each bucket; empty with pipeline stages."""
     completed: str = ""
@@ -107,9 +108,9 @@ def make_plan(
     """Plan an engine on cards or on a CPU.
 
     Args:
-        args: see `make_engine_plan`.
-        device: see `make_engine_plan`, or cpu.
-        num_cards: see `make_engine_plan`.
+        args: arguments; see `make_engine_plan`.
+        device: device; see `make_engine_plan`, or cpu.
+        num_cards: number of cards; see `make_engine_plan`.
         host_bytes: memory of the machine, for cpu; None: the memory of this machine.
 
     Raises:

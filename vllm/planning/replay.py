@@ -47,14 +47,14 @@ class ScheduleLoop:
     plan, sample.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         num_blocks: KV blocks, the null block included.
         plan: buckets.
         depth: number of outstanding results while the next step is scheduled.
         draft_source: makes draft tokens, as many as the config allows.
 
     Attributes:
-        token_ids: of each request.
+        token_ids: token ids of each request.
         new_names: ids of the requests that got tokens in the last call of `step`.
         finished: for each request that was not cancelled, how it finished.
     """
@@ -170,7 +170,7 @@ class Replay:
     """Sizes that the forward passes needed."""
     by_phase: dict[Phase, PhaseTime]
     seconds: float
-    """From the first request to the end of the last."""
+    """Seconds from the first request to the end of the last one."""
     num_steps: int
     num_preemptions: int
     num_outputs: npt.NDArray[np.int64]
@@ -208,10 +208,10 @@ def replay(
     No two of them share a prefix. Requests that are longer than the engine accepts are shortened.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         num_blocks: KV blocks, the null block included.
         plan: its buckets.
-        requests: to replay; without times, all arrive at once.
+        requests: requests to replay; without times, all arrive at once.
         cost: predicted seconds of a forward pass of a shape.
         rate: factor on the arrival rate of the file.
     """

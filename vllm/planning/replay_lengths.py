@@ -28,9 +28,9 @@ def replayed_table(args: EngineArgs, card: str, requests: RequestLengths) -> Tra
     """Return the sizes of the forward passes that requests need, by replaying them.
 
     Args:
-        args: of the engine; its buckets are the ones without traffic.
+        args: arguments of the engine; its buckets are the ones without traffic.
         card: a key of `cost_model.cards.CARDS`.
-        requests: to replay.
+        requests: requests to replay.
 
     Raises:
         ConfigError: the engine cannot start with these arguments.

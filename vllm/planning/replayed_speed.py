@@ -13,7 +13,7 @@ from vllm.planning.throughput.goals import KINDS, Goals, Miss
 
 PERCENTILES = (50, 90, 99)
 GOAL_PERCENTILE = 90
-"""Of the requests, that meet the goals."""
+"""Percentage of the requests that have to meet the goals."""
 MAX_SEARCHED = 1_000
 """Requests of a replay of the search: its first ones."""
 _LOWEST, _HIGHEST = 1e-4, 1e5
@@ -30,9 +30,9 @@ class ReplaySpeed:
     """The speed of an engine in a replay, in predicted times.
 
     Attributes:
-        num_requests: of the replay.
+        num_requests: number of requests of the replay.
         requests_per_s: mean arrival rate; None: all arrive at the same time.
-        tokens_per_s: of all outputs.
+        tokens_per_s: tokens per second of all outputs.
         ttft_s, tpot_s, request_s: the `PERCENTILES` of these times; requests with one output token
             have no time per output token.
         mean_kv_usage: average over the time from the first request to the end of the last.

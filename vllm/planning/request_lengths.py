@@ -107,8 +107,8 @@ def read_lengths(path: Path, max_requests: int = MAX_REQUESTS) -> RequestLengths
     """Read lengths of requests from a file.
 
     Args:
-        path: of a file with the columns or keys input_tokens, output_tokens and, if it has times,
-            timestamp; other usual names are accepted as well.
+        path: path of a file with the columns or keys input_tokens, output_tokens and, if it has
+            times, timestamp; other usual names are accepted as well.
         max_requests: of a longer file every n-th request is used, and `notes` says so.
 
     Raises:

@@ -45,7 +45,7 @@ class StartPlan:
     sampling_s: float
     """Compiling what samples, once for each padded batch size."""
     num_first_buckets: int
-    """With which a server begins."""
+    """Number of buckets with which a server begins."""
     first_compile_s: float
     """Compiling these, without recipes on disk."""
     first_run_s: float
@@ -110,7 +110,7 @@ class ShapeCosts:
     """Predicts seconds and bytes of the shapes of an engine.
 
     Args:
-        plan: of the engine.
+        plan: plan of the engine.
     """
 
     def __init__(self, plan: EnginePlan) -> None:

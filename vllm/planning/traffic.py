@@ -127,10 +127,10 @@ def plan_traffic(
 
     Args:
         engine: planned, with the buckets that it has without the traffic.
-        traffic: for which buckets are chosen.
+        traffic: traffic for which buckets are chosen.
         source: name of its file.
-        num_buckets: of each phase.
-        cost: of its steps.
+        num_buckets: number of buckets of each phase.
+        cost: cost of its steps.
         goals: for the requests; None: none.
 
     Raises:
@@ -261,9 +261,9 @@ def recorded_padding(
 
     Args:
         table: recorded traffic.
-        buckets: for every forward pass of at most `longest` tokens of a prompt.
-        limits: of a step.
-        cost: of a padded forward pass.
+        buckets: buckets for every forward pass of at most `longest` tokens of a prompt.
+        limits: limits of a step.
+        cost: cost of a padded forward pass.
         longest: tokens of a prompt in one forward pass; longer prompts run in chunks.
     """
     total = needed = 0.0

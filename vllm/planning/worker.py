@@ -48,7 +48,7 @@ class PlannedWorker(HPUWorker):
     """One rank of a planned engine.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         platform: has the card.
     """
 
@@ -73,8 +73,8 @@ class AbsentPeers(Rendezvous):
     """A rendezvous whose other ranks do not exist; they count as having the values of this rank.
 
     Args:
-        rank: of this process.
-        layout: of the ranks.
+        rank: rank of this process.
+        layout: layout of the ranks.
     """
 
     def __init__(self, *, rank: int, layout: RankLayout) -> None:

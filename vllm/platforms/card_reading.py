@@ -10,14 +10,14 @@ class CardReading:
     """
 
     index: int
-    """In the order of the driver."""
+    """Index in the order of the driver."""
     module: int | None
     """Index of the card in the machine, as in HABANA_VISIBLE_MODULES."""
     name: str | None = None
     power_watts: float | None = None
     temperature_celsius: float | None = None
     memory_used_bytes: int | None = None
-    """By all processes. A process on a card takes all of its memory when it opens it."""
+    """Bytes used by all processes. A process on a card takes all of its memory when it opens it."""
     memory_total_bytes: int | None = None
     utilization: float | None = None
     """Share of the last second in which the card computed, 0 to 1."""

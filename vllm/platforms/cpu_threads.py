@@ -165,7 +165,7 @@ def count_physical(cores: Collection[int], system: Path = _SYSTEM) -> int:
 
     Args:
         cores: ids of cores in the system.
-        system: as for `by_place`.
+        system: name of the system, as for `by_place`.
     """
     return len({_topology(core, "thread_siblings_list", system) or core for core in cores})
 

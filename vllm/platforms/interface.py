@@ -20,9 +20,9 @@ class Platform(ABC):
     """One kind of device. Creating it loads neither torch nor a driver."""
 
     name: ClassVar[str]
-    """As in `--device`."""
+    """Name as in `--device`."""
     device_type: ClassVar[str]
-    """Of `torch.device`."""
+    """Name of the type of `torch.device`."""
     default_block_size: ClassVar[int]
     default_max_num_seqs: ClassVar[int]
     default_max_num_batched_tokens: ClassVar[int]

@@ -39,7 +39,7 @@ def nodes_of(cores: Collection[int], folder: Path = _NODES) -> list[int]:
 
     Args:
         cores: ids of cores; a core that the system does not describe belongs to no node.
-        folder: as for `node_of_cores`.
+        folder: folder, as for `node_of_cores`.
     """
     of_core = node_of_cores(folder)
     return sorted({of_core[core] for core in cores if core in of_core})

@@ -98,7 +98,7 @@ def nucleus_floor(
         weights: [n, P] float32 likelihoods relative to the most likely token, which has 1.
         top_p: [n] in (0, 1]; 1 keeps all.
         vocab_size: at most this many weights are not 0.
-        buffers: see `keep_from`.
+        buffers: buffers; see `keep_from`.
 
     Returns:
         [n, 1], at most 1; 0 if top_p is 1.

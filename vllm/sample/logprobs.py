@@ -45,7 +45,7 @@ def gather_logprobs(
         num_logprobs: number k of most likely tokens; at most V are returned.
         pass_elements: number of logits to process at a time; None: all, for a device with static
             shapes.
-        buffers: for temporaries, on a CPU; None: new memory.
+        buffers: buffers for temporaries, on a CPU; None: new memory.
 
     Returns:
         Tensors for n requests. The rank is 1 + the number of tokens with a larger logit, so tokens

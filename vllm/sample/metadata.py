@@ -75,15 +75,16 @@ class OperatorChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingMetadata:
-    """Sampling parameters of one batch, per request. A field that no request of the batch needs is
-    None.
+    """Sampling parameters of one batch, per request.
 
-    With `draw_keys`, for a sampler that does not run torch operators, the fields of
-    `OperatorChoice` are left out.
+    A field that no request of the batch needs is None. The default values mean greedy requests
+    without other features, and fit any number n of requests.
 
-    The default is n greedy requests without other features, for any n. Tensors are on the device of
-    the logits. They were only copied there: no operator has run on them, so that none is recorded
-    before the sampler's first stage. "Host" fields decide which operators run.
+    Tensors are on the device of the logits. They were only copied to the device: no operator has
+    run on them, so that no operator is recorded before the sampler's first stage. Fields whose text
+    begins with "Host" are on the host and decide which operators run. The fields of
+    `OperatorChoice` are left out if `draw_keys` is given, which is for a sampler that does not run
+    torch operators.
     """
 
     features: FeatureArray | None = None

@@ -48,7 +48,7 @@ class SamplerOutput:
     host_ids: Tensor
     """[n] int32: the same, but -1 where `invalid`: all that the host needs, in one copy."""
     logprobs: LogprobTensors | None = None
-    """Of the rows of `logprob_plan`, in its order."""
+    """Log-probabilities of the rows of `logprob_plan`, in its order."""
     logprob_plan: LogprobPlan | None = None
     errors: dict[int, str] = field(default_factory=dict)
     """Host: row of the launch -> error of a user's logits processor."""

@@ -33,13 +33,16 @@ GREEDY = 0
 RANDOM = Feature.RANDOM | Feature.TEMPERATURE
 FILTERED = DISTRIBUTION & ~Feature.LARGE_TOP_K
 FILTERED_LARGE = DISTRIBUTION
-"""Kinds of distribution: bits of `Feature`. Each one includes those before it."""
+"""Kinds of distribution: bits of `Feature`. Each kind includes the bits of the previous kinds."""
 
 _KINDS = (GREEDY, RANDOM, FILTERED, FILTERED_LARGE)
 
 
 def canonical(active: int) -> int:
-    """Round up `Feature` bits to one of the kinds of distribution."""
+    """Add `Feature` bits until the bits of the distribution are one of its kinds.
+
+    So batches whose features differ slightly have the same shapes, and no new recipe is compiled.
+    """
     wanted = active & FILTERED_LARGE
     return active | next(kind for kind in _KINDS if not wanted & ~kind)
 

@@ -113,7 +113,9 @@ def complete_hf_config(
     code_revision: str | None = None,
     token: str | bool | None = None,
 ) -> dict[str, Any]:
-    """Add the defaults of its model type to `raw`, under usual names; the result is plain data.
+    """Return the values of config.json, completed with the defaults of the model type.
+
+    The keys are the usual names of transformers, and the result is plain data.
 
     Args:
         raw: values of config.json, from `read_hf_config`.

@@ -19,8 +19,8 @@ from vllm.utils.process import startup_progress
 logger = init_logger(__name__)
 
 _MAX_TRIES = 5
-"""Of a download whose connection is lost; what has arrived is kept. Newer releases of
-huggingface_hub try again themselves."""
+"""Maximum number of tries of a download whose connection is lost; what has arrived is kept. Newer
+releases of huggingface_hub try again themselves."""
 _LOST_CONNECTIONS = (
     "ChunkedEncodingError",
     "ConnectionError",

@@ -33,7 +33,7 @@ _OLD_SPECIAL_TOKENS = (
     *("[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
     "[TOOL_CONTENT]",
 )
-"""Of files from before November 2024, which do not list them."""
+"""Special tokens of files from before November 2024, which do not list them."""
 _TEMPLATE_VERSIONS = {"v3": 3, "v7": 7, "v11": 11, "v13": 13}
 _MAX_TOKENS = 2**24
 """A file that says it has more is refused before they are made."""

@@ -15,7 +15,7 @@ HEADER_BYTES = _HEADER.size
 MAX_BYTES = 2**32
 """Limit of a content, where the reader gives no other."""
 _PART_BYTES, _SOCKET_BYTES = 2**20, 2**16
-"""Of one read."""
+"""Maximum number of bytes of one read."""
 
 
 class FrameError(Exception):

@@ -60,11 +60,11 @@ def hash_contents(
     exchange blocks only if their hashes are equal.
 
     Args:
-        config: of the engine.
-        rank: of the worker.
-        blocks: of this rank.
+        config: config of the engine.
+        rank: rank of the worker.
+        blocks: blocks of this rank.
         weights: [num_bytes] uint8 each, on the CPU.
-        scales: of the keys and the values of each layer, one for each head.
+        scales: scales of the keys and the values of each layer, one for each head.
         kernels: name of the kernels that compute.
     """
     digest = sha256()

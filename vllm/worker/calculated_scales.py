@@ -34,8 +34,8 @@ def calculate_scales(config: VllmConfig, model: LayeredModel, device: torch.devi
     asks for it and the cache is FP8.
 
     Args:
-        config: of the engine.
-        model: of this rank, complete; its layers may communicate with other ranks.
+        config: config of the engine.
+        model: the model of this rank, complete; its layers may communicate with other ranks.
         device: the device of the model.
     """
     if not config.cache.calculate_kv_scales:

@@ -49,7 +49,7 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int
     """Bytes of one KV block in all layers of this rank; 0 for a model without a KV cache."""
     windows: tuple[int | None, ...] = (None,)
-    """Of the groups of layers that have block tables of their own; None: full attention."""
+    """Windows of the groups of layers that have block tables of their own; None: full attention."""
     num_blocks: int
     """KV blocks that this rank could have, the null block included."""
     num_kept_states: int | None = None
@@ -68,11 +68,13 @@ class WarmUpStep(msgspec.Struct, frozen=True, kw_only=True):
     phase: str
     """The phase of the warm-up, for progress reports."""
     name: str
-    """Of the launch."""
+    """Name of the forward pass."""
     index: int
-    """From 1, within the phase. A bucket with several launches has one index."""
+    """Index of the step within its phase, from 1. A bucket with several forward passes has one
+    index."""
     total: int
-    """Of the phase. It may change on the way, as launches are given up."""
+    """Number of steps in the phase. It may change during the warm-up, if forward passes are given
+    up."""
     given_up: str | None = None
     """Reason why this launch is given up, such as too little memory; None: it is kept."""
     eta_seconds: float | None = None
@@ -176,7 +178,7 @@ class Worker(WorkerForUsers, Protocol):
         """Build the model and load its weights.
 
         Args:
-            rank: of this worker among the workers of the executor.
+            rank: rank of this worker among the workers of the executor.
         """
         ...
 
@@ -215,7 +217,7 @@ class Worker(WorkerForUsers, Protocol):
         Args:
             given_up: why some rank cannot run the last step, so that no rank uses it;
                 None: all of them keep it.
-            seconds: that the last step has taken on all ranks; None: it has not run.
+            seconds: seconds that the last step has taken on all ranks; None: it has not run.
             longest_s: seconds that the next one may take, as far as is known; None: any.
 
         Returns:
@@ -310,7 +312,7 @@ class Worker(WorkerForUsers, Protocol):
         """Write KV blocks that `read_blocks` has returned.
 
         Args:
-            block_ids: of the blocks.
+            block_ids: ids of the blocks.
             blocks: the bytes of each block, rank by rank.
 
         Returns:
@@ -322,8 +324,8 @@ class Worker(WorkerForUsers, Protocol):
         """Load a LoRA adapter in the background.
 
         Args:
-            name: see `AdapterRef`.
-            path: see `AdapterRef`.
+            name: name; see `AdapterRef`.
+            path: path; see `AdapterRef`.
             key: see `AdapterRef`.
             number: see `AdapterRef`.
 

@@ -75,9 +75,9 @@ def count_kept_states(config: VllmConfig, layout: KVCacheLayout, free_bytes: int
     layers have no recurrent state, or there is no prefix cache.
 
     Args:
-        config: of the engine.
-        layout: of the layers.
-        free_bytes: see `count_blocks`.
+        config: config of the engine.
+        layout: layout of the layers.
+        free_bytes: free bytes; see `count_blocks`.
     """
     cache = config.cache
     if not layout.state_bytes or not cache.enable_prefix_caching:
@@ -100,12 +100,13 @@ def count_blocks(
 
     Args:
         config: budget and limits.
-        block_bytes: of one block; 0 for a model without a KV cache.
+        block_bytes: bytes of one block; 0 for a model without a KV cache.
         free_bytes: device memory that is free after loading the model.
         num_groups: groups of layers with separate block tables.
-        state_bytes: of the recurrent states of the batch, which are part of the cache's memory.
+        state_bytes: bytes of the recurrent states of the batch, which are part of the cache's
+            memory.
         others: uses of the memory that is not free, for an error.
-        kept_bytes: of the recurrent states of prefixes that are kept.
+        kept_bytes: bytes of the recurrent states of prefixes that are kept.
 
     Raises:
         ConfigError: the memory does not hold one request of max_model_len tokens, or the recurrent
@@ -146,7 +147,7 @@ def check_states(config: VllmConfig, state_bytes: int, budget: int, source: str)
 
     Args:
         config: limits.
-        state_bytes: of the recurrent states of the batch.
+        state_bytes: bytes of the recurrent states of the batch.
         budget: bytes that they may take.
         source: the setting that decided the budget, for the error.
 
@@ -210,8 +211,8 @@ def check_capacity(
     Args:
         config: limits.
         num_blocks: the null block included.
-        block_bytes: of one block.
-        memory: of the cache, and why it is not larger.
+        block_bytes: bytes of one block.
+        memory: memory of the cache, and why it is not larger.
         num_groups: groups of layers with separate block tables.
 
     Raises:
@@ -258,10 +259,10 @@ def bind_kv_caches(
 
     Args:
         layers: the layers that the layout was planned for.
-        platform: of the device.
+        platform: platform of the device.
         num_blocks: the null block included.
-        layout: of the layers.
-        dtype: that the layout was planned for.
+        layout: layout of the layers.
+        dtype: data type that the layout was planned for.
         num_rows: number of recurrent states that layers with recurrent state have.
         provisional: (rows of the batch, `num_provisional`).
     """

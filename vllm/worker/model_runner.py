@@ -49,7 +49,7 @@ class SamplesTokens(Protocol):
 
     Attributes:
         state: sampling parameters of the requests.
-        sampler: of the device.
+        sampler: sampler of the device.
     """
 
     state: SamplingState
@@ -62,9 +62,9 @@ class SamplesTokens(Protocol):
 
         Args:
             given: the inputs of the forward pass, of n requests.
-            output: of the forward pass.
+            output: output of the forward pass.
             num_output: [n] index of the output token that each request samples first.
-            drafts: of requests whose sampling depends on them.
+            drafts: drafts of requests whose sampling depends on them.
         """
         ...
 
@@ -82,7 +82,7 @@ class ModelRunner(Runner):
     """Runs one generating model on one device.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         model: loaded, on the device.
         made: the parts of the runner.
         sampling: samples on the device.
@@ -250,7 +250,7 @@ class ModelRunner(Runner):
         """Copy the tokens to the host, and record them in the batch.
 
         Args:
-            step_id: of the step.
+            step_id: id of the step.
             launches: forward passes of the step, on its last stage.
             failed: why requests have failed before they sampled, by batch index.
         """

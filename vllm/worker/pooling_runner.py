@@ -45,7 +45,7 @@ class PoolingRequests(RowPart):
     """The pooling parameters of the requests in the batch; assembles their results.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         batch: has the prompts.
     """
 

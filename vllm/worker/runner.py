@@ -105,7 +105,7 @@ def run_launch(
 
     Args:
         launch: planned by `launches`.
-        launches: of the device.
+        launches: forward passes of the device.
         begin: starts the work of the host during the forward pass. Returns a function that computes
             the result from the output.
     """
@@ -124,7 +124,7 @@ def plan_batch(
     """Plan the layout of the KV cache, and make the batch.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         model: loaded.
         keeps_all: one block table serves all layers, so it includes blocks outside of sliding
             windows. Pipeline stages, and a model and its draft model, always keep all tokens:

@@ -135,7 +135,7 @@ class Sleep:
         """Allocate the memory of parts again.
 
         Args:
-            tags: of the parts; None is all of them.
+            tags: tags of the parts; None is all of them.
 
         Returns:
             The tags of the parts that slept.

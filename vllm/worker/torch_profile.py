@@ -24,7 +24,7 @@ class TorchProfile:
     A trace has the operators of the thread in which it begins, so begin it where steps run.
 
     Args:
-        folder: for the files; created if it does not exist. None: traces are disabled.
+        folder: folder for the files; created if it does not exist. None: traces are disabled.
         worker_name: beginning of the names of the files.
         steps: (first, last) step, counted from 1, of a trace that starts and stops automatically;
             None: no such trace.

@@ -44,14 +44,14 @@ class WorkerBase(ABC):
     """The base class of workers: one device, its model and its KV cache.
 
     Args:
-        config: of the engine.
-        device: that it computes on.
+        config: config of the engine.
+        device: device that it computes on.
 
     Attributes:
         model, runner, profile: set when the model is loaded; the runner runs the steps, the
             profile makes traces of them.
-        grammars: of requests with structured output; their modules are loaded while the model is
-            loaded.
+        grammars: grammars of requests with structured output; their modules are loaded while the
+            model is loaded.
         rank, local_rank: of this worker among the workers of the model, and on this machine.
         num_local_ranks: workers on this machine.
         tp: the ranks that share each layer.
@@ -295,7 +295,7 @@ class WorkerBase(ABC):
         """Register the memory that can be reloaded and, with sleep mode, released.
 
         Args:
-            weights: of the model.
+            weights: weights of the model.
             cache: KV caches of all models.
             drafter: weights of the draft model or speculator; None: this worker has none.
         """

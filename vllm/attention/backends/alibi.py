@@ -10,10 +10,10 @@ def alibi_slopes(num_heads: int) -> Tensor:
     """Return the ALiBi slopes [num_heads] float32. A score is reduced by slope * distance in
     tokens.
 
-    The tensor is on the host, even if models are built without memory. For n heads, n a power of
-    two, the slopes are 2^(-8/n), 2^(-16/n), ... 2^-8. For other counts they are the slopes for the
-    next lower power of two, then every second slope for the next higher one, as in the paper's
-    code.
+    The tensor is always on the host, even while a model is built on the meta device. If the number
+    n of heads is a power of two, the slopes are 2^(-8/n), 2^(-16/n), ... 2^-8. For other counts
+    they are the slopes for the next lower power of two, then every second slope for the next higher
+    power of two, as in the paper's code.
 
     Args:
         num_heads: query heads of the model, over all ranks.

@@ -90,9 +90,9 @@ class FusedBlocks:
     """Fused kernels of a Gaudi card for the softmax of blocks."""
 
     kernels: FusedKernels
-    """They have `block_softmax_adjustment`."""
+    """Kernels of the card, which include `block_softmax_adjustment`."""
     has_softmax: bool
-    """And `block_softmax`."""
+    """Whether the kernels also include `block_softmax`."""
 
 
 Softmax = Normaliser | float | FusedBlocks | None
@@ -370,7 +370,15 @@ def _scores(
     options: AttentionOptions,
     alibi_slopes: Tensor | None,
 ) -> Tensor:
-    """Compute the scores [n, H, S] float32 of queries [N, G, R, D]."""
+    """Compute the attention scores [n, H, S] float32 for the entries of one part.
+
+    Args:
+        part: keys of n of the N entries of the batch, S positions each.
+        queries: [N, G, R, D] queries of all entries.
+        blocks: positions of the entries that are hidden, and their distances for ALiBi.
+        options: scale of the scores and further changes to them.
+        alibi_slopes: [H] slopes of ALiBi; None: the model has none.
+    """
     products = _by_head(part.of(queries), part.keys.permute(0, 2, 3, 1)).float()
     scores = options.adjusted(products * options.scale_of(queries.shape[-1]))
     if alibi_slopes is not None:

@@ -117,12 +117,12 @@ def decode_attention(
         key_cache: [num_blocks * S, G, D]. Written.
         value_cache: [num_blocks * S, G, D], finite. Written. An integer as for `write_kv_cache`.
         blocks: the batch, with the window of this layer.
-        options: see `flat_paged_attention`.
+        options: options; see `flat_paged_attention`.
         alibi_slopes: [H] float32, or None.
-        sinks: see `flat_paged_attention`.
-        is_pipelined: see `flat_paged_attention`.
-        normaliser: see `flat_paged_attention`.
-        scales: as for `write_kv_cache`.
+        sinks: sinks; see `flat_paged_attention`.
+        is_pipelined: whether the computation is pipelined; see `flat_paged_attention`.
+        normaliser: normaliser; see `flat_paged_attention`.
+        scales: scales, as for `write_kv_cache`.
         stores: False: another layer has stored the new tokens.
 
     Returns:
@@ -214,7 +214,7 @@ def prefill_attention(
         mask: its `prefill_mask` or `derive_merged_mask`, with the window of this layer.
         scale: multiplies query @ key.
         kernel: computes the attention.
-        scales: as for `write_kv_cache`. New keys and values are used without rounding.
+        scales: scales, as for `write_kv_cache`. New keys and values are used without rounding.
         stores: False: another layer has stored the new tokens.
 
     Returns:

@@ -18,7 +18,8 @@ class AttentionLayer(Protocol):
     key_cache: Tensor | None
     """[num_blocks, S, G, D], or [num_blocks * S, G, D] where the cache is flat."""
     value_cache: Tensor | int | None
-    """As key_cache; a number V: there is none, and the first V numbers of a key are its value."""
+    """Values in the same shape as key_cache. If it is an integer V, there is no such tensor, and
+    the first V elements of a key are its value."""
     cache_group: int
     """Index of the group of layers whose block tables this one reads."""
     options: AttentionOptions
@@ -35,7 +36,7 @@ class AttentionLayer(Protocol):
     """Scales of the cache on the device; None: the cache has the dtype of the queries, or none is
     bound."""
     prompt_scales: PromptScales | None
-    """On the device, of prompts that may attend in fp8; None: they may not."""
+    """Scales on the device for prompts whose attention may run in fp8; None: it may not."""
 
 
 class AttentionMetadata(Protocol):

@@ -33,7 +33,7 @@ class LayerKind(NamedTuple):
     """Properties of a layer that decide its mask, and whether a kernel needs a different input."""
 
     sight: tuple[int | None, ...]
-    """Of `AttentionOptions`."""
+    """Positions that each query sees, from `AttentionOptions`."""
     adjusts_scores: bool
     has_alibi: bool
     has_sinks: bool

@@ -101,9 +101,9 @@ class SlicedMask:
 
     sight: Sight
     num_queries: int
-    """Of a slice; the last one may have fewer."""
+    """Number of queries in a slice; the last one may have fewer."""
     options: AttentionOptions
-    """Of the layers."""
+    """Options of the attention layers."""
     alibi_slopes: Tensor | None
 
     def attend(

@@ -37,7 +37,7 @@ def plan_buckets(config: VllmConfig, num_blocks: int | None = None) -> BucketPla
     """Make the bucket catalog for a config.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         num_blocks: KV blocks, the null block included; None: not known yet.
 
     Raises:
@@ -147,8 +147,8 @@ def choose_for_config(config: VllmConfig) -> VllmConfig:
         return config
     if hpu.traffic is None:
         raise ConfigError(
-            "VLLM_BUCKETING_STRATEGY=optimal needs --traffic with a file that --record-traffic has "
-            "written"
+            "VLLM_BUCKETING_STRATEGY=optimal needs --traffic FILE: a file written by "
+            "--record-traffic, or a CSV or JSON Lines file of request lengths"
         )
     table = TrafficTable.load(Path(hpu.traffic), size)
     limits = traffic_step_limits(config, config.cache.num_gpu_blocks_override)

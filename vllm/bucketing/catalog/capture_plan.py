@@ -87,7 +87,7 @@ class PhaseGraphs:
     """The outcome of capturing the graphs of one phase."""
 
     captured: tuple[Bucket, ...]
-    """In the order of capture."""
+    """Buckets in the order in which their graphs are captured."""
     omitted: tuple[OmittedGraph, ...]
     used_bytes: int
 

@@ -84,7 +84,7 @@ def unused_buckets(catalog: Catalog, limits: StepLimits) -> list[Bucket]:
 
     Args:
         catalog: has a bucket for every batch.
-        limits: of a forward pass.
+        limits: limits of a forward pass.
     """
     return [
         bucket

@@ -43,9 +43,9 @@ def choose_first(
 
     Args:
         catalog: has a bucket for every forward pass.
-        limits: of a step.
-        num_buckets: of each phase; more if closure and memory need more.
-        traffic: for which padding should be cheap.
+        limits: limits of a step.
+        num_buckets: number of buckets of each phase; more if closure and memory need more.
+        traffic: traffic for which padding should be cheap.
         cost: seconds of a padded forward pass.
         memory_sizes: for each phase, the bucket with the largest value of each function is chosen.
         preferred: buckets that take less time to warm up; if they are enough, no others are chosen.
@@ -74,8 +74,8 @@ def mandatory_buckets(
     each length.
 
     Args:
-        buckets: of one phase.
-        limits: of a step.
+        buckets: buckets of one phase.
+        limits: limits of a step.
         memory_sizes: see `choose_first`.
     """
     kept: list[Bucket] = []
@@ -155,7 +155,7 @@ def padded_share(
     Args:
         catalog: the buckets to which they are padded.
         demand: see `savings`.
-        cost: see `savings`.
+        cost: cost; see `savings`.
     """
     needed = padded = 0.0
     for phase in Phase:

@@ -58,7 +58,7 @@ def traffic_limits(
 
     Args:
         table: recorded traffic.
-        limits: of a step.
+        limits: limits of a step.
         longest_prompt: tokens of the longest prompt bucket; None: from the traffic.
     """
     if longest_prompt is None:
@@ -90,12 +90,12 @@ def choose_for_traffic(
 
     Args:
         table: traffic, with the block size of the engine.
-        limits: of a step.
-        num_buckets: of each phase, mandatory ones included; more only if there are more mandatory
-            ones.
-        longest_prompt: see `traffic_limits`.
-        cost: of a forward pass; None: of a model with 8 billion parameters.
-        max_seconds: see `choose_buckets`; half of it for each phase.
+        limits: limits of a step.
+        num_buckets: number of buckets of each phase, mandatory ones included; more only if there
+            are more mandatory ones.
+        longest_prompt: tokens of the longest prompt; see `traffic_limits`.
+        cost: cost of a forward pass; None: of a model with 8 billion parameters.
+        max_seconds: maximum number of seconds; see `choose_buckets`; half of it for each phase.
     """
     limits = traffic_limits(table, limits, longest_prompt)
     cost = cost or seconds_of(limits)
@@ -132,7 +132,7 @@ def bucket_file_text(buckets: Iterable[Bucket], lines: Iterable[str] = ()) -> st
     length.
 
     Args:
-        buckets: to write.
+        buckets: buckets to write.
         lines: comment lines.
     """
     found = sorted({replace(b, query_len=1) if b.phase is Phase.DECODE else b for b in buckets})

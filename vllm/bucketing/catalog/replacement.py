@@ -19,7 +19,7 @@ def replacement(
     Args:
         wanted: buckets for the traffic.
         present: buckets in use, which are closed.
-        limits: of a forward pass.
+        limits: limits of a forward pass.
         keeps_prompts: keep all present buckets of prompts.
     """
     held = (*present.prefill, *present.decode)

@@ -27,7 +27,7 @@ def shrink_launches(
 
     Args:
         catalog: without those buckets.
-        limits: of a forward pass; the number of KV blocks is known.
+        limits: limits of a forward pass; the number of KV blocks is known.
         given_up: none of them, and nothing as large as one of them, is added.
 
     Returns:

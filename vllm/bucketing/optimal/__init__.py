@@ -1,16 +1,17 @@
-"""Chooses buckets for a traffic, with a bound on how far they are from the best ones.
+"""Chooses buckets for a traffic, and bounds how much more they cost than the best buckets.
 
-Given are shapes p with weights w. A bucket covers the shapes that are not larger in any dimension,
-and a shape costs as much as the cheapest bucket that covers it. A number of buckets, or as many as
-a budget of seconds or bytes allows, is chosen to minimize the cost: a p-median problem.
+The input is a list of shapes p with weights w. A bucket covers the shapes that are not larger than
+the bucket in any dimension, and a shape costs as much as the cheapest bucket that covers it. The
+buckets are chosen to minimize the total cost; their number is given, or limited by a budget of
+seconds or bytes. This is a p-median problem.
 
-    chain        one dimension: dynamic programming is exact
-    bound        several: a lower bound
-    exchanges    several: improves each set that the bound visits, and a greedy one; the
-                 cheapest is used
-    intervals    many shapes: neighbouring sizes are merged
+    chain        for shapes with one dimension: finds the best buckets by dynamic programming
+    bound        for several dimensions: computes a lower bound of the cost
+    exchanges    for several dimensions: improves each set of buckets that the bound visits, and a
+                 greedy set; the cheapest one is used
+    intervals    for many shapes: merges neighbouring sizes
 
-It needs only numpy. It knows no engine: costs and prices are functions of the caller.
+The package needs only numpy and knows no engine: the caller passes costs and prices as functions.
 """
 
 from vllm.bucketing.optimal.certificate import Budget, ChosenBuckets, Floats, Ints, ShapeCost

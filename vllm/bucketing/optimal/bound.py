@@ -21,7 +21,7 @@ class Bound:
     """Computes a lower bound of the cost of a problem.
 
     Args:
-        problem: of any number of dimensions.
+        problem: problem of any number of dimensions.
 
     Attributes:
         lower: no set within the budget costs less.

@@ -22,7 +22,7 @@ class Budget:
     """The most that chosen buckets may cost together.
 
     Attributes:
-        limit: of all, in the unit of the prices, mandatory buckets included.
+        limit: maximum total of all, in the unit of the prices, mandatory buckets included.
         price: price of each bucket, from the arrays of `ShapeCost`, for example seconds of warm-up
             or bytes of graphs.
         unit: name of the unit in errors.

@@ -50,7 +50,7 @@ def choose_buckets(
         mandatory: buckets that are always chosen.
         count: how many buckets, mandatory ones included.
         budget: limit of what all of them may cost; instead of `count`.
-        cost: of a padded forward pass.
+        cost: cost of a padded forward pass.
         may_split: a prefill of several requests may run as one forward pass per request, if that
             costs less, or if no bucket covers it.
         max_seconds: time limit; the best set until then is returned, with a valid certificate.

@@ -16,7 +16,7 @@ class Exchanges:
     """Finds sets of candidates for a problem.
 
     Args:
-        problem: to solve.
+        problem: problem to solve.
         deadline: of `time.monotonic`, after which sets are not improved further.
     """
 

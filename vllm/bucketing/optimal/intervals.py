@@ -55,7 +55,11 @@ def make_grid(
     uppers: list[dict[tuple[int, int], int]],
     lowers: list[dict[tuple[int, int], int]],
 ) -> tuple[Ints, Ints]:
-    """Return every combination of upper ends, and the corresponding lower ends."""
+    """Return the buckets that upper ends of intervals form, and the corresponding lower ends.
+
+    Within one phase, the ends of all dimensions are combined. Of these combinations only tight
+    buckets are kept: each size of a tight bucket equals a size of a shape that the bucket covers.
+    """
     ups: list[Ints] = []
     lows: list[Ints] = []
     for phase in np.unique(shapes[:, 0]).tolist():

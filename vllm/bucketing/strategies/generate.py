@@ -59,7 +59,7 @@ def generate_buckets(
 
     Args:
         strategy: `linear` and `pad` use the variables, the others only the limits.
-        limits: of a step.
+        limits: limits of a step.
         settings: the variables, and the ranges of linear bucketing.
         merged_prefill: prompts are concatenated into one sequence (linear only).
         max_prefill_batch: prompts in one forward pass (exponential only). None: 64, or the

@@ -58,7 +58,7 @@ def linear_prefill_buckets(
 
     Args:
         settings: the ranges.
-        limits: of a forward pass.
+        limits: limits of a forward pass.
         every_context: generate the buckets of the Gaudi fork, for comparison: each count that fits
             with the prompt.
 
@@ -105,10 +105,10 @@ def linear_context(
     of 9 cost 9 %. benchmarks/history.md has the counts and the padding.
 
     Args:
-        limits: of a forward pass.
+        limits: limits of a forward pass.
         batch: prompts of the bucket.
         shorter: the next smaller length, 0 for the smallest.
-        length: of the bucket.
+        length: length of the bucket.
         max_fine_len: tokens of context and prompt together.
     """
     most = _most_context(limits, batch, shorter, length)

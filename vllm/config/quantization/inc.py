@@ -90,7 +90,15 @@ class IncConfig:
         return self.scale_method in _DYNAMIC
 
     def covers(self, name: str, *type_names: str) -> bool:
-        """Return whether the lists include the module with this name and these types."""
+        """Return whether a module is measured or quantized.
+
+        The lists of blocked and allowed names and types decide. A blocked module is not; if nothing
+        is in the allowed lists, every other module is.
+
+        Args:
+            name: name of the module.
+            type_names: names of its type, each of which may be in a list.
+        """
         types = set(type_names)
         if types & set(self.blocked_types) or _is_match(name, self.blocked_names):
             return False

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 _MAX_PLACES = 8
 """Maximum number of earlier occurrences that are compared for one lookup."""
 _TOKEN_BITS = 32
-"""Of a token in a key."""
+"""Bits of a token in a key."""
 
 
 class TokenIndex:

@@ -30,7 +30,8 @@ class KVCacheManager:
         enable_caching: find and keep shared prefixes.
         events: log of changes of the prefix cache; None: no log is kept.
         groups: groups of layers, with full attention first.
-        is_dense: whether to keep blocks at the low end, if the cache allows it (see the attribute).
+        is_dense: whether to give running requests the blocks with the lowest ids, if the cache
+            allows it (see the attribute `is_dense`).
         states: cache of recurrent states; None: the model has no recurrent layers, or their states
             are not cached.
 
@@ -39,8 +40,8 @@ class KVCacheManager:
         has_windows: some layers have a sliding window, so blocks are freed while a request runs.
         freed: (block, hash) of the cached blocks of requests that have left the batch, which a
             connector takes and saves; None: no connector does.
-        is_dense: the blocks of running requests are kept at the low end (`core.dense_blocks`). Only
-            for caches of one group without a window, if no other part stores block ids.
+        is_dense: running requests have the blocks with the lowest ids (`core.dense_blocks`). True
+            only for caches with one group without a window, if no other part stores block ids.
         forgotten: hashes of blocks whose content may be wrong; filled only if `freed` is not None.
     """
 

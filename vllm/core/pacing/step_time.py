@@ -96,7 +96,8 @@ class StepTimes:
         if fitted:
             added = min(added, _LARGEST_SURPRISE * self._correction * fitted)
             change = added / fitted - self._correction
-            if work.has_decodes:  # the steps for which the correction is there
+            # only steps with decodes update the correction, because it is meant for them
+            if work.has_decodes:
                 self._correction += (_SLOWER if change > 0 else _FASTER) * change
         self.largest = max(self.largest, num_tokens)
         self._fit(num_tokens, num_pairs, added)

@@ -45,7 +45,8 @@ _MAX_REQUEST_BYTES = _REQUEST.size + _MAX_KEYS * _KEY_BYTES
 _SERVER_TIMEOUT_S = 30.0
 """For the request of a peer, which may be slow or gone, and for each part of the answer."""
 _MAX_CONNECTIONS = 64
-"""At the same time. Further ones are closed; the other engine computes its prompts then."""
+"""Maximum number of connections at the same time. Further ones are closed; the other engine
+computes its prompts then."""
 _PAUSE_S = 5.0
 """A peer that failed is not asked for this time, so that requests do not wait for it."""
 

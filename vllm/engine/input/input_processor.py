@@ -196,7 +196,7 @@ class InputProcessor:
 
         Args:
             prompt: prompt of any type except embeddings. Media that are not read yet are read here.
-            max_tokens: see `PromptTokenizer.tokenize`.
+            max_tokens: maximum number of tokens; see `PromptTokenizer.tokenize`.
 
         Raises:
             RequestError: the prompt or one of its media items is not valid.

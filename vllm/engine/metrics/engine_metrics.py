@@ -54,7 +54,7 @@ class IterationStats:
     """Statistics from one message of the engine core."""
 
     num_prompt_tokens: int
-    """Of requests whose prompt was completed."""
+    """Prompt tokens of requests whose prompt was completed."""
     num_generation_tokens: int
     first_token_latencies: Sequence[float]
     """Seconds from arrival to first token, of requests that got their first token."""
@@ -72,7 +72,7 @@ class FinishedRequestStats:
     """A word of `FinishReason`."""
     num_prompt_tokens: int
     num_generation_tokens: int
-    """Of all outputs together."""
+    """Generated tokens of all outputs together."""
     n: int
     max_tokens: int | None
     arrival: float
@@ -84,7 +84,7 @@ class FinishedRequestStats:
     """Prompt tokens found in the prefix cache."""
     request_id: str = ""
     max_num_generation_tokens: int | None = None
-    """Of the longest output; None: there is one output."""
+    """Generated tokens of the longest output; None: there is one output."""
 
     @property
     def queue_s(self) -> float | None:

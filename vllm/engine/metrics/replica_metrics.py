@@ -77,7 +77,7 @@ class ReplicaMetrics:
     """
 
     replicas: Sequence[EngineMetrics]
-    """At least one."""
+    """The replicas, at least one."""
     read_media: Callable[[], MediaReadStats | None] = lambda: None
     """Returns what the server has read of media for all replicas; None: the model reads text only.
     Its metrics have the label of the first replica."""

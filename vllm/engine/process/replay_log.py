@@ -13,9 +13,9 @@ class Change(NamedTuple):
     """A call that has changed all cores."""
 
     what: str
-    """In words."""
+    """What the call does, in words."""
     method: Callable[..., Any]
-    """Of `CoreCalls`."""
+    """Method of `CoreCalls`."""
     args: tuple[Any, ...]
 
 

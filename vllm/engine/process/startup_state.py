@@ -98,7 +98,7 @@ class StartupState:
         elif self.phase in (_NOT_STARTED, *_ENDS):
             logger.info("start: %s", phase)
         else:
-            logger.info("start: %s took %.1f s; %s", self.phase, self._elapsed_s(), phase)
+            logger.info("start: %s took %.1f s; now: %s", self.phase, self._elapsed_s(), phase)
 
     def _note_end(self) -> None:
         """Add the phase that ends to `finished_phases`. After a complete start, begin a new

@@ -26,7 +26,7 @@ class StartCore(Message, frozen=True, kw_only=True):
     models: dict[str, str] = msgspec.field(default_factory=dict)
     """Architectures that plug-ins have registered: name -> "module:Class"."""
     log_format: str = "text"
-    """Of the log lines; see `logger.use_format`."""
+    """Format of the log lines; see `logger.use_format`."""
 
 
 class AddRequests(Message, frozen=True, kw_only=True):

@@ -55,7 +55,12 @@ class PrefixMemory:
         return found
 
     def num_known_tokens(self, hashes: Sequence[int], num_replicas: int) -> list[int]:
-        """Return how many tokens of this beginning each replica was sent before."""
+        """Return for each replica how many of the prompt's first tokens it was sent before.
+
+        Args:
+            hashes: hashes of the beginnings of the prompt, from `hashes`.
+            num_replicas: number of replicas.
+        """
         known = [0] * num_replicas
         left = (1 << num_replicas) - 1
         for end, key in zip(_ENDS, hashes, strict=False):

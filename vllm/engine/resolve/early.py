@@ -34,7 +34,7 @@ def resolve_early(settings: Mapping[str, Any]) -> VllmConfig | None:
     """Return the config of an engine; None if it needs a download or transformers.
 
     Args:
-        settings: as for `resolve_config`.
+        settings: settings, as for `resolve_config`.
 
     Raises:
         ConfigError: the engine cannot start with these settings.

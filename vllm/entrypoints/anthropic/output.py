@@ -103,7 +103,7 @@ class MessageWriter:
         """Return the events that end the message.
 
         Args:
-            stop_reason: from `describe_stop`.
+            stop_reason: reason from `describe_stop`.
             stop_sequence: stop string that ended the message, or None.
             usage: result of `describe_usage`.
         """

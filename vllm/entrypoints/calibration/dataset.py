@@ -14,7 +14,7 @@ _KEYS = ("text", "prompt", "question", "content")
 _SEED = 42
 _SHARE_HELD_OUT = 0.2
 _MIN_TOKENS = 2
-"""Of a sample: the first token of a text has no probability."""
+"""Minimum number of tokens of a sample: the first token of a text has no probability."""
 
 
 def read_texts(path: str) -> list[str]:

@@ -104,7 +104,7 @@ def _save(
     """Measure the rates of the card, and write them to a file.
 
     Args:
-        path: of the file.
+        path: path of the file.
         bridge: the card.
         links: rates of its links to other cards, which are measured already.
         is_simulated: nothing runs on hardware.

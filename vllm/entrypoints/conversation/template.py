@@ -318,8 +318,11 @@ def check_syntax(source: str) -> None:
 
 
 def media_of_template(modality: str) -> dict[str, str]:
-    """Return a media part as templates expect it. It has both type and key, because some templates
-    look for the key.
+    """Return the part of a message that stands for an image, audio or video, as templates expect
+    it.
+
+    Some templates look at the value of "type", and others for a key that is named after the
+    modality; the part has both.
     """
     return {"type": modality, modality: ""}
 

@@ -36,9 +36,9 @@ class CheckpointWeight:
     """The weight of a layer in a checkpoint."""
 
     name: str
-    """Of the module in the quantized checkpoint."""
+    """Name of the module in the quantized checkpoint."""
     key: str
-    """Of the module in the model, or of the fused layer that its parts are of."""
+    """Name of the module in the model, or of the fused layer that contains it."""
     weight: Tensor
     """[out, in]"""
     is_transposed: bool = False

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from vllm.errors import ConfigError
 
 _SAMPLE_ROWS = 2048
-"""Of the inputs of a layer that are kept as they are."""
+"""Number of rows of the inputs of a layer that are kept as they are."""
 
 
 @dataclass

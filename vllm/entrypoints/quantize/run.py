@@ -77,7 +77,7 @@ def quantize(args: argparse.Namespace) -> int:
     settings = _settings(args, changes)
     text = json.dumps(config | {"quantization_config": settings}, indent=2)
     (out / "config.json").write_text(text)
-    logger.info("wrote %s: vllm serve %s", out, out)
+    logger.info("wrote %s; serve it with: vllm serve %s", out, out)
     return 0
 
 
@@ -98,7 +98,8 @@ class _Changes:
 
     Args:
         layers: layers of the checkpoint.
-        convert: returns the tensors of a layer for its weight; None: they are in `stored`.
+        convert: function from the weight of a layer to the tensors that replace it; None: the
+            tensors of each layer are in `stored` already.
     """
 
     def __init__(

@@ -59,8 +59,9 @@ def _check_machines(engine_args: "EngineArgs", args: ServerArgs) -> None:
     if not args.headless:
         if start:
             raise ConfigError(
-                f"data_parallel_start_rank={start} needs --headless, as the server has the first "
-                "replicas. Add --headless, or leave data_parallel_start_rank out"
+                f"data_parallel_start_rank={start} is only possible with --headless, because "
+                "a server always runs the first replicas itself. Add --headless, or leave "
+                "data_parallel_start_rank out"
             )
         return
     if not start and (local is None or local == size):

@@ -16,7 +16,7 @@ from vllm.entrypoints.shared.errors import error_response
 _MAX_PATH_CHARS = 200
 _LIST_OF_ROUTES = "/docs"
 _SIMILARITY = 0.75
-"""From 0 to 1; a typing error or two in a short path."""
+"""Minimum similarity of two paths, from 0 to 1; a typing error or two in a short path."""
 
 
 class UnknownRoutes:

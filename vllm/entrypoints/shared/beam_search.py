@@ -32,7 +32,7 @@ class _Search:
     """State of the beam search for one prompt."""
 
     index: int
-    """Of the prompt."""
+    """Index of the prompt."""
     max_tokens: int
     prompt: TokensPrompt
     """Without its text, which the engine does not need."""

@@ -47,7 +47,8 @@ from vllm.utils.frames import FrameError
 logger = init_logger(__name__)
 
 _NOTICE_TIMEOUT_S = 0.5
-"""From the end of a connection between two ranks to the end of the process that has closed it."""
+"""Maximum number of seconds from the end of a connection between two ranks to the end of the
+process that has closed it."""
 
 
 class RankError(VllmError, RuntimeError):

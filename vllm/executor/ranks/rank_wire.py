@@ -61,7 +61,7 @@ class StartRank(Message, frozen=True, kw_only=True):
     models: dict[str, str]
     """Architectures that plug-ins have registered: name -> "module:Class"."""
     place: RankAssignment | None = None
-    """On its machine; None: all ranks are on one machine."""
+    """Assignment of the rank on its machine; None: all ranks are on one machine."""
 
 
 class RunStep(Message, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ class CallRank(Message, frozen=True, kw_only=True):
     call_id: int
     method: str
     arguments: bytes
-    """From `encode_arguments`."""
+    """Arguments of the call, from `encode_arguments`."""
     is_user: bool
     """The caller is not the engine: the method and the arguments are checked first."""
 
@@ -98,8 +98,8 @@ class PrepareRequest(Message, frozen=True, kw_only=True):
 
     request: EngineRequest
     call_id: int | None = None
-    """Of the `RankResult` that says when it is loaded, and why it cannot be; None: there is no
-    answer."""
+    """Id of the `RankResult` that reports when the grammar is loaded, or why it cannot be loaded;
+    None: there is no answer."""
 
 
 class ReleaseRequests(Message, frozen=True, kw_only=True):
@@ -123,7 +123,7 @@ class StepResult(Message, frozen=True, kw_only=True):
 
     output: ModelRunnerOutput
     stats: RunnerStats
-    """Of the rank that sends it."""
+    """Counters of the rank that sends it."""
 
 
 class RankFailed(Message, frozen=True, kw_only=True):

@@ -58,7 +58,8 @@ _Result = TypeVar("_Result")
 logger = init_logger(__name__)
 
 _NOTICE_TIMEOUT_S = 10.0
-"""From the end of an exchange to the report of the worker that has ended it."""
+"""Maximum number of seconds from the end of an exchange to the report of the worker that has ended
+it."""
 
 
 class RayExecutor(Executor):

@@ -27,11 +27,11 @@ class Placement:
     group: Any
     """The placement group of Ray."""
     bundles: list[int]
-    """By rank: its bundle of the group."""
+    """Index of each rank's bundle in the group."""
     nodes: list[str]
-    """By rank: the id of its machine."""
+    """Id of each rank's machine."""
     places: list[RankAssignment]
-    """By rank."""
+    """Assignment of each rank."""
 
 
 def place_ranks(parallel: ParallelConfig, resources: dict[str, float]) -> Placement:

@@ -18,7 +18,7 @@ _CONNECT_TIMEOUT_S = 10.0
 and says nothing to the user meanwhile."""
 
 _caretakers: list[subprocess.Popen[bytes]] = []
-"""Of the local cluster of this process, if it has started one."""
+"""Caretakers of the local cluster of this process, if it has started one."""
 
 
 def import_ray() -> Any:

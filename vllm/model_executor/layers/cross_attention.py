@@ -27,7 +27,7 @@ class CrossAttention(nn.Module, ReadsContext):
     Its parameters are `q_proj`, `k_proj`, `v_proj` and `o_proj`.
 
     Args:
-        hidden_size: of the decoder.
+        hidden_size: hidden size of the decoder.
         num_heads: query heads over all ranks.
         num_kv_heads: key and value heads over all ranks.
         head_size: D.

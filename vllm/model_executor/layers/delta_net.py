@@ -179,8 +179,8 @@ class DeltaLayer(SlicedModule, StateLayer):
         """Run whole sequences with the chunked algorithm.
 
         Args:
-            inputs: of the convolution [B, L, channels], of beta [B, L, H], and of the decay, in the
-                shape of `dt_bias`.
+            inputs: inputs of the convolution [B, L, channels], of beta [B, L, H], and of the decay,
+                in the shape of `dt_bias`.
             lengths: tokens of each sequence; see `StateLayer.advance`.
             states: convolution windows and recurrent states; see `StateLayer.advance`.
         """

@@ -101,7 +101,7 @@ class Experts(MethodLayer):
     Args:
         num_experts: E.
         hidden_size: features of x.
-        intermediate_size: of one expert, over all ranks.
+        intermediate_size: size of one expert, over all ranks.
         tp: the ranks that share the layer.
         options: what an expert computes between its matmuls.
         has_bias: both matmuls of an expert have a bias; gated experts only.
@@ -225,7 +225,7 @@ class Router(ColumnParallelLinear):
         top_k: k, experts of each token.
         routing: how the weights of the chosen experts are computed.
         bias: whether a bias is added to the logits.
-        tolerance: see `RoutingOptions`.
+        tolerance: tolerance; see `RoutingOptions`.
 
     Shape: x [T, hidden] -> (ids [T, k] int64, weights [T, k] float32)
 
@@ -253,6 +253,6 @@ class Router(ColumnParallelLinear):
 
         Args:
             x: [T, hidden]
-            scales: see `Ops.route`.
+            scales: scales; see `Ops.route`.
         """
         return get_ops().route(self.forward(x), self.options, scales=scales)

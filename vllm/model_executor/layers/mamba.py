@@ -164,7 +164,7 @@ class Mamba2Sizes:
     num_heads: int
     head_size: int
     num_groups: int
-    """Of heads that share B and C."""
+    """Number of groups of heads that share B and C."""
     state_size: int
     """N: number of elements in the state of each of a head's features."""
     kernel: int
@@ -369,11 +369,11 @@ class MambaSizes:
     state_size: int
     """N: number of elements in the state of a channel."""
     rank: int
-    """Of the projection to time steps."""
+    """Rank of the projection to time steps."""
     kernel: int
     """Tokens that the convolution sees."""
     has_bias: bool
-    """Of the projections in and out."""
+    """Whether the projections in and out have a bias."""
     has_conv_bias: bool
     activation: str
     norm_eps: float | None = None

@@ -15,7 +15,7 @@ class RMSNorm(nn.Module):
     """Compute x / sqrt(mean(x^2) + eps) * (weight + offset) (Zhang and Sennrich, arXiv 1910.07467).
 
     Args:
-        size: of the last dimension: the hidden size, or the head size for a norm of heads.
+        size: size of the last dimension: the hidden size, or the head size for a norm of heads.
         eps: added to the mean of squares.
         offset: 1 if the checkpoint stores the weight minus 1, which keeps more digits than the
             rounded sum; else 0.
@@ -47,7 +47,7 @@ class PlainRMSNorm(nn.Module):
     """An `RMSNorm` without weights.
 
     Args:
-        size: of the last dimension.
+        size: size of the last dimension.
         eps: added to the mean of squares.
 
     Shape: [..., size] -> [..., size]
@@ -120,7 +120,7 @@ class LayerNorm(nn.Module):
     """(x - mean) / sqrt(variance + eps) * weight + bias (Ba et al. 2016, arXiv 1607.06450).
 
     Args:
-        size: of the last dimension.
+        size: size of the last dimension.
         eps: added to the variance.
         has_weight: False leaves weight and bias out.
         has_bias: False leaves the bias out.

@@ -19,7 +19,7 @@ Index = tuple[slice, ...]
 """Part of a tensor: a slice without a step for each of the first dimensions; () is all of it."""
 
 DENSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-"""Of weights as they were trained."""
+"""Data types of weights that are not quantized."""
 
 WORD_BITS = 32
 """Bits of a word in which formats pack values of few bits."""
@@ -33,7 +33,7 @@ class Features:
     """
 
     total: int
-    """Of the whole layer."""
+    """Size of the whole layer."""
     group: int
     """Neighbours in a group."""
     start: int
@@ -66,12 +66,12 @@ class CheckpointTensor:
     copy_to: Callable[[Tensor, Index], None] | None = None
     """Read that part into a tensor of its shape, without a copy on the way where that can be."""
     dtype: torch.dtype | None = None
-    """In the checkpoint; None: unknown."""
+    """Data type in the checkpoint; None: unknown."""
     features: Features | None = None
     """The output features of a layer to which this is limited. The format of the layer knows where
     they are in the tensor, and passes this to `picked`."""
     path: Path | None = None
-    """Of the file that it is in, for errors; None: unknown."""
+    """Path of the file that contains the tensor, for errors; None: unknown."""
     is_converted: bool = False
     """Name and layout are as in the model, not as in a checkpoint of the family."""
 
@@ -118,10 +118,10 @@ class CheckpointTensor:
         """Return only the selected output features, as a tensor.
 
         Args:
-            name: of the tensor, for errors.
+            name: name of the tensor, for errors.
             dim: the dimension of the output features; None: the tensor is the same for all of them.
-            bits: of one feature, if features are packed into words along that dimension; 32: not
-                packed.
+            bits: bits of one feature, if features are packed into words along that dimension; 32:
+                not packed.
 
         Raises:
             WeightLoadError: the tensor has another number of features, or they do not fill words.

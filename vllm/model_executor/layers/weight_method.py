@@ -35,7 +35,7 @@ class WeightMethod(ABC, Generic[Layer]):
 
         Args:
             place: the parameter of the tensor, from `layer.slices`.
-            name: of the tensor in the checkpoint.
+            name: name of the tensor in the checkpoint.
             source: the tensor.
             tp: the ranks that share the layer.
 

@@ -30,7 +30,7 @@ def iterate_tensors(
     A tensor can be read only until the next one is yielded.
 
     Args:
-        files: from `find_files`.
+        files: files from `find_files`.
         show_progress: show a progress bar.
         on_file: called before each file with the number of files that are done.
 

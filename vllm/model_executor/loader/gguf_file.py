@@ -202,8 +202,8 @@ def _in_parts(
     """Return a tensor that is produced a few rows at a time.
 
     Args:
-        shape: of the tensor.
-        dtype: of its elements.
+        shape: shape of the tensor.
+        dtype: data type of its elements.
         read_rows: returns the rows [start, end) as a matrix.
     """
     num_rows = 1 if len(shape) == 1 else shape[:-1].numel()

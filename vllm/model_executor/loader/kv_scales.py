@@ -28,7 +28,7 @@ def load_kv_scale(model: nn.Module, name: str, source: CheckpointTensor, tp: TPG
 
     Args:
         model: has an `Attention` named attn in each attention block.
-        name: of the tensor, after the renames of the model class.
+        name: name of the tensor, after the renames of the model class.
         source: one value, or one for each key/value head of the model.
         tp: the ranks that share the layer.
 

@@ -32,8 +32,8 @@ def in_the_order_of_transformers(
     """Yield names and tensors of a folder with a `params.json`, converted to those of transformers.
 
     Args:
-        folder: of the files.
-        tensors: of the files, by their names in the files.
+        folder: folder of the files.
+        tensors: tensors of the files, by their names in the files.
     """
     config = read_params(folder)
     heads = {

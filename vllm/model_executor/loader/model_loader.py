@@ -72,7 +72,7 @@ def load_model(
             torch weights.
         choose_host_layers: called with the model, still without memory; returns the modules whose
             parameters go to host memory.
-        stage: of the pipeline; only its layers are read. None: all layers.
+        stage: stage of the pipeline; only its layers are read. None: all layers.
         has_values: False: parameters get uninitialised memory only.
 
     Raises:
@@ -126,10 +126,10 @@ def load_speculator(
 
     Args:
         class_path: module:Class of the network.
-        config: of the speculator: `VllmConfig.of_draft_model`.
+        config: config of the speculator: `VllmConfig.of_draft_model`.
         target: the loaded model whose tokens it predicts.
         device: where the parameters go.
-        dense_format: see `load_model`.
+        dense_format: format of unquantized weights; see `load_model`.
         has_values: see `load_model`.
 
     Raises:
@@ -142,9 +142,10 @@ def load_speculator(
         folder = Path(config.model.resolved_path)
         if (folder / shard_name(0)).exists():
             raise WeightLoadError(
-                f"{folder} has the checkpoint files of ranks (tools/save_sharded_state.py), which "
-                "do not contain the weights of its speculator. Load the whole checkpoint, "
-                "without --load-format sharded_state, or leave --speculative-config out"
+                f"{folder} is a sharded checkpoint with one file for each rank "
+                "(tools/save_sharded_state.py). Such files do not contain the weights of the "
+                "speculator. Load the original checkpoint, without --load-format sharded_state, "
+                "or leave --speculative-config out"
             )
         files = speculator_class.find_files(folder, config.load.load_format)
         names = frozenset(name for name, _ in iterate_tensors(files, show_progress=False))
@@ -251,7 +252,8 @@ def log_dequantized(model: nn.Module) -> None:
 
 
 _LARGEST_RATIO = 64
-"""Of the memory of parameters to the size of files. Weights of 1.5 bits become at most float32."""
+"""Largest ratio of the memory of parameters to the size of files. Weights of 1.5 bits become at
+most float32."""
 _SMALL_BYTES = 256 << 20
 """Less memory is taken in any case: what is wrong with a file is said by what reads it."""
 
@@ -281,13 +283,13 @@ def build_model(
     """Build the model in eval mode with parameters on the meta device: shapes without memory.
 
     Args:
-        arch: of the model.
+        arch: architecture of the model.
         tp: the ranks that share it.
-        dtype: of parameters.
+        dtype: data type of parameters.
         is_pooling: build a `PoolingModel`; a generative model becomes an embedding model.
         formats: asked for the method of each layer, in this order; a layer that no format supports
             has dense weights.
-        files: of the checkpoint, for formats that depend on which tensors exist.
+        files: files of the checkpoint, for formats that depend on which tensors exist.
         stage: the pipeline stage to build; None: the whole model.
         last_embeds: see `keep_stage`.
 
@@ -505,7 +507,7 @@ def _check_memory(
     """Check that the weights fit the machine's memory, before any of it is allocated.
 
     Args:
-        model: on the meta device.
+        model: the model on the meta device.
         build: builds another model like it.
         is_quantized_here: weights are quantized as they are loaded, a layer at a time.
     """

@@ -66,7 +66,7 @@ def open_safetensors(
     """Open a file and return an iterator over its tensors, which can be read until it is closed.
 
     Args:
-        path: of the file.
+        path: path of the file.
         num_threads: threads that read one tensor.
     """
     try:

@@ -31,7 +31,7 @@ def shards_of(
     """Return the files that this rank reads: its own, and the one with the embedding if needed.
 
     Args:
-        files: of all ranks.
+        files: files of all ranks.
         tp: tensor-parallel position of this rank.
         stage: pipeline stage of this rank.
         last_embeds: see `keep_stage`.
@@ -115,9 +115,9 @@ def save_shard(
     """Read one rank's weights from a checkpoint, and write them to its file.
 
     Args:
-        model: of this rank, with only the layers of its stage, on the meta device.
+        model: the model of this rank, with only the layers of its stage, on the meta device.
         tp: the rank in its tensor-parallel group; needs no process group.
-        stage: of the rank.
+        stage: stage of the rank.
         source: folder of the checkpoint.
         target: folder for the file.
         prepare: allocates the parameters of a module.

@@ -26,7 +26,7 @@ def keep_stage(model: LayeredModel, stage: Stage, *, last_embeds: bool = False) 
     """Replace the modules that the stage does not run by `PPMissingLayer`.
 
     Args:
-        model: on the meta device, without memory.
+        model: the model on the meta device, without memory.
         stage: the stage to keep.
         last_embeds: the last stage keeps the embedding as well, for a speculator.
     """

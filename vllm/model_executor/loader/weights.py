@@ -63,7 +63,7 @@ def load_weights(
 
     Args:
         model: whose parameters have memory, or get it from `prepare`.
-        tensors: of the checkpoint, by their names there.
+        tensors: tensors of the checkpoint, by their names there.
         tp: the ranks that share the model.
         prepare: called before each tensor with the module whose parameter it fills.
         finish: called with each module that has parameters of its own, once they are filled; it
@@ -221,7 +221,7 @@ def names_in_checkpoint(name: str, model: LoadableModel) -> list[str]:
     """Return the names that a module may have in a checkpoint, if they differ from its name here.
 
     Args:
-        name: of the module in the model.
+        name: name of the module in the model.
         model: that has it.
     """
     whole = f"{name}."  # rename only whole levels of a name

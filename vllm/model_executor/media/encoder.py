@@ -18,7 +18,7 @@ class MediaEncoder(nn.Module, ABC):
 
     Args:
         config: config.json of the whole model.
-        hidden_size: of the language model's embeddings.
+        hidden_size: hidden size of the language model's embeddings.
     """
 
     prefixes: ClassVar[tuple[str, ...]]

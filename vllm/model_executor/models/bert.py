@@ -34,7 +34,7 @@ class EncoderEmbeddings(nn.Module):
     """The sum of token, position and type embeddings, normed.
 
     Args:
-        arch: of the model.
+        arch: architecture of the model.
         tp: the ranks that share the token table.
         position_offset: index in the position table of the first token.
 

@@ -81,7 +81,7 @@ class DecoderOptions:
     """The options in which decoder families differ."""
 
     norm: NormFactory = rms_norm
-    """Of the hidden states."""
+    """Norm of the hidden states."""
     qkv_bias: bool = False
     output_bias: bool = False
     """Bias of the projection after attention."""
@@ -91,7 +91,7 @@ class DecoderOptions:
     qkv_limit: float | None = None
     """Elements of query, key and value are limited to this and its negative, after head norms."""
     head_norm: NormFactory | None = None
-    """Of every query and key head before the rotation."""
+    """Norm of every query and key head before the rotation."""
     has_norm_per_head: bool = False
     """Whether queries and keys have a layer norm with weights of its own for each head."""
     norms_rotated_heads: bool = False
@@ -268,10 +268,10 @@ class LayerSpec:
     """Parameters for building a decoder layer.
 
     Args:
-        arch: of the model.
-        options: of the family.
-        index: of the layer.
-        rotary_emb: of the layer; None: it has no rotary embedding.
+        arch: architecture of the model.
+        options: options of the family.
+        index: index of the layer.
+        rotary_emb: rotary embedding of the layer; None: it has no rotary embedding.
         tp: the ranks that share it.
         source: the earlier layer whose keys and values it reads; None: it has its own.
     """
@@ -413,7 +413,10 @@ def add_norm(
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm; the level `model` of the checkpoint's names."""
+    """The token embedding, the layers and the final norm of a model.
+
+    In checkpoints the names of these parts usually begin with `model.`.
+    """
 
     def __init__(
         self, arch: ModelArch, options: DecoderOptions, layer_type: LayerFactory, tp: TPGroup

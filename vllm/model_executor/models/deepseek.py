@@ -34,7 +34,7 @@ from vllm.ops.expert_options import ONE_GROUP, ExpertGroups, RoutingOptions
 from vllm.ops.expert_options import Routing as WeightsOfChosen
 
 _LATENT_NORM_EPS = 1e-6
-"""Of the norms of compressed vectors, whatever config.json says of the others."""
+"""Epsilon of the norms of compressed vectors, whatever config.json contains for the other norms."""
 
 
 class LatentScales(NamedTuple):
@@ -142,7 +142,7 @@ class DeepseekMixture(nn.Module):
     """Experts of which each token uses a few, and shared experts that all tokens use.
 
     Args:
-        arch: of the model.
+        arch: architecture of the model.
         routing: rules by which tokens choose experts.
         size: intermediate size of an expert.
         shared_size: intermediate size of the shared experts together; 0: there are none.
@@ -187,7 +187,7 @@ def deepseek_routing(arch: ModelArch, default_method: str = "greedy") -> Routing
     """Read the routing rules from config.json.
 
     Args:
-        arch: of the model.
+        arch: architecture of the model.
         default_method: used if config.json has no topk_method.
 
     Raises:
@@ -222,7 +222,7 @@ def expert_groups(arch: ModelArch, key: str) -> ExpertGroups:
     """Read the groups of experts from config.json.
 
     Args:
-        arch: of the model.
+        arch: architecture of the model.
         key: the key in config.json with the number of experts.
 
     Raises:

@@ -28,7 +28,7 @@ def split_features(
     """Yield the parts of a fused layer whose output features are stored one part after another.
 
     Args:
-        name: of a tensor of the layer, with `fused` in it.
+        name: name of a tensor of the layer, with `fused` in it.
         source: the tensor.
         fused: the substring of the name that is replaced.
         sizes: replacement of `fused` -> output features of that part.
@@ -49,7 +49,7 @@ def split_groups(
     part.
 
     Args:
-        name: of a tensor of the layer, with `fused` in it.
+        name: name of a tensor of the layer, with `fused` in it.
         source: the tensor.
         fused: the substring of the name that is replaced.
         heads: replacement of `fused` -> heads of that part in a group.
@@ -66,7 +66,7 @@ def split_sizes_of_groups(
     """Yield the parts of a fused layer that is stored in groups; heads may have different sizes.
 
     Args:
-        name: of a tensor of the layer, with `fused` in it.
+        name: name of a tensor of the layer, with `fused` in it.
         source: the tensor.
         fused: the substring of the name that is replaced.
         sizes: replacement of `fused` -> output features of that part in a group.
@@ -119,9 +119,9 @@ def experts_in(name: str, source: CheckpointTensor, num_experts: int) -> range:
     """Return the indices of the experts in a tensor.
 
     Args:
-        name: of the tensor.
+        name: name of the tensor.
         source: the tensor, [experts, ...], of matrices or biases.
-        num_experts: of the model.
+        num_experts: number of experts of the model.
 
     Raises:
         WeightLoadError: the tensor has another number of experts.
@@ -143,7 +143,7 @@ def split_by_expert(
         parent: beginning of the names, up to `experts`.
         source: [E, rows, columns].
         parts: name of a matrix -> (its first row, its number of rows).
-        experts: from `experts_in`.
+        experts: experts from `experts_in`.
     """
     for expert in experts:
         matrix = source.narrow(0, expert, 1).mapped(lambda x: x[0])
@@ -173,7 +173,7 @@ def split_transposed_experts(
     """Yield the matrices of each expert from a tensor [experts, in, out].
 
     Args:
-        name: of the tensor, which ends with a key of `JOINED_EXPERTS`.
+        name: name of the tensor, which ends with a key of `JOINED_EXPERTS`.
         source: the tensor.
     """
     parent, _, joined = name.rpartition(".")

@@ -32,7 +32,7 @@ class SparseMLP(GatedMLP):
     A threshold, some standard deviations above the mean, is subtracted from the gates.
 
     Args:
-        arch: of the layer.
+        arch: architecture of the layer.
         sparsity: fraction of the gates that become zero if they are normally distributed.
         tp: the ranks that share it.
     """

@@ -48,7 +48,7 @@ class SharingAttention(nn.Module):
     Shape: positions [T], hidden_states [T, hidden] -> [T, hidden]
 
     Args:
-        spec: of the layer.
+        spec: description of the layer.
         source: the attention of the earlier layer; None: the layer has its own keys and values.
         has_values: False: the projection of keys also gives values.
     """

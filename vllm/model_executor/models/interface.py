@@ -20,7 +20,7 @@ class LoadableModel(nn.Module, ABC):
     Modules are named as in the checkpoint, so most families need none of the renames below.
 
     Attributes:
-        dtype: of activations, and of parameters unless a layer says otherwise.
+        dtype: data type of activations, and of parameters unless a layer says otherwise.
     """
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {}
@@ -189,8 +189,8 @@ class CausalLM(LayeredModel):
         """Run the model; return the result of `forward`, and the inputs of some layers.
 
         Args:
-            inputs: see `forward`.
-            positions: see `forward`.
+            inputs: inputs; see `forward`.
+            positions: positions; see `forward`.
             layers: indices of layers of this stage, ascending and distinct, above 0.
 
         Returns:

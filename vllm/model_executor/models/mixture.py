@@ -34,7 +34,7 @@ class MixtureOptions:
     num_experts: int
     top_k: int
     intermediate_size: int
-    """Of one expert."""
+    """Intermediate size of one expert."""
     routing: Routing = "softmax_of_chosen"
     """Weight of a chosen expert."""
     tolerance: float = 0.0

@@ -39,7 +39,7 @@ class ParallelPlan:
     """The tensor-parallel plan of a transformers decoder: which linear layers are split over ranks.
 
     Args:
-        config: of transformers.
+        config: config of transformers.
         tp: the ranks.
 
     Raises:

@@ -18,9 +18,9 @@ class LayerRanges:
     """The layers of a decoder, some of which can be disabled temporarily.
 
     Args:
-        decoder: of transformers.
+        decoder: decoder of transformers.
         config: its config.
-        num_layers: of the model.
+        num_layers: number of layers of the model.
     """
 
     def __init__(self, decoder: nn.Module, config: Any, num_layers: int) -> None:

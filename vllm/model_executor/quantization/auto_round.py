@@ -13,7 +13,7 @@ from vllm.model_executor.quantization.interface import Quantization
 from vllm.model_executor.quantization.settings import Settings, choice, wrong
 
 _DENSE_BITS = 16
-"""From so many on a layer is not quantized."""
+"""A layer with this many bits or more is not quantized."""
 
 
 def create_auto_round(settings: Settings) -> Quantization:

@@ -68,7 +68,7 @@ class GemvLinear(RowsLinear):
     """A linear layer with qweight, qzeros and scales in the `gemv` layout.
 
     Args:
-        name: of the module.
+        name: name of the module.
         layout: bits, group size and zero points.
     """
 

@@ -89,7 +89,7 @@ class TableLinear(RowsLinear):
     """A linear layer of 4-bit table indices, stored as one flat tensor, and their tables.
 
     Args:
-        name: of the module.
+        name: name of the module.
         storage: how the layer is stored.
     """
 
@@ -190,7 +190,7 @@ class ScaledInt8(RowsLinear):
     """A linear layer in LLM.int8: int8 values times the maximum of their output feature / 127.
 
     Args:
-        name: of the module.
+        name: name of the module.
     """
 
     def __init__(self, name: str) -> None:

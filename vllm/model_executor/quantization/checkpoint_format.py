@@ -44,8 +44,8 @@ class CheckpointFormat(Quantization, Generic[Storage]):
         """Create the weight method of a layer.
 
         Args:
-            name: of the layer, for errors.
-            storage: from `storage_of`.
+            name: name of the layer, for errors.
+            storage: storage from `storage_of`.
         """
 
     def rule_for(self, names: Names) -> str | None:

@@ -46,7 +46,7 @@ def described(kind: FloatKind, rounds_inputs: bool) -> str:
     """Return the name of the format for the log.
 
     Args:
-        kind: of the elements.
+        kind: kind of the elements.
         rounds_inputs: the checkpoint is meant for inputs quantized to the same format.
     """
     bits = 8 if kind == "MXFP8" else 4
@@ -78,8 +78,8 @@ class Nvfp4Linear(RowsLinear):
     """A linear layer in NVFP4.
 
     Args:
-        name: of the module.
-        names: of its tensors.
+        name: name of the module.
+        names: names of its tensors.
     """
 
     def __init__(self, name: str, names: FloatNames) -> None:

@@ -111,7 +111,7 @@ def modelopt_fp8_linear(name: str, algorithm: str) -> "Fp8Linear":
     """Return the method of a layer of ModelOpt.
 
     Args:
-        name: of the layer.
+        name: name of the layer.
         algorithm: one of `MODELOPT_FP8`.
     """
     return Fp8Linear(name, MODELOPT_FP8[algorithm], algorithm == "FP8")
@@ -140,7 +140,7 @@ class Fp8Linear(StoredLinear):
     begin or end inside a block, blocks of inputs are divided into smaller ones with the same scale.
 
     Args:
-        name: of the module.
+        name: name of the module.
         block: outputs and inputs that share a scale; None: per tensor or per output feature.
         has_input_scale: the checkpoint has a static scale of inputs.
         scale_name: last part of the name of the scales.

@@ -24,7 +24,7 @@ from vllm.model_executor.quantization.settings import (
 from vllm.utils.text.patterns import compile_pattern
 
 _IN_BLOCK = re.compile(r"\.\d+\.")
-"""In the names of modules of layers."""
+"""Matches the names of modules inside the decoder layers."""
 
 
 class GPTQ(CheckpointFormat[GroupLayout]):

@@ -37,7 +37,7 @@ class GroupLayout:
     is_awq: bool = False
     """Words hold outputs of an input, in the order of AWQ; False: inputs of an output."""
     zero_offset: int = 0
-    """To be added to stored zero points."""
+    """Number that is added to stored zero points."""
     has_groups: bool = False
     """`g_idx` says which group an input is in."""
     is_ordered: bool = False
@@ -57,8 +57,8 @@ class GroupedLinear(StoredLinear):
     Old checkpoints without act-order have no g_idx, and symmetric AWQ checkpoints need no qzeros.
 
     Args:
-        name: of the module.
-        layout: of its tensors.
+        name: name of the module.
+        layout: layout of its tensors.
     """
 
     def __init__(self, name: str, layout: GroupLayout) -> None:
@@ -206,9 +206,9 @@ def in_numbers(
 
     Args:
         target: part of the parameter.
-        name: of the tensor, for errors.
+        name: name of the tensor, for errors.
         source: int32.
-        bits: of one value.
+        bits: bits of one value.
         unpack: converts rows of words [R, W] to their values [R, N] uint8.
         dim: the dimension of the output features.
 

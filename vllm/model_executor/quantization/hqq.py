@@ -107,8 +107,8 @@ class HQQLinear(RowsLinear):
     """A linear layer with the tensors W_q, scale and zero.
 
     Args:
-        name: of the module.
-        bits: of an element.
+        name: name of the module.
+        bits: bits of an element.
         group: elements of a group.
         axis: 1: groups consist of neighbours; 0: they do not.
     """

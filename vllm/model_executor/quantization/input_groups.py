@@ -19,7 +19,7 @@ class InputGroups:
     """
 
     name: str
-    """Of the layer, for errors."""
+    """Name of the layer, for errors."""
     size: int
     """Inputs of a group in the checkpoint."""
     total: int
@@ -27,9 +27,9 @@ class InputGroups:
     count: int
     """Groups of which this rank has scales."""
     first_input: int
-    """Of this rank."""
+    """Index of the first input of this rank."""
     num_inputs: int
-    """Of this rank."""
+    """Number of inputs of this rank."""
 
     @classmethod
     def of_layer(
@@ -83,9 +83,9 @@ class InputGroups:
         """Return the slice for scales whose dimension `dim` are the groups.
 
         Args:
-            slice_: of the features of a part of the layer.
+            slice_: slice of the features of a part of the layer.
             dim: 0 or 1; the other dimension are the outputs.
-            layer: that has the parts.
+            layer: layer that has the parts.
         """
         if slice_.dim == 0:
             return replace(slice_, dim=1 - dim)

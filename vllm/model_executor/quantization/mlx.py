@@ -118,9 +118,9 @@ class MLXLinear(RowsLinear):
     """A linear layer of 32-bit words that pack the values of an output one after another.
 
     Args:
-        name: of the module.
-        mode: of the values: affine or one of the float formats.
-        bits: of one value.
+        name: name of the module.
+        mode: mode of the values: affine or one of the float formats.
+        bits: bits of one value.
         group: inputs of a group.
     """
 

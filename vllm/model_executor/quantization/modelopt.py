@@ -89,7 +89,7 @@ class ModelOpt(CheckpointFormat[str]):
 def _algorithms(layers: Any) -> dict[str, str]:
     """Return name -> quantization algorithm of each layer."""
     if not isinstance(layers, dict) or not all(isinstance(v, dict) for v in layers.values()):
-        raise wrong("quantized_layers", layers, "an object of settings by names of layers")
+        raise wrong("quantized_layers", layers, "an object that maps layer names to settings")
     found = {}
     for name, settings in layers.items():
         within = f"quantized_layers.{name}."

@@ -23,7 +23,7 @@ from vllm.model_executor.quantization.interface import Quantization
 from vllm.ops.stored_weight import Mxfp4Weight
 
 _NAN = 255
-"""As a scale of E8M0."""
+"""NaN as a scale of E8M0."""
 _GROUP = 32
 """Inputs that share a scale."""
 _SMALLEST_PART = 8
@@ -113,7 +113,7 @@ def check_mxfp4(name: str, blocks: Tensor, scales: Tensor) -> None:
     """Check the shapes and dtypes of blocks [..., B, 16] with scales [..., B].
 
     Args:
-        name: of the weight, for errors.
+        name: name of the weight, for errors.
         blocks: tensor of the checkpoint.
         scales: tensor of the checkpoint.
 

@@ -85,7 +85,11 @@ class Quark(CheckpointFormat[_Storage]):
         self.storage = _storage_of(settings.get("global_quant_config"), "global_quant_config")
         layers = settings.get("layer_quant_config") or {}
         if not isinstance(layers, dict):
-            raise wrong("layer_quant_config", layers, "an object of settings by names of layers")
+            raise wrong(
+                "layer_quant_config",
+                layers,
+                "an object that maps layer names (or patterns of them) to settings",
+            )
         self.of_layers = {
             name: _storage_of(own, f"layer_quant_config.{name}") for name, own in layers.items()
         }
@@ -160,7 +164,7 @@ class _Int4Linear(GroupedLinear):
     """A linear layer of 4-bit words in the layout of AWQ; values are signed if the dtype is `int4`.
 
     Args:
-        name: of the module.
+        name: name of the module.
         storage: how the layer is stored.
     """
 
@@ -191,7 +195,7 @@ class _Int8Linear(RowsLinear):
     """A linear layer of int8 weights; inputs are quantized to int8 or kept.
 
     Args:
-        name: of the module.
+        name: name of the module.
         storage: how the layer is stored.
     """
 

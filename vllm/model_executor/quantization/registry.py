@@ -21,8 +21,8 @@ class Format:
     """One entry of the table of formats."""
 
     create: str | CreateQuantization | None = None
-    """Of checkpoints that have it; None: there are none. A string is "module:Class", which is
-    imported when a model needs it."""
+    """Creates the format of a checkpoint; None: no checkpoints have it. A string is "module:Class",
+    which is imported when a model needs it."""
     rounds: str | None = None
     """Function that makes the format of dense checkpoints, if a device has no way of its own.
     `Platform.quantizations` names the formats that a device can make."""

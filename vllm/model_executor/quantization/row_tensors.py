@@ -35,7 +35,7 @@ class RowTensor:
     name: str
     """The end of its name in the checkpoint, after the module's."""
     dtypes: tuple[torch.dtype, ...]
-    """That it may have there."""
+    """Data types that the tensor may have in checkpoints."""
     attribute: str = ""
     """Name of the parameter; empty: the name of the tensor."""
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class RowsLinear(StoredLinear):
     """A linear layer that is stored in row tensors.
 
     Args:
-        name: of the module.
+        name: name of the module.
         tensors: the tensors of the layer.
         group: inputs of a group; -1: all.
         is_flat: a group may begin in one row and end in the next: the checkpoint has one column of

@@ -32,7 +32,7 @@ class SparseLinear(RowsLinear):
     """A sparse linear layer with the tensors compressed, bitmask and (FP8, int8) weight_scale.
 
     Args:
-        name: of the module.
+        name: name of the module.
         elements: the kind of the values.
     """
 

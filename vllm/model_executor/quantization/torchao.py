@@ -153,7 +153,7 @@ class TiledLinear(RowsLinear):
     A value is multiplied by a scale, and a zero point, which is a float, is added.
 
     Args:
-        name: of the module.
+        name: name of the module.
         group: inputs that share a scale.
     """
 
@@ -223,9 +223,9 @@ class TorchAOLinear(RowsLinear):
     """A linear layer of one-byte elements, scales and (for integers) zero points.
 
     Args:
-        name: of the module.
+        name: name of the module.
         config: the configuration of torchao.
-        bits: of an element.
+        bits: bits of an element.
         group: inputs that share a scale; -1: all.
     """
 

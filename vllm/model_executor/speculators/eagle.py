@@ -160,8 +160,8 @@ class Eagle3(Speculator):
         if len(wrong) or len(token_ids.unique()) < len(token_ids):
             what = f"token {int(wrong[0])}" if len(wrong) else "a token twice"
             raise ConfigError(
-                f"speculative_config: d2t of the speculator maps to {what}; accepted are different "
-                f"tokens from 0 to {vocab_size - 1}. Name a speculator that was made for this model"
+                f"speculative_config: d2t of the speculator maps to {what}; each entry must map to "
+                f"its own token from 0 to {vocab_size - 1}. Name a speculator made for this model"
             )
 
     def keep(self, result: Tensor, inner: Sequence[Tensor]) -> Tensor:

@@ -21,9 +21,9 @@ class Speculator(LoadableModel):
     token at position p + 1 is at position p.
 
     Args:
-        arch: of the speculator.
+        arch: architecture of the speculator.
         target: the model; its embeddings and head are used if the speculator has none.
-        names: of the tensors in the checkpoint; None: all that it may have.
+        names: names of the tensors in the checkpoint; None: all that it may have.
     """
 
     def __init__(

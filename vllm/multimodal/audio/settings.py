@@ -58,7 +58,7 @@ def read_feature_settings(folder: Path | str) -> dict[str, Any]:
     """Read the settings of the feature extractor of a model.
 
     Args:
-        folder: of the model.
+        folder: folder of the model.
 
     Returns:
         The values that decide the features, of `feature_extractor` in `processor_config.json`,
@@ -82,8 +82,8 @@ def override_feature_settings(
     """Replace some settings by `mm_processor_kwargs`.
 
     Args:
-        settings: of the file.
-        overrides: by key.
+        settings: settings of the file.
+        overrides: values that replace defaults, by key.
 
     Raises:
         ConfigError: there is no setting of this name.
@@ -111,14 +111,16 @@ def check_feature_settings(settings: Mapping[str, Any]) -> FeatureSettings:
     """Check the settings, and return the sizes of the features that they describe.
 
     Args:
-        settings: of the file. A default replaces null and missing values.
+        settings: settings of the file. A default replaces null and missing values.
 
     Raises:
         ConfigError: they are for another class, or a value cannot be used.
     """
     name = settings.get(_CLASS)
     if name is not None and name != _EXTRACTOR:
-        accepted = f"{_EXTRACTOR}. With --limit-mm-per-prompt audio=0 the model serves text"
+        accepted = (
+            f"{_EXTRACTOR}. To use the model for text only, set --limit-mm-per-prompt audio=0"
+        )
         raise wrong_setting(_CLASS, name, accepted)
 
     def whole(key: str, default: int, largest: int, smallest: int = 1) -> int:

@@ -59,8 +59,8 @@ def make_reader(sampling_rate: int, max_seconds: float) -> Callable[[MediaSource
     """Return the job for processes that read sound files; its only tensor is `samples`.
 
     Args:
-        sampling_rate: see `read_sound`.
-        max_seconds: see `read_sound`.
+        sampling_rate: sampling rate; see `read_sound`.
+        max_seconds: maximum number of seconds; see `read_sound`.
     """
     # Without the package, each file is refused with the name of what to install.
     with suppress(ImportError):

@@ -20,7 +20,7 @@ class SoundFamily(MediaFamily):
 
     Attributes:
         encoder: its sizes.
-        sizes: of the features.
+        sizes: sizes of the features.
     """
 
     modalities: ClassVar[tuple[str, ...]] = ("audio",)
@@ -53,7 +53,7 @@ class SoundFamily(MediaFamily):
 
         Args:
             features: [num_mel_bins, F] of whole pieces, padded with silence.
-            num_samples: of the sound, without the silence.
+            num_samples: number of samples of the sound, without the silence.
         """
 
     @property

@@ -93,8 +93,8 @@ class LlavaNextFamily(RepeatedToken):
         """Return the tiles and the visible patches of an image.
 
         Args:
-            height: of the image in pixels.
-            width: of the image in pixels.
+            height: height of the image in pixels.
+            width: width of the image in pixels.
 
         Raises:
             RequestError: no part of it would be visible.

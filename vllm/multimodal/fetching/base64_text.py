@@ -42,7 +42,7 @@ def decode_base64(text: str, start: int = 0, *, where: str, max_bytes: int) -> b
     """Decode standard base64. Line breaks are ignored, and the padding may be missing.
 
     Args:
-        text: to decode.
+        text: text to decode.
         start: index of its first character; what is before it is ignored.
         where: name of the item in error messages.
         max_bytes: limit of the result.

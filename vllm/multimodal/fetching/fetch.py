@@ -32,7 +32,7 @@ MAX_REQUEST_BYTES = 2 * MAX_BYTES
 MAX_REDIRECTS = 5
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""From the name of a host and a port to numeric addresses; raises OSError."""
+"""A function from the name of a host and a port to numeric addresses; raises OSError."""
 
 _NUM_LOOKUPS = 16
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -98,7 +98,8 @@ class MediaFetcher:
             url: http:, https:, data: or file:.
             modality: "image", "audio" or "video", for the time limit.
             where: name of the item in error messages.
-            budget: of the request; None: a new one. The content of data: URLs does not count.
+            budget: budget of the request; None: a new one. The content of data: URLs does not
+                count.
 
         Raises:
             RequestError: it is not allowed, cannot be fetched in time, or is too large.

@@ -32,7 +32,7 @@ class Target:
 
     Attributes:
         scheme: "http" or "https".
-        host: in the form of `normalize_host`.
+        host: host in the form of `normalize_host`.
         port: None: the default port.
         path: with the query; quoted as in the URL.
     """
@@ -130,7 +130,7 @@ class Budget:
     """Limit of all content that is fetched for one request.
 
     Args:
-        max_bytes: of all answers together, including incomplete ones.
+        max_bytes: maximum number of bytes of all answers together, including incomplete ones.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -155,9 +155,9 @@ async def get(target: Target, addresses: Sequence[str], max_bytes: int, budget: 
 
     Args:
         target: its name is sent as `Host`, and with TLS checked against the certificate.
-        addresses: of the host; the next one is tried if no connection can be made.
+        addresses: addresses of the host; the next one is tried if no connection can be made.
         max_bytes: limit of the content.
-        budget: of the request; the answer is counted.
+        budget: budget of the request; the answer is counted.
 
     Raises:
         HTTPError: the answer is malformed, compressed, incomplete or too large.

@@ -23,7 +23,7 @@ class HfImageProcessor:
     """An image processor of transformers that does not normalise pixels: they remain 0 to 255.
 
     Args:
-        settings: from `vllm.multimodal.images.settings.with_defaults`.
+        settings: settings from `vllm.multimodal.images.settings.with_defaults`.
 
     Raises:
         ConfigError: Pillow is not installed, this release of transformers does not have the class,
@@ -44,7 +44,7 @@ class HfImageProcessor:
 
         Args:
             pixels: [height, width, 3] in RGB.
-            options: of the call, which are not settings of the class.
+            options: options of the call, which are not settings of the class.
 
         Raises:
             RequestError: one side is more than MAX_RATIO times the other, or the processor does
@@ -81,8 +81,8 @@ def make_image_processor(name: str, settings: Mapping[str, Any]) -> Any:
     """Create an image processor of transformers that works with Pillow.
 
     Args:
-        name: of its class without the endings Fast and Pil, such as CLIPImageProcessor.
-        settings: of the class.
+        name: name of its class without the endings Fast and Pil, such as CLIPImageProcessor.
+        settings: settings of the class.
 
     Raises:
         ConfigError: see `HfImageProcessor`.

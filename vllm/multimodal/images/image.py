@@ -133,8 +133,8 @@ def image_pixels(
 
     Args:
         source: a file, or pixels; both have the same size limits.
-        max_pixels: see `decode_image`.
-        background: see `decode_image`.
+        max_pixels: maximum number of pixels; see `decode_image`.
+        background: background color; see `decode_image`.
 
     Raises:
         RequestError: see `decode_image`.
@@ -154,7 +154,7 @@ def read_image(
 
     Args:
         data: content of the file.
-        mode: of Pillow; with "RGB", transparent pixels become white.
+        mode: mode of Pillow; with "RGB", transparent pixels become white.
         max_pixels: limit of width x height.
         where: name of the item in error messages.
 
@@ -175,7 +175,7 @@ def to_rgb(image: "Image", background: Color = WHITE, where: str = "the image") 
     255.
 
     Args:
-        image: of any mode except F; not changed.
+        image: image of any mode except F; not changed.
         background: color of transparent pixels.
         where: name of the item in error messages.
 

@@ -140,7 +140,7 @@ def read_processor_settings(folder: Path | str) -> dict[str, Any]:
     """Read the settings of the image processor of a model, with the defaults of its class.
 
     Args:
-        folder: of the model.
+        folder: folder of the model.
 
     Returns:
         The content of `preprocessor_config.json`, or of `image_processor` in
@@ -184,7 +184,9 @@ def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(known, str) or known not in DEFAULTS:
         accepted = f"one of {', '.join(DEFAULTS)}"
         raise wrong_setting(
-            _CLASS, name, f"{accepted}. With --limit-mm-per-prompt image=0 the model serves text"
+            _CLASS,
+            name,
+            f"{accepted}. To use the model for text only, set --limit-mm-per-prompt image=0",
         )
     given = {
         key: value
@@ -199,7 +201,7 @@ def override_settings(settings: Mapping[str, Any], overrides: Mapping[str, Any])
 
     Args:
         settings: with defaults.
-        overrides: by key.
+        overrides: values that replace defaults, by key.
 
     Raises:
         ConfigError: there is no setting of this name.
@@ -314,7 +316,7 @@ def check_resized(settings: Mapping[str, Any], usual: Mapping[str, Any]) -> None
     """Check that settings of a request do not enlarge images much before a square is cropped.
 
     Args:
-        settings: for the request.
+        settings: settings for the request.
         usual: of the engine.
 
     Raises:

@@ -17,8 +17,8 @@ def surround_in_text(
     """Insert text before and after the image placeholders in a text.
 
     Args:
-        text: of a prompt.
-        placeholder: of one image.
+        text: text of a prompt.
+        placeholder: placeholder of one image.
         around: text before and after an image.
         literal: indices of placeholders that are ordinary text, not images.
 
@@ -45,8 +45,8 @@ def surround_in_tokens(
     A token next to a placeholder is replaced if the tokenizer joins its text with the new text.
 
     Args:
-        token_ids: of a prompt whose images are not expanded.
-        tokenizer: of the model.
+        token_ids: token ids of a prompt whose images are not expanded.
+        tokenizer: tokenizer of the model.
         placeholder: token of one image.
         around: text before and after an image.
     """

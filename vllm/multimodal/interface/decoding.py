@@ -25,7 +25,7 @@ def import_av(items: str, extra: str) -> Any:
     """Import PyAV.
 
     Args:
-        items: that need it, for the message.
+        items: items that need it, for the message.
         extra: of this package, which installs it.
 
     Raises:
@@ -44,7 +44,7 @@ class Decoders(NamedTuple):
     """The accepted decoders of the files of one modality."""
 
     names: Sequence[str]
-    """In FFmpeg."""
+    """Names in FFmpeg."""
     codecs: str
     """Formats that they decode, for messages."""
 
@@ -52,7 +52,7 @@ class Decoders(NamedTuple):
         """Open a file from memory, so that it cannot refer to other files or URLs.
 
         Args:
-            data: of the file.
+            data: content of the file.
             reader: the only reader of FFmpeg that is used.
             av: the module of PyAV.
         """
@@ -70,7 +70,7 @@ class Decoders(NamedTuple):
         Each thread would take memory of the process for its stack and its frames.
 
         Args:
-            stream: of a file.
+            stream: byte stream of a file.
             where: name of the item.
             part: name of the stream in the message.
 
@@ -90,7 +90,7 @@ def decoding(name: str, where: str) -> Iterator[None]:
     """Convert exceptions of a decoder in this context to errors of the request.
 
     Args:
-        name: of the format.
+        name: name of the format.
         where: name of the item.
     """
     try:

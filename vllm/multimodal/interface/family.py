@@ -28,8 +28,8 @@ class EncoderInput:
     """The input of a model's encoder for one image, sound or video."""
 
     tensors: dict[str, npt.NDArray[Any]]
-    """By name. Pixels are uint8, cut and resized, before they are scaled and normalised: the
-    encoder does that. All other tensors are small."""
+    """Tensors by name. Pixels are uint8, cut and resized, before they are scaled and normalised:
+    the encoder does that. All other tensors are small."""
     grid: tuple[int, ...]
     """Decides which tokens represent the item, and their positions. Only the family knows the
     meaning of the integers; the integers of a video also tell it from an image."""
@@ -79,7 +79,7 @@ def grid_of_size(count: int, size: int, grid: tuple[int, ...] | None) -> tuple[i
     Args:
         count: number of given embeddings.
         size: number that an image has.
-        grid: that the request has.
+        grid: grid that the request has.
     """
     if grid is not None:
         raise RequestError(
@@ -111,9 +111,9 @@ class MediaFamily(ABC):
 
     Args:
         config: config.json of the whole model.
-        settings: of its image processor or feature extractor: `preprocessor_config.json`, or
-            `image_processor` or `feature_extractor` of `processor_config.json`, with the overrides
-            of the engine and of the request.
+        settings: settings of its image processor or feature extractor: `preprocessor_config.json`,
+            or `image_processor` or `feature_extractor` of `processor_config.json`, with the
+            overrides of the engine and of the request.
 
     Raises:
         ConfigError: a value is missing or cannot be used; the message names the file and the key.
@@ -224,7 +224,7 @@ class MediaFamily(ABC):
         """Return the tokens that replace the placeholder of an item in a prompt.
 
         Args:
-            grid: of its `EncoderInput`.
+            grid: grid of its `EncoderInput`.
             token_id: looks up tokens.
         """
 
@@ -240,7 +240,7 @@ class MediaFamily(ABC):
 
         Args:
             modality: one of the modalities of the model.
-            max_frames: of a video.
+            max_frames: maximum number of frames of a video.
         """
         return self.largest()
 
@@ -275,7 +275,7 @@ class MediaFamily(ABC):
 
         Args:
             num_tokens: n.
-            items: in the order of their tokens.
+            items: items in the order of their tokens.
         """
         return None
 
@@ -287,7 +287,7 @@ class MediaFamily(ABC):
         it of the newest group, as in Llama 3.2. Generated tokens see the last group.
 
         Args:
-            items: in the order of their tokens.
+            items: items in the order of their tokens.
         """
         end, found = END_OF_REQUEST, []
         for index in range(len(items) - 1, -1, -1):

@@ -13,7 +13,7 @@ def find_settings(folder: Path, part: str) -> dict[str, Any] | None:
     """Return the settings of one part of a processor; None if the folder has none.
 
     Args:
-        folder: of the model.
+        folder: folder of the model.
         part: key in `processor_config.json`, such as `image_processor`. If it is missing, the
             settings are in `preprocessor_config.json`.
 

@@ -34,7 +34,7 @@ class MediaSource:
         pixels: [H, W, 3] in RGB, of an image that a program has decoded.
         samples: [n] from -1 to 1, one channel, of a sound that a program has decoded.
         sampling_rate: `samples` per second.
-        frames: of a video that a program has decoded.
+        frames: frames of a video that a program has decoded.
         encoded: given embeddings, which need no encoder.
         uuid: id that the client has given it.
         detail: resolution that the client asks for: "low", "high", "auto" or "original".

@@ -89,7 +89,7 @@ class SpeechRules(ABC):
         Args:
             language: code of the spoken language. None is accepted by a model that is not
                 multilingual, or that needs no language.
-            task: of the model.
+            task: task of the model.
             with_times: the output has time stamps.
             previous: tokens of text before this piece, or of words to expect; the last
                 `max_previous_tokens` are used.
@@ -117,7 +117,7 @@ class SpeechRules(ABC):
         The last segment is included even if its end is missing.
 
         Args:
-            token_ids: of the output; may contain time stamps and end tokens.
+            token_ids: token ids of the output; may contain time stamps and end tokens.
             piece_s: seconds of sound in the piece, without padding.
         """
 

@@ -63,7 +63,7 @@ class FrameChoice:
         """Return the indices of the frames to select.
 
         Args:
-            num_frames: of the video.
+            num_frames: number of frames of the video.
             seconds: length of the video.
         """
         count = min(self.num_frames, num_frames)
@@ -133,7 +133,7 @@ class _Index:
     """Times of all frames of a video, in the time unit of its stream."""
 
     times: NDArray[np.int64]
-    """In order."""
+    """Times in order."""
     key_times: list[int]
     """Times of the frames from which decoding may begin, in order."""
     time_base: float

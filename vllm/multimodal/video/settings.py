@@ -16,7 +16,7 @@ def read_video_settings(folder: Path | str) -> dict[str, Any]:
     """Read the settings of videos from the folder of a model.
 
     Args:
-        folder: of the model.
+        folder: folder of the model.
 
     Returns:
         "video_size": the smallest and the largest number of pixels, as shortest_edge and

@@ -18,7 +18,7 @@ class SharedMemoryCollectives:
     While a model is recorded, an exchange becomes an operation of its program.
 
     Args:
-        kernels: of the CPU.
+        kernels: kernels of the CPU.
         arena_fd: memory, zeros at first.
         arena_offset: offset in the memory of the group's header_bytes + 2 * size * buffer_bytes
             bytes; a multiple of the page size.

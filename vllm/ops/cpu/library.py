@@ -31,7 +31,7 @@ LIBRARY_PATH = _ROOT / "vllm" / "ops" / "_cpu_kernels.so"
 
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 _C_TYPES: dict[str, Any] = {"v": None, "p": c_void_p, "q": c_int64, "i": c_int, "f": c_float}
-"""By the letters of csrc/cpu/kernels.cpp."""
+"""C types by the letters of csrc/cpu/kernels.cpp."""
 
 
 class CPUKernels:
@@ -225,7 +225,7 @@ def packer(struct: Any, names: str) -> Callable[..., bytes]:
 
     Args:
         struct: the struct, from the kernels.
-        names: of the fields in the order in which they will be given.
+        names: names of the fields in the order in which they will be given.
     """
     fields = struct._fields_
     if names.split() != [name for name, _ in fields]:

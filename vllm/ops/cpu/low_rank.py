@@ -24,9 +24,9 @@ class PackedAdapter:
     Weights in bfloat16 are kept; others are converted to float32.
 
     Args:
-        kernels: of any dtype.
-        layers: of the model.
-        parts: of the adapter, by layer index.
+        kernels: kernels of any dtype.
+        layers: layers of the model.
+        parts: parts of the adapter, by layer index.
         rest: called between two projections, to pause.
     """
 
@@ -107,8 +107,8 @@ class _Tiled:
 
     Args:
         matrix: the matrix; it is padded with zeros to full tiles.
-        rows: of a tile.
-        columns: of a tile.
+        rows: rows of a tile.
+        columns: columns of a tile.
         unit: the number of columns is padded to a multiple of this.
         start: element of the memory at which it begins.
     """
@@ -148,7 +148,7 @@ class PackedRows:
     """The kernels' struct `AdaptedRows` for one forward pass; keeps its memory alive.
 
     Args:
-        kernels: of any dtype.
+        kernels: kernels of any dtype.
         rows: the adapter of each token, with adapters of these kernels.
         num_rows: number of tokens.
 
@@ -189,7 +189,7 @@ def add_low_rank(
     """Add the low-rank updates of adapters to y; see `Ops.add_low_rank`.
 
     Args:
-        kernels: of the dtype of x.
+        kernels: kernels of the dtype of x.
     """
     has_heads = isinstance(layer, LoRAHeads)
     num_parts = len(layer.heads) if isinstance(layer, LoRAHeads) else len(layer.parts)

@@ -67,7 +67,7 @@ class RowOperations:
             factor: [T, 1], dense: a second operand with one value for each x[t].
             table, scales: float32, dense, only for `route`: bias and scales of `Ops.route`.
             top_k: if not 0, the result has this many choices for each token, see `choices_in`.
-            groups: of experts, for `route`.
+            groups: groups of experts, for `route`.
             option: documented in csrc/cpu/program_args.h.
             scalar, second_scalar: documented in csrc/cpu/program_args.h.
 

@@ -22,7 +22,7 @@ class SymbolRecorder(Protocol):
     """
 
     dtype: torch.dtype
-    """Of rows that say no other."""
+    """Data type of recorded tensors that name no other."""
 
     @property
     def torch_functions(self) -> Mapping[Any, Callable[..., Any]]:
@@ -176,7 +176,7 @@ class Rows(Symbol):
     Args:
         recorder: records the operations that use them.
         buffer: contains the elements.
-        sizes: of the dimensions after the first.
+        sizes: sizes of the dimensions after the first.
         offset: index of the first element among the elements of a token in the buffer.
         head_stride: elements from one head to the next, for sizes (H, D); None: heads are dense.
         dtype: None: the dtype of the recorder, in whose elements offsets and widths are counted.

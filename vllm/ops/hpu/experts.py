@@ -20,7 +20,7 @@ _PARTS = (
     "mixture_of_experts in MXFP4",
     "mixture_of_experts in MXFP4 with biases",
 )
-"""Of `ExpertOperators`, in order."""
+"""Names of the parts of `ExpertOperators`, in order."""
 
 
 class ExpertOperators(NamedTuple):
@@ -82,11 +82,11 @@ class CardExperts:
 
         Args:
             x: see `Ops.moe`.
-            ids: see `Ops.moe`.
-            weights: see `Ops.moe`.
+            ids: ids; see `Ops.moe`.
+            weights: weights; see `Ops.moe`.
             gate_up: [E, 2 * I, hidden], or [E, I, hidden] without gates.
             down: [E, hidden, I].
-            biases: see `Ops.moe`.
+            biases: biases; see `Ops.moe`.
             has_inputs_first: the last two dimensions of both weights are exchanged.
         """
         is_plain = self.is_plain(biases)
@@ -138,7 +138,7 @@ class CardLayer(nn.Module):
 
     Args:
         card: computes the experts.
-        biases: of the experts.
+        biases: biases of the experts.
     """
 
     gate_up_bias: nn.Parameter | None

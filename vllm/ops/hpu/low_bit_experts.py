@@ -21,9 +21,9 @@ class HPULowBitExperts(CardLayer):
     """Experts whose weights have 4 or 8 bits.
 
     Args:
-        gate_up: of all experts, gate then up, or only up.
-        down: of all experts.
-        biases: see `CardLayer`.
+        gate_up: gate and up projections of all experts, gate then up, or only up.
+        down: down projections of all experts.
+        biases: biases; see `CardLayer`.
         card: see `CardLayer`.
     """
 
@@ -64,11 +64,11 @@ def prepare_narrow_experts(
     """Prepare low-bit experts for the card; None if it only supports them dequantized.
 
     Args:
-        gate: see `Ops.prepare_experts`.
-        up: see `Ops.prepare_experts`.
-        down: see `Ops.prepare_experts`.
-        dtype: of the inputs.
-        biases: see `CardLayer`.
+        gate: gate projections; see `Ops.prepare_experts`.
+        up: up projections; see `Ops.prepare_experts`.
+        down: down projections; see `Ops.prepare_experts`.
+        dtype: data type of the inputs.
+        biases: biases; see `CardLayer`.
         card: see `CardLayer`.
     """
     both: Sequence[StoredWeight | None] = up

@@ -56,9 +56,9 @@ def low_bit_weight(
     """Join weights of the same format; None if formats differ, or the card has no kernel for them.
 
     Args:
-        weights: on the host; groups consist of neighbouring inputs.
-        kernels: of the card.
-        dtype: of the inputs.
+        weights: weights on the host; groups consist of neighbouring inputs.
+        kernels: kernels of the card.
+        dtype: data type of the inputs.
     """
     given = [weight.as_grouped() or weight for weight in weights]
     if len({(type(weight), weight.shape) for weight in given}) > 1:
@@ -159,7 +159,7 @@ class _WholeNumbers(nn.Module):
     Args:
         numbers: [N, inputs] uint8 below 16 for each weight.
         zero: is subtracted.
-        kernels: of the card.
+        kernels: kernels of the card.
     """
 
     def __init__(self, numbers: Sequence[Tensor], zero: int, kernels: FusedKernels) -> None:
@@ -185,7 +185,7 @@ class _E2m1Rows(nn.Module):
 
     Args:
         codes: [N, inputs] uint8 for each weight: the four bits of its elements.
-        kernels: of the card.
+        kernels: kernels of the card.
     """
 
     def __init__(self, codes: Sequence[Tensor], kernels: FusedKernels) -> None:
@@ -245,7 +245,7 @@ class _MinimumRows(LowBitWeight):
     """Integers times a scale, minus a minimum, computed in float32.
 
     Args:
-        weights: on the host.
+        weights: weights on the host.
         kernels: the card's kernels for 4 bits; None: the values are bytes.
     """
 

@@ -24,9 +24,9 @@ class HPUMxfp4Experts(CardLayer):
     for silu all gates come before all ups. Biases are not converted.
 
     Args:
-        gate_up: of each expert, gate then up.
-        down: of each expert.
-        biases: see `CardLayer`.
+        gate_up: gate and up projections of each expert, gate then up.
+        down: down projections of each expert.
+        biases: biases; see `CardLayer`.
         card: see `CardLayer`.
     """
 
@@ -121,11 +121,11 @@ def prepare_mxfp4_experts(
     """Prepare MXFP4 experts for the operator; None if it does not support them.
 
     Args:
-        gate: see `Ops.prepare_experts`.
-        up: see `Ops.prepare_experts`.
-        down: see `Ops.prepare_experts`.
-        dtype: of the inputs.
-        biases: see `CardLayer`.
+        gate: gate projections; see `Ops.prepare_experts`.
+        up: up projections; see `Ops.prepare_experts`.
+        down: down projections; see `Ops.prepare_experts`.
+        dtype: data type of the inputs.
+        biases: biases; see `CardLayer`.
         card: see `CardLayer`.
     """
     options = card.options

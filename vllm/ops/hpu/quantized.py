@@ -101,10 +101,10 @@ class HPUFp8Experts(CardLayer):
     inputs are not used.
 
     Args:
-        gate: see `Ops.prepare_experts`.
-        up: see `Ops.prepare_experts`.
-        down: see `Ops.prepare_experts`.
-        biases: see `Ops.prepare_experts`.
+        gate: gate projections; see `Ops.prepare_experts`.
+        up: up projections; see `Ops.prepare_experts`.
+        down: down projections; see `Ops.prepare_experts`.
+        biases: biases; see `Ops.prepare_experts`.
         fp8_max: the largest e4m3 value of the card.
         card: computes the experts. Its FP8 operator supports only silu without biases; other
             experts are computed by one matmul after another.
@@ -238,10 +238,10 @@ def prepare_on_host(
     """Prepare a weight for the card, on the host; None if the card has no format for it.
 
     Args:
-        weight: on the host.
-        kernels: of the card.
+        weight: weight on the host.
+        kernels: kernels of the card.
         fp8_max: the largest e4m3 value of the card.
-        dtype: of the inputs.
+        dtype: data type of the inputs.
     """
     even = weight.with_neighbours(_GROUP)
     if even is None:

@@ -106,15 +106,15 @@ def sum_of_experts(
     """Compute `Ops.moe` by running all tokens through all experts; no shape depends on choices.
 
     Args:
-        ops: of the device.
+        ops: operators of the device.
         x: see `Ops.moe`.
-        topk_ids: see `Ops.moe`.
-        topk_weights: see `Ops.moe`.
+        topk_ids: ids of the chosen experts; see `Ops.moe`.
+        topk_weights: weights of the chosen experts; see `Ops.moe`.
         num_experts: E.
         gate_up: the first matmul of the expert with an index, [T, hidden] -> [T, 2 * I], or [T, I]
             without gates.
         down: the second one, [T, I] -> [T, hidden].
-        options: see `Ops.moe`.
+        options: options; see `Ops.moe`.
     """
     out = torch.zeros_like(x, dtype=torch.float32)
     choices = choices_of(num_experts, topk_ids, topk_weights, options.first_expert)

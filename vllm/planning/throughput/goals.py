@@ -38,7 +38,7 @@ KINDS = {
         "--goal-tokens-per-s", "throughput", "tokens/s", "tokens_per_s", is_least=True
     ),
 }
-"""By the name of the attribute of `Goals`."""
+"""Kinds of goals by the name of the attribute of `Goals`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,9 +36,9 @@ class Speed:
         ttft_s: from the arrival of a request to its first token: the running decode, then its
             prefill.
         tpot_s: between two tokens of a request, with the prefills of others.
-        tokens_per_s: of all outputs together.
-        prompt_tokens_per_s: of a prefill, without decodes.
-        decode_tokens_per_s: of decodes, without prefills.
+        tokens_per_s: tokens per second of all outputs together.
+        prompt_tokens_per_s: tokens per second of a prefill, without decodes.
+        decode_tokens_per_s: tokens per second of decodes, without prefills.
     """
 
     ttft_s: Floats
@@ -58,7 +58,7 @@ class Prediction:
 
     Attributes:
         batch: requests that run at a time.
-        lengths: of each request.
+        lengths: length of each request.
         expected, slow, fast: the middle and the ends of the uncertainty band.
         prefill_bound, decode_bound: one of `cost_model.throughput.PARTS` for each batch.
         outside: why no published run is near; empty if one is.
@@ -97,9 +97,9 @@ def predict(
     """Predict the speed of an engine.
 
     Args:
-        cost: of its steps.
+        cost: cost of its steps.
         batch: [n] numbers of requests that run at a time.
-        lengths: of each request.
+        lengths: length of each request.
         block_size: tokens of a block.
         longest_prefill: tokens of a prefill; longer prompts are prefilled in chunks.
     """

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 COMPILE_BACKEND = "hpu_backend"
-"""Of `torch.compile`; only in eager mode."""
+"""Backend of `torch.compile`; only in eager mode."""
 
 OUT_OF_MEMORY_TEXT = "Allocation failed for size::"
-"""In the RuntimeError of a failed allocation; there is no type of its own."""
+"""Text in the RuntimeError of a failed allocation; there is no type of its own."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class DeviceCounters:
     cpu_fallbacks: Mapping[str, int]
     """Operator -> how often it ran on the host: flush, copy out, compute, copy back."""
     launches: int | None = None
-    """Of recipes and graphs; none in compile-only mode."""
+    """Number of launches of recipes and graphs; none in compile-only mode."""
     graph_captures: int | None = None
     graph_replays: int | None = None
     host_syncs: int | None = None
@@ -50,7 +50,7 @@ class DeviceCounters:
     blocking_h2d: int | None = None
     """Copies to the device that the host waits for."""
     copied_bytes: int | None = None
-    """Of tensors that were copied whole because they were written through a view."""
+    """Bytes of tensors that were copied whole because they were written through a view."""
     cache_copies: int | None = None
     """Number of these copies that were of a tensor of `HabanaBridge.zeros`."""
     recipes: tuple[tuple[str, int], ...] = ()

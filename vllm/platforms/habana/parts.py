@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 Version = tuple[int, int]
-"""Of the Gaudi software: 1.24 is (1, 24)."""
+"""Version of the Gaudi software: 1.24 is (1, 24)."""
 
 OLDEST: Version = (1, 19)
 NEWEST: Version = (1, 24)

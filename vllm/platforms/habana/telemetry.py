@@ -16,7 +16,7 @@ logger = init_logger(__name__)
 _Figure = TypeVar("_Figure")
 
 _ON_CHIP = 0
-"""Of the sensors of temperature: the one of the processor (HLML_TEMPERATURE_ON_AIP)."""
+"""Index of the temperature sensor of the processor (HLML_TEMPERATURE_ON_AIP)."""
 
 
 class CardReader:

@@ -36,7 +36,7 @@ class TriedKernels(FusedKernels, Protocol):
     window_left: int
     """Difference between a window of W tokens and the kernel's argument for it."""
     window_multiple: int
-    """Of what the number of tokens has to be a multiple where a window is given."""
+    """The number of tokens must be a multiple of this if a window is given."""
 
 
 @dataclass(frozen=True)

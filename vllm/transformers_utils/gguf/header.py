@@ -73,7 +73,8 @@ _OTHER_TYPES = {
 _MAX_DIMS = 4
 _MAX_ALIGNMENT = 1 << 20
 _MAX_ITEMS = 1 << 21
-"""Of a list in the metadata, and characters of a text: more than any vocabulary has."""
+"""Maximum number of items of a list in the metadata, and of characters of a text: more than any
+vocabulary has."""
 
 _ARRAY, _STRING, _BOOL = 9, 8, 7
 _NUMBERS = {

@@ -144,9 +144,9 @@ class GGUFModel:
 
     paths: tuple[Path, ...]
     metadata: Mapping[str, Any]
-    """Of the first file."""
+    """Metadata of the first file."""
     tensors: Mapping[str, StoredTensor]
-    """Of all files, by the names in them."""
+    """Tensors of all files, by the names in them."""
 
     @property
     def architecture(self) -> str:

@@ -17,9 +17,9 @@ class Words:
     keeps_whole_words: bool = False
     """A word that is a token is not split into smaller ones."""
     normalizes: bool = False
-    """To Unicode form NFC."""
+    """Whether texts are converted to Unicode form NFC."""
     adds_bos: bool = False
-    """If the metadata says nothing of it."""
+    """Whether prompts begin with the BOS token, if the metadata does not contain this."""
 
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

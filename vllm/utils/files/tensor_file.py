@@ -70,7 +70,7 @@ class RawTensor(NamedTuple):
     """One of `FLOATS` or `INTEGERS`."""
     shape: tuple[int, ...]
     data: bytes
-    """In row-major order, little-endian."""
+    """Elements in row-major order, little-endian."""
 
 
 class _OtherDtypeError(Exception):

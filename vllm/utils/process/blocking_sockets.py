@@ -14,7 +14,7 @@ _TIMEVAL = struct.Struct("ll")
 _ADDRESS = struct.Struct("=HH")
 """The family of an address of the internet, and its port in the order of the network."""
 _ADDRESS_BYTES = 128
-"""Of any address."""
+"""Maximum number of bytes of any address."""
 
 
 def blocking_pair() -> tuple[socket.socket, socket.socket]:

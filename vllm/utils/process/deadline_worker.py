@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 _LIMITS = struct.Struct("<dQ")
-"""Of a call: seconds until the alarm, and bytes that the address space may grow by."""
+"""Limits of a call: seconds until the alarm, and bytes by which the address space may grow."""
 _MAX_ANSWER_BYTES = 2**28
 _LOOK_S = 0.05
 """Seconds between two attempts to stop a call."""

@@ -51,7 +51,8 @@ _COMMAND = struct.Struct("<cQ")
 _FORK, _REAP = b"F", b"R"
 _FORK_TIMEOUT_S = 30.0
 _END_TIMEOUT_S = 1.0
-"""From the end of a connection to the end of the process that has closed it."""
+"""Maximum number of seconds from the end of a connection to the end of the process that has closed
+it."""
 _TOO_LONG = "the call took too long"
 _ENDED = "the worker process has ended: out of memory, or a crash"
 _BOOT = (

@@ -20,7 +20,7 @@ from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch, LaunchInput
 
 NO_PARTS: LaunchParts = {}
-"""Of rows that bring nothing."""
+"""Parts of rows that bring nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def build_ragged_input(
         batch: the running requests.
         launch: the requests of this forward pass.
         block_size: tokens of a block.
-        device: for the tensors.
+        device: device for the tensors.
         parts: what else requests bring, such as adapters or images.
         has_states: whether layers of the model keep recurrent state.
         last_keys: [T] the last key that each token sees; None: its own.

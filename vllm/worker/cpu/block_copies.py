@@ -13,8 +13,8 @@ class BlockCopies:
     """Access to the KV caches of some layers, block by block.
 
     Args:
-        layers: with their caches bound, [num_blocks, ...] each.
-        num_blocks: of the caches.
+        layers: layers with their caches bound, [num_blocks, ...] each.
+        num_blocks: number of blocks of the caches.
 
     Attributes:
         block_bytes: bytes of one block in all layers.

@@ -31,7 +31,7 @@ class DraftRunner(DraftMaker):
     """Runs a draft model in ragged forward passes; see `DraftMaker`.
 
     Args:
-        config: of the draft model.
+        config: config of the draft model.
         model: the draft model.
         target: the runner of the target model, whose batch, blocks and random numbers this one
             uses.

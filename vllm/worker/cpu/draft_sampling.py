@@ -25,7 +25,7 @@ def append_drafts(runner: SamplesDrafts, rows: IntArray, logits: Tensor) -> None
     Uses the random number that the model will use at the same position.
 
     Args:
-        runner: of the drafts.
+        runner: runner of the drafts.
         rows: [n] batch indices.
         logits: [n, tokens]
     """

@@ -198,7 +198,7 @@ def encoder_bytes(config: VllmConfig, encoder: MediaEncoder) -> int:
     weights.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         encoder: loaded.
     """
     family = family_of_model(config)
@@ -246,7 +246,7 @@ def peak_bytes(config: VllmConfig, given: Mapping[str, Tensor]) -> int:
     """Return the peak bytes of one forward pass of the encoder, its arguments included.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         given: arguments of `MediaEncoder.run`.
     """
     with _shape_ops(), torch.inference_mode():

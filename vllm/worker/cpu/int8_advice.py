@@ -50,7 +50,7 @@ class MachineRates:
         dense: of weights in the model's dtype.
         int8: of the same weights in int8.
         read_bytes_per_s: rate at which all threads together read memory.
-        num_threads: of the engine.
+        num_threads: number of threads of the engine.
     """
 
     dense: LinearRates
@@ -78,7 +78,7 @@ def is_worth_measuring(isa: str, dtype: torch.dtype) -> bool:
 
     Args:
         isa: instruction set of the kernels; "torch": there are no kernels.
-        dtype: of the model.
+        dtype: data type of the model.
     """
     return isa != "torch" and isa not in HAS_BF16 and dtype in DENSE_FORMATS
 
@@ -99,7 +99,7 @@ def measure_rates(dtype: torch.dtype, storages: Sequence[Tensor]) -> MachineRate
     """Measure the rates of this machine, which takes 2 to 10 ms if it is idle.
 
     Args:
-        dtype: of the model, float32 or bfloat16.
+        dtype: data type of the model, float32 or bfloat16.
         storages: uint8, all memory of the model.
     """
     num_threads = torch.get_num_threads()

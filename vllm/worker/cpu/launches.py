@@ -79,7 +79,7 @@ class ByItems(NamedTuple, Generic[FusedT]):
         """Return the version for a forward pass; None if there is none.
 
         Args:
-            items: of the forward pass; None: no token sees any.
+            items: items of the forward pass; None: no token sees any.
         """
         return self.without if items is None else self.reading
 
@@ -88,7 +88,7 @@ class RaggedLaunches:
     """Builds and runs ragged forward passes of one model: one for each step, without padding.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         model: loaded, on the device.
         device: the device of the model.
         batch: the running requests.

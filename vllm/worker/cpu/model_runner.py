@@ -33,8 +33,8 @@ class RaggedSampling:
     """Samples from the hidden states of ragged forward passes; see `SamplesTokens`.
 
     Args:
-        config: of the engine.
-        device: of the logits.
+        config: config of the engine.
+        device: device of the logits.
         head: the output head, which computes logits.
     """
 
@@ -70,10 +70,10 @@ class CPUModelRunner(ModelRunner):
     """A `ModelRunner` that records its programs at the first step, when caches are bound.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         model: loaded.
         device: the device of the model.
-        grammars: of the worker; their modules are loaded while the model is loaded.
+        grammars: grammars of the worker; their modules are loaded while the model is loaded.
     """
 
     launches: RaggedLaunches

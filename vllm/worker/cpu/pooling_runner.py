@@ -39,7 +39,7 @@ def make_pooling_runner(
     """Make a pooling runner for devices that run any shape.
 
     Args:
-        config: of the engine; `model.pooler` is set.
+        config: config of the engine; `model.pooler` is set.
         model: loaded, on the device.
         device: the device of the model.
     """

@@ -37,7 +37,7 @@ class HostWeights:
 
     Args:
         model: loaded, its weights packed.
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         build: loads a checkpoint into a new model.
         can_sleep: `release` will be called, so remember checksums of the weights now.
     """
@@ -129,7 +129,7 @@ class HostCache:
     """The KV cache of some layers in host memory. It is empty after `restore`.
 
     Args:
-        layers: with their caches bound.
+        layers: layers with their caches bound.
         kept_states: other tensors with data of tokens, such as hidden states.
     """
 

@@ -36,8 +36,8 @@ class SpeculatorRunner(DraftMaker):
     newest token.
 
     Args:
-        config: of the speculator.
-        speculator: with its weights.
+        config: config of the speculator.
+        speculator: speculator with its weights.
         target: the runner of the target model, whose batch, blocks and random numbers this one
             uses.
         max_drafts: largest number of drafts of a request in one step.

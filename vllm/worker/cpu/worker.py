@@ -70,7 +70,7 @@ class CPUWorker(WorkerBase):
     """A worker that runs the model on the CPU in this process, with torch's threads.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         platform: reports the memory; None: this machine.
     """
 

@@ -22,7 +22,7 @@ class DraftMaker(ABC):
     penalties and other changes of logits are applied only by the model.
 
     Args:
-        config: of the draft model or speculator.
+        config: config of the draft model or speculator.
         model: the draft model or speculator, on the device.
         batch: the running requests of the target model.
         reads_states: it is a speculator, which needs a hidden state of the model for each token.

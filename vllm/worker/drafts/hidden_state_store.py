@@ -17,8 +17,8 @@ class HiddenStateStore(ABC):
 
     Args:
         batch: the running requests.
-        size: of a vector.
-        dtype: of its elements.
+        size: size of a vector.
+        dtype: data type of its elements.
 
     Attributes:
         memory: [slots, size]

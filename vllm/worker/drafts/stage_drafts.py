@@ -34,7 +34,7 @@ class InnerLayers:
     """
 
     own: tuple[int, ...] = ()
-    """Of this stage, ascending and distinct."""
+    """Indices of the layers of this stage, ascending and distinct."""
     num_before: int = 0
     """Number of such layers of the stages before."""
 
@@ -63,10 +63,10 @@ class StageDrafts:
     """Transfers the drafts of each step between the first and last stage of a pipeline.
 
     Args:
-        config: of the engine.
-        stage: of this rank, one of several.
+        config: config of the engine.
+        stage: stage of this rank, one of several.
         batch: contains the drafts.
-        device: of the hidden states, which carry the drafts.
+        device: device of the hidden states, which carry the drafts.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class DeviceRows(Adapters):
     weights.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         reader: reads adapters for the model.
         bridge: the card.
     """

@@ -38,7 +38,7 @@ class HPUDraftModel(HPUModel):
     """A draft model whose vocabulary may be padded differently from the target's.
 
     Attributes:
-        vocab_size: of the target model.
+        vocab_size: vocabulary size of the target model.
     """
 
     vocab_size: int
@@ -65,7 +65,7 @@ class HPUDraftRunner(DraftMaker):
     """Runs a draft model or a speculator in padded forward passes; see `DraftMaker`.
 
     Args:
-        config: of the draft model or speculator.
+        config: config of the draft model or speculator.
         model: the draft model or speculator, on the card.
         target: the runner of the target model, whose batch, blocks, buckets and random numbers this
             one uses.

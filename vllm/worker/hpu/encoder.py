@@ -35,7 +35,7 @@ class CardEncoder:
     """Runs the encoder of a model on a card; see `Encodes`.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         encoder: loaded, on the card; on other pipeline stages on the meta device.
         family: makes the images of the warm-up.
         bridge: the card.
@@ -184,8 +184,8 @@ class CardEncoder:
         Sizes that need too much memory are disabled, and images that need them are refused later.
 
         Args:
-            resident_bytes: in use on the card apart from its workspace.
-            most_bytes: that a forward pass may need.
+            resident_bytes: bytes in use on the card apart from its workspace.
+            most_bytes: maximum number of bytes that a forward pass may need.
             meeting: the other ranks, which then use the same sizes; None: there are none.
 
         Returns:

@@ -37,7 +37,7 @@ class CardItemPool(ItemPool):
     """An `ItemPool` whose tensors are on a card. All writes have the same shape.
 
     Args:
-        layers: of the model.
+        layers: layers of the model.
         bridge: the card.
     """
 
@@ -72,8 +72,8 @@ class DeviceItems(KeptItems):
 
     Args:
         media: encodes items, and stores them in `pool`.
-        pool: of the model.
-        num_rows: of the batch.
+        pool: pool of the model.
+        num_rows: number of rows of the batch.
         num_slots: slots that a request with one item may need, and that any request may need; a
             batch reads the smaller number if it is enough for each of its requests.
         bridge: the card.
@@ -147,10 +147,10 @@ def card_items(
     """Make the item table of a model on a card; None if it has no cross-attention.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         model: loaded.
         bridge: the card.
-        encoder: of the model; None: it reads text only.
+        encoder: encoder of the model; None: it reads text only.
 
     Raises:
         ConfigError: prompts are to be merged.

@@ -21,8 +21,8 @@ def model_figures(model: nn.Module, config: VllmConfig) -> ModelFigures:
     """Return the sizes that decide the speed of a model whose layers are split over all ranks.
 
     Args:
-        model: of the first rank.
-        config: of the engine.
+        model: the model of the first rank.
+        config: config of the engine.
     """
     arch, num_cards = config.model.resolved_arch, config.parallel.world_size
     linears = [

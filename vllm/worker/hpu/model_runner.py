@@ -53,18 +53,18 @@ class HPUModelRunner(ModelRunner):
     """Runs one model on one card.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         model: loaded, on the card.
         bridge: the card.
         kernel: attention kernel for prompts.
-        grammars: of the worker; their modules are loaded while the model is loaded.
+        grammars: grammars of the worker; their modules are loaded while the model is loaded.
 
     Attributes:
         bridge, kernel: the arguments.
         card_sampling: sampler for this model, and for the model that makes its drafts.
         resident: the newest tokens of the requests, on the card.
-        encoder: of images, on the first stage; None: the model reads text only.
-        items: that cross-attention layers read; None: there are none.
+        encoder: encoder of images, on the first stage; None: the model reads text only.
+        items: items that cross-attention layers read; None: there are none.
     """
 
     drafter: PaddedDrafter | None

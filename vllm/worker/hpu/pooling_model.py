@@ -42,9 +42,9 @@ class TypedInputBuilder(HPUInputBuilder):
     """Packs prefills with the types of their tokens.
 
     Args:
-        batch: see `HPUInputBuilder`.
-        block_size: see `HPUInputBuilder`.
-        types: of the tokens in the batch.
+        batch: batch; see `HPUInputBuilder`.
+        block_size: tokens per block; see `HPUInputBuilder`.
+        types: types of the tokens in the batch.
     """
 
     def __init__(self, batch: InputBatch, block_size: int, types: TokenTypes) -> None:
@@ -67,10 +67,10 @@ class WholePromptModel(LaunchModel):
     """Pools whole prompts; each prompt is one sequence of a prefill.
 
     Args:
-        model: see `LaunchModel`.
-        block_size: see `LaunchModel`.
-        kernel: see `LaunchModel`.
-        dtype: see `LaunchModel`.
+        model: the model; see `LaunchModel`.
+        block_size: tokens per block; see `LaunchModel`.
+        kernel: kernel; see `LaunchModel`.
+        dtype: data type; see `LaunchModel`.
         pooler: how it pools. With several types of tokens, inputs come from a `TypedInputBuilder`.
 
     Shape: packed input and, for a pipeline stage after the first, the hidden states [B * Q, hidden]

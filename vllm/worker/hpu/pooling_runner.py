@@ -29,7 +29,7 @@ class HPUPoolingRunner(PoolingRunner):
     """Runs one pooling model on one card.
 
     Args:
-        config: of the engine; `model.pooler` is set.
+        config: config of the engine; `model.pooler` is set.
         model: loaded, on the card.
         bridge: the card.
         kernel: attention kernel for prompts.

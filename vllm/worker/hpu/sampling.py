@@ -33,7 +33,7 @@ class PaddedSampling:
     """Samples on one card, for a model and for the model that makes its drafts.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         bridge: the card.
 
     Attributes:
@@ -148,8 +148,8 @@ class PaddedTokens:
     """Samples the tokens of a model from padded forward passes; see `SamplesTokens`.
 
     Args:
-        sampling: of the card.
-        launches: of the model.
+        sampling: sampling of the card.
+        launches: forward passes of the model.
     """
 
     def __init__(self, sampling: PaddedSampling, launches: PaddedLaunches) -> None:

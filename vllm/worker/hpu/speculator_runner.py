@@ -101,9 +101,9 @@ def make_speculator_runner(
     """Make the runner of a speculator, and let the model store hidden states for it.
 
     Args:
-        config: of the speculator.
-        speculator: on the card.
-        target: see `HPUDraftRunner`.
+        config: config of the speculator.
+        speculator: speculator on the card.
+        target: target model; see `HPUDraftRunner`.
         max_drafts: drafts of a request in one step.
     """
     block_size, num_rows = config.cache.block_size, config.scheduler.max_num_seqs + 1

@@ -16,8 +16,8 @@ class DeviceHiddenStates:
         bridge: the card.
         speculator: whose states are stored.
         block_size: tokens of a block.
-        num_rows: of the batch, plus one of padding.
-        dtype: of the states.
+        num_rows: number of rows of the batch, plus one of padding.
+        dtype: data type of the states.
 
     Attributes:
         by_slot: [slots, kept_size]; the state of each token in the KV cache.

@@ -117,7 +117,7 @@ class HPUWorker(WorkerBase):
     """Runs the model on the card of this process.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         platform: has the card; None: the card of this process.
 
     Attributes:
@@ -317,7 +317,7 @@ class HPUWorker(WorkerBase):
         """List the uses of the card's memory at the time when forward passes are measured.
 
         Args:
-            total_bytes: of the card.
+            total_bytes: total bytes of the card.
             free_bytes: memory that the model and its recurrent states leave.
         """
         config, runner = self.config, self.runner

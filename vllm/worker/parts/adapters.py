@@ -31,7 +31,7 @@ class Adapters(RowPart):
     adapter that cannot be read fails only the requests that name it.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         reader: reads adapters for the model.
         store: holds the adapters in use.
 
@@ -142,7 +142,7 @@ class RaggedRows(Adapters):
     """LoRA adapters on a device that runs any shape.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         reader: reads adapters for the model.
     """
 

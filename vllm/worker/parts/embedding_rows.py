@@ -104,8 +104,8 @@ class EmbeddingRows(RowPart):
     Args:
         model: loaded, its weights packed if they are to be; None: another pipeline stage looks up
             embeddings.
-        num_rows: of the batch.
-        device: of the model.
+        num_rows: number of rows of the batch.
+        device: device of the model.
         media: the embeddings of images; None: the model takes no images, or another pipeline stage
             looks up embeddings.
 

@@ -144,14 +144,14 @@ class EncodedMedia:
     """Encodes images of one model, and stores their embeddings.
 
     Args:
-        encoder: of the model.
+        encoder: encoder of the model.
         width: see the attribute.
         kept: the storage; None: a dictionary.
         agree: agrees on encoded images with the other ranks; None: there are no other ranks.
-        dtype: of the encoder; embeddings that requests give are stored in it as well.
+        dtype: data type of the encoder; embeddings that requests give are stored in it as well.
 
     Attributes:
-        width: of the embeddings, including the values of `MediaEncoder.num_added` layers.
+        width: width of the embeddings, including the values of `MediaEncoder.num_added` layers.
         num_encoded: number of items that were encoded.
         encode_seconds: seconds that this took.
     """

@@ -15,7 +15,7 @@ class ImageSight(RowPart):
     """The images of the requests in the batch, by batch index.
 
     Args:
-        num_rows: of the batch.
+        num_rows: number of rows of the batch.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -40,7 +40,7 @@ class ImageSight(RowPart):
         None if no token attends to later ones.
 
         Args:
-            launch: of T tokens, without padding.
+            launch: forward pass of T tokens, without padding.
         """
         start, count = launch.num_computed_tokens, launch.num_scheduled_tokens
         if not self._runs or not (start < self._ends[launch.rows]).any():

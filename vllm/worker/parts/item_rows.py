@@ -52,7 +52,7 @@ class ItemPool:
     the same slots to an item, as they store the same items.
 
     Args:
-        layers: of the model.
+        layers: layers of the model.
     """
 
     def __init__(self, layers: Sequence[CrossAttention]) -> None:
@@ -145,7 +145,7 @@ class KeptItems(RowPart, ABC):
 
     Args:
         media: encodes items, and stores them in `pool`.
-        pool: of the model.
+        pool: pool of the model.
     """
 
     def __init__(self, media: EncodedMedia, pool: ItemPool) -> None:
@@ -200,9 +200,9 @@ class ItemRows(KeptItems):
     """The items of the requests in the batch, for forward passes without padding.
 
     Args:
-        media: see `KeptItems`.
-        pool: see `KeptItems`.
-        num_rows: of the batch.
+        media: media; see `KeptItems`.
+        pool: pool; see `KeptItems`.
+        num_rows: number of rows of the batch.
 
     Attributes:
         of_output: the slots that output tokens see, by batch index. The arrays are never replaced.
@@ -258,7 +258,7 @@ def item_rows(model: LayeredModel, num_rows: int) -> ItemRows | None:
 
     Args:
         model: loaded.
-        num_rows: of the batch.
+        num_rows: number of rows of the batch.
     """
     encoder, layers = model.media_encoder, cross_attention_layers(model)
     if not isinstance(encoder, MediaEncoder) or not layers:
@@ -288,7 +288,7 @@ def count_item_states(
     Args:
         config: limits.
         model: loaded.
-        free_bytes: of this rank, before KV blocks are counted.
+        free_bytes: free bytes of this rank, before KV blocks are counted.
 
     Raises:
         ConfigError: the largest item does not fit.

@@ -28,7 +28,7 @@ class CacheBudget:
     """The memory of the KV cache, and why it is not larger.
 
     Args:
-        num_bytes: of the cache.
+        num_bytes: bytes of the cache.
         setting: the flag that decides its size; None: the cache gets what the other uses leave.
         others: the other uses of the same memory.
     """
@@ -84,7 +84,7 @@ def weights_use(num_bytes: int, *more_fixes: str) -> MemoryUse:
     """Return the memory of the model's weights as a use.
 
     Args:
-        num_bytes: of the weights.
+        num_bytes: bytes of the weights.
         more_fixes: other advice for making them smaller, as imperatives in lower case.
     """
     fixes = ("use a smaller model or dtype", "use more devices (--tensor-parallel-size)")

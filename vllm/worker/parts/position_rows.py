@@ -22,9 +22,9 @@ class PositionRows(RowPart):
     """The positions that requests in the batch give, by batch index.
 
     Args:
-        arch: of the model.
-        num_rows: of the batch.
-        device: of the model.
+        arch: architecture of the model.
+        num_rows: number of rows of the batch.
+        device: device of the model.
 
     Attributes:
         num_positions: P, positions of a token.
@@ -98,8 +98,8 @@ def draft_parts(parts: RowParts, arch: ModelArch) -> RowParts:
     Empty if the draft model takes another number of positions for each token.
 
     Args:
-        parts: of the target model.
-        arch: of the draft model.
+        parts: parts of the target model.
+        arch: architecture of the draft model.
     """
     found = parts.find(PositionRows)
     if found is None or found.num_positions != arch.num_positions:

@@ -107,7 +107,7 @@ class PromptLogprobs(RowPart):
         """Compute log-probabilities of `targets`, which follow the positions from `first` on.
 
         Args:
-            hidden_states: of a forward pass.
+            hidden_states: hidden states of a forward pass.
             first: index of the first position among them.
             targets: [n] token ids.
             num_logprobs: number of most likely tokens to return in addition.

@@ -209,7 +209,7 @@ class SamplingRows(RowPart):
 
     Args:
         sampling: sampling parameters by batch index.
-        grammars: of the requests.
+        grammars: grammars of the requests.
         samples: whether tokens are sampled here; otherwise only drafts are.
     """
 
@@ -244,7 +244,7 @@ class OutputHead:
         model: loaded.
 
     Attributes:
-        parts: of the batch; set after all of them are made.
+        parts: parts of the batch; set after all of them are made.
     """
 
     parts: RowParts

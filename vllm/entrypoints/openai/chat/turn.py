@@ -412,8 +412,10 @@ def _grammar_start(
     guided: GuidedDecodingParams,
     special: SpecialTokens,
 ) -> GrammarStart:
-    """Return the position at which the grammar of an output begins. A response format applies to
-    answers; the model may call tools instead.
+    """Return where the grammar of an output begins, after the thoughts of the model.
+
+    A grammar of a response format applies only to answers: if the model may call tools instead, the
+    texts that begin such calls are part of the result.
     """
     may_call = body.tool_choice == "auto" and body.has_response_format
     names = [tool.function.name for tool in body.functions] if may_call else []

@@ -29,7 +29,7 @@ from vllm.pooling_params import PoolingParams
 Pooled = PoolingRequestOutput[PoolingOutput]
 
 _MANY_NUMBERS = 32 * 1024
-"""With this many numbers or more, they are encoded in a thread."""
+"""With this many elements or more, they are encoded in a thread."""
 
 
 def pooler_of(context: ServerContext) -> PoolerConfig | None:

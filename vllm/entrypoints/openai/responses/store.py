@@ -24,7 +24,7 @@ class StoredResponse:
     """A response, with the conversation that it belongs to."""
 
     response: dict[str, Any]
-    """As sent to the client; its output grows while the job runs."""
+    """The response as it was sent to the client; its output grows while the job runs."""
     input_items: list[Item]
     """The input items of its request."""
     history: list[Item]

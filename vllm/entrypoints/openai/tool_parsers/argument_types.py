@@ -28,7 +28,7 @@ class _Allowed:
     """The values that a schema allows, as far as they decide how a text is converted."""
 
     types: frozenset[str] = _ALL_TYPES
-    """With "number" also "integer"."""
+    """Names of the accepted JSON types. "number" implies "integer"."""
     values: tuple[Any, ...] | None = None
     """The values of an enum or a constant; None: there is neither."""
 

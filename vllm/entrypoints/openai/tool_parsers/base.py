@@ -36,8 +36,8 @@ class ParsedDelta:
     content: str | None = None
     """Text outside calls."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    """In the format of the API's `delta.tool_calls`: `index` and `function.arguments`, and in the
-    first delta of a call also `id`, `type` and `function.name`."""
+    """Parts of tool calls, in the format of the API's `delta.tool_calls`: `index` and
+    `function.arguments`, and in the first delta of a call also `id`, `type` and `function.name`."""
 
 
 @dataclass(slots=True)

@@ -59,13 +59,13 @@ class VllmToolParserAdapter:
 
     @property
     def further_tokens(self) -> tuple[str, ...]:
-        """Further tokens of the parser's class."""
+        """Texts of the format, besides the markers, that may be special tokens of the model."""
         texts: tuple[str, ...] = self._parser.further_tokens
         return texts
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Markers of the parser's class; most classes have none."""
+        """Texts with which calls may begin; most parsers have none."""
         texts: tuple[str, ...] = self._parser.markers
         return texts
 

@@ -26,11 +26,12 @@ Schema = Mapping[str, Any] | None
 
 
 class TaggedToolParser(ToolParser):
-    """Parses calls between tags. Arguments are returned one by one, with the types of the tool's
-    schema.
+    """Parses calls that are written with tags before and after the name, keys and values.
 
-    A subclass defines the tags. `call_start` is one of `markers`, because a wrapper tag may contain
-    several calls, and a model may omit the wrapper.
+    Arguments are returned one by one, with the types of the tool's schema.
+
+    A subclass defines the tags. A model may put several calls between two further tags, or write
+    them without; so `call_start` is one of the `markers`, as the opening tag around the calls is.
     """
 
     call_start: ClassVar[str]

@@ -24,7 +24,7 @@ from vllm.ops.prepared import ExpertProducts, PreparedExperts
 from vllm.ops.stored_weight import StoredWeight
 
 EXPERT_PARTS = SILU_EXPERTS.parts
-"""Of a gated expert."""
+"""Names of the parts of a gated expert."""
 
 
 def are_plain(layer: Experts) -> bool:
@@ -41,7 +41,7 @@ class DeviceExperts(DenseExperts):
     They stay dense if the device has no layout for them.
 
     Args:
-        name: of the module, for errors.
+        name: name of the module, for errors.
     """
 
     def __init__(self, name: str) -> None:
@@ -94,7 +94,7 @@ class RoundedExperts(DeviceExperts):
     They stay dense if the device has no kernel for them.
 
     Args:
-        name: of the module, for errors.
+        name: name of the module, for errors.
         round_weights: given the index of an expert on this rank, its gate and up [2 * I, hidden]
             (or up [I, hidden]) and its down [hidden, I], returns its quantized parts in the order
             of `ExpertOptions.parts`.
@@ -131,7 +131,7 @@ class StoredExperts(DeviceExperts):
     """Experts in the format of the checkpoint until they are loaded, then in the device layout.
 
     Args:
-        name: of the module, for errors.
+        name: name of the module, for errors.
     """
 
     def __init__(self, name: str) -> None:

@@ -39,11 +39,12 @@ class StoredTensor:
     """How a quantization format stores one tensor of a layer."""
 
     dtypes: tuple[torch.dtype, ...]
-    """That it may have."""
+    """Data types that the tensor may have."""
     output_dim: int | None = 0
-    """With the output features; None: it is the same for all of them."""
+    """Dimension of the output features; None: the tensor is the same for all of them."""
     bits: int = WORD_BITS
-    """Of an output feature in words along that dimension; 32: an index is a feature."""
+    """Bits of an output feature, if features are packed into words along `output_dim`; 32: they are
+    not packed."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class StoredLinear(KeepsPacked, LinearMethod):
     layout.
 
     Args:
-        name: of the module, for errors.
+        name: name of the module, for errors.
     """
 
     def __init__(self, name: str) -> None:
@@ -276,7 +277,7 @@ class RoundedLinear(KeepsPacked, UnquantizedLinear):
     """A dense linear weight that is quantized once it is loaded.
 
     Args:
-        name: of the module, for errors.
+        name: name of the module, for errors.
         round_weight: quantizes a dense weight [output_size, input_size].
     """
 
@@ -339,9 +340,9 @@ def to_device_layout(
 
     Args:
         layer: whose parameters are filled.
-        name: of the layer, for errors.
+        name: name of the layer, for errors.
         weight: the quantized weight that the parameters hold.
-        dtype: of the layer's inputs.
+        dtype: data type of the layer's inputs.
 
     Raises:
         WeightLoadError: the device cannot multiply with it.

@@ -14,7 +14,7 @@ Scaled = TypeVar("Scaled", Fp8Weight, Int8Weight, GroupedWeight)
 
 
 _LARGEST = 65504.0
-"""As large as a scale may be: most formats have float16. No model was trained with the weights that
+"""Largest accepted scale: most formats have float16. No model was trained with the weights that
 larger ones make."""
 
 
@@ -24,7 +24,7 @@ def checked_scales(
     """Return the scales as float32; every part is checked when it is read.
 
     Args:
-        name: of the tensor, for errors.
+        name: name of the tensor, for errors.
         source: the scales.
         zero_is_fine: accept zeros; `without_zero_scales` checks later what they multiply.
 
@@ -62,7 +62,7 @@ def without_nan(name: str, numbers: Tensor) -> Tensor:
     """Check that e4m3 values contain no NaN, and return them. The format has no infinity.
 
     Args:
-        name: of the layer, for errors.
+        name: name of the layer, for errors.
         numbers: float8_e4m3fn, of any shape.
 
     Raises:
@@ -80,7 +80,7 @@ def without_zero_scales(name: str, weight: Scaled) -> Scaled:
     mistake, which would silently make the weights 0.
 
     Args:
-        name: of the layer, for errors.
+        name: name of the layer, for errors.
         weight: whose scales are not negative.
 
     Raises:

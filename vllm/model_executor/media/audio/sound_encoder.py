@@ -17,7 +17,7 @@ class SoundEncoder(MediaEncoder):
 
     Args:
         config: config.json of the whole model.
-        hidden_size: of the language model's embeddings.
+        hidden_size: hidden size of the language model's embeddings.
         sizes: sizes of the Whisper encoder.
     """
 

@@ -20,7 +20,7 @@ class Gemma3Projector(nn.Module):
     Args:
         tower: sizes of the vision tower.
         side: embeddings along one side of the image after pooling.
-        hidden_size: of the language model's embeddings.
+        hidden_size: hidden size of the language model's embeddings.
 
     Shape: [B, N, C] -> [B, side * side, hidden_size]
     """

@@ -30,7 +30,7 @@ class Idefics3Connector(nn.Module):
     Args:
         scale: height and width of a square, in patches.
         size: C, of a patch.
-        hidden_size: of the language model's embeddings.
+        hidden_size: hidden size of the language model's embeddings.
 
     Shape: [B, N, C] -> [B, N / scale^2, hidden_size]
     """

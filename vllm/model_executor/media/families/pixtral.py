@@ -83,7 +83,7 @@ class PixtralTower(nn.Module):
     """The first layers of the vision tower of Pixtral.
 
     Args:
-        config: of the tower.
+        config: config of the tower.
         num_layers: layers to build.
     """
 

@@ -27,9 +27,9 @@ class BlockMerger(nn.Module):
     """Joins the patches of a block to one embedding of the language model.
 
     Args:
-        sizes: of the tower.
+        sizes: sizes of the tower.
         norm: applied to patches.
-        hidden_size: of the language model.
+        hidden_size: hidden size of the language model.
 
     Shape: [N, C] -> [N / patches of a block, hidden_size]
     """

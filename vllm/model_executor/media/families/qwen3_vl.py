@@ -54,8 +54,8 @@ class _Merger(_MLP):
     """Joins the patches of a block to one embedding of the language model.
 
     Args:
-        sizes: of the tower.
-        hidden_size: of the language model.
+        sizes: sizes of the tower.
+        hidden_size: hidden size of the language model.
         norms_blocks: the norm is applied to joined blocks; False: to single patches.
 
     Shape: [N, C] -> [N / patches of a block, hidden_size]

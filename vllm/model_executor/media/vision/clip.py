@@ -37,7 +37,7 @@ class ClipTower(nn.Module):
     """CLIP up to the last hidden state that is used.
 
     Args:
-        config: of the tower.
+        config: config of the tower.
         num_layers: layers to build.
     """
 

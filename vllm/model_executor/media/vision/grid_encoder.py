@@ -72,7 +72,7 @@ def read_sizes(
     """Read the sizes of the vision tower from `vision_config` in config.json.
 
     Args:
-        config: of the whole model.
+        config: config of the whole model.
         hidden_key: key of the hidden size of the tower.
         patch_size: used if the config has none.
 
@@ -122,7 +122,7 @@ class FlatConvolution(nn.Module):
     """A convolution over pieces that do not overlap, computed as a matmul.
 
     Args:
-        size: of a piece: channels first.
+        size: size of a piece: channels first.
         output_size: channels of the result.
         has_bias: whether there is a bias.
 
@@ -183,7 +183,7 @@ class GridLayer(nn.Module):
 
     Args:
         norms: before attention and before the MLP.
-        attention: of the tower.
+        attention: attention of the tower.
         mlp: maps [N, C] to [N, C].
 
     Shape: [N, C] -> [N, C]

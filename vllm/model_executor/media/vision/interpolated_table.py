@@ -23,7 +23,7 @@ class InterpolatedTable(nn.Module):
     """A position table; the host computes which of its positions are interpolated for a patch.
 
     Args:
-        num_positions: of the table, a square.
+        num_positions: number of positions of the table, a square.
         hidden_size: C.
         along: finds neighbours and their weights along one axis.
 

@@ -53,7 +53,7 @@ class PatchEmbedding(nn.Module):
     """A convolution whose stride is its size, computed as a matmul.
 
     Args:
-        num_channels: of the image.
+        num_channels: number of channels of the image.
         hidden_size: C.
         patch_size: height and width of a patch in pixels.
         bias: whether there is a bias.
@@ -185,7 +185,7 @@ def normalize(pixels: Tensor, statistics: Tensor, dtype: torch.dtype) -> Tensor:
     Args:
         pixels: [B, 3, H, W] uint8.
         statistics: [B, 2, 3] float32: mean and deviation of each channel, in units of `pixels`.
-        dtype: of the result.
+        dtype: data type of the result.
     """
     mean, deviation = statistics[:, :, :, None, None].unbind(1)
     return ((pixels.float() - mean) / deviation).to(dtype)

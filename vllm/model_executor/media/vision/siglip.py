@@ -30,7 +30,7 @@ class SiglipTower(nn.Module):
     """SigLIP up to the last hidden state that is used.
 
     Args:
-        config: of the tower.
+        config: config of the tower.
         num_layers: layers to build; None: all, and the norm after the last one.
     """
 

@@ -12,7 +12,7 @@ class TowerLayers(nn.Module):
     """The first layers of CLIP, SigLIP or a tower with the same layers.
 
     Args:
-        config: of the tower.
+        config: config of the tower.
         num_layers: layers to build; layers after the last hidden state that is used are left out.
     """
 
@@ -47,7 +47,7 @@ def tower_parameter(name: str, prefix: str, tower: nn.Module) -> str | None:
 
     Args:
         name: in the checkpoint. transformers has left out the level `vision_model.` since 5.0.
-        prefix: of the tower in the encoder.
+        prefix: prefix of the tower in the encoder.
         tower: built up to the last hidden state that is used.
     """
     if not name.startswith(prefix):

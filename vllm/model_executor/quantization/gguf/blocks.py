@@ -26,11 +26,11 @@ class Blocks:
     codes: Tensor
     """[rows, N] uint8."""
     scales: GroupScales
-    """Of N / group groups."""
+    """Scales of the N / group groups."""
     zero: int = 0
     """A value is (code - zero) * scale - minimum."""
     minimums: GroupScales | None = None
-    """As many as scales; None: 0."""
+    """Minimums, as many as scales; None: all are 0."""
 
     def dequantize(self) -> Tensor:
         """Dequantize to [rows, N] float32."""
@@ -57,7 +57,7 @@ class BlockType:
     """Storage format for a GGUF type with which the kernels multiply directly."""
 
     bits: int
-    """That a number takes in memory."""
+    """Bits that a quantized value takes in memory."""
     group: int
     """Neighbours that share a scale."""
     factor_group: int = 0

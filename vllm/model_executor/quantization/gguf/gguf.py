@@ -117,13 +117,13 @@ class BlockLinear(StoredLinear):
     """A linear layer of quantized values and scales, whose parts may have different GGUF types.
 
     Args:
-        name: of the module.
-        types: of its parts.
+        name: name of the module.
+        types: types of its parts.
         part: the only part that is stored here; None: all parts.
     """
 
     bits: int
-    """Of a number, once all parts have as many."""
+    """Bits of a quantized value, after all parts were given the same number of bits."""
 
     def __init__(self, name: str, types: Sequence[BlockType], part: str | None = None) -> None:
         super().__init__(name)
@@ -286,7 +286,7 @@ class StackedBlocks(StoredLinear):
     """A layer whose parts have types that cannot be combined: each has its own parameters.
 
     Args:
-        name: of the module.
+        name: name of the module.
         methods: name of a part -> how it is stored.
     """
 

@@ -27,7 +27,8 @@ _PREFIX = "model."
 """Programs that wrap a model in modules of their own have it once more."""
 
 _SMALLEST, _LARGEST = 2.0**-100, 2.0**100
-"""Of scales and of what they are made of, so that they and their reciprocals are in float32."""
+"""Limits of scales and of the values that they are computed from, so that these and their
+reciprocals fit in float32."""
 _IS_PART = "IsPart"
 """A key in addition to the library's, which does not read it."""
 
@@ -64,7 +65,7 @@ class AssumedMeasurements(Measurements):
     The memory of a model does not depend on its scales.
 
     Args:
-        path: of the missing file.
+        path: path of the missing file.
     """
 
     def __init__(self, path: Path) -> None:

@@ -56,7 +56,7 @@ from vllm.ops.stored_weight import Fp8Weight
 logger = init_logger(__name__)
 
 _CUT = 4
-"""By how much a scale may be too small for the largest weight: searches choose such scales."""
+"""Factor by which a scale may be too small for the largest weight: searches choose such scales."""
 _ZERO = 2.0**-10
 """Threshold below which values become 0 in e4m3."""
 _SAME = 0.02

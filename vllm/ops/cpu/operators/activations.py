@@ -20,7 +20,7 @@ def activate_products(
 
     Args:
         operations: in their order.
-        result: of the program.
+        result: result of the program.
         taps: further results.
     """
     uses: Counter[Buffer] = Counter(

@@ -61,9 +61,10 @@ class FusedDecodeStep:
     Keeps the arrays alive, and scratch memory for its largest step. One call at a time.
 
     Args:
-        decoder: from token ids, or from hidden states of another pipeline stage, to hidden states.
-        head: from hidden states to logits.
-        arrays: of the running requests.
+        decoder: decoder from token ids, or from hidden states of another pipeline stage, to hidden
+            states.
+        head: function from hidden states to logits.
+        arrays: arrays of the running requests.
         known_features: the bits of `arrays.features` that a step supports; their values are in
             `arrays.params` and `arrays.keys`.
         random_feature: the bit of requests that do not sample greedily.
@@ -147,7 +148,7 @@ class FusedDecodeStep:
             num_scheduled: [n] tokens to run: the newest one, and drafts, which follow it in
                 `token_ids` and are not counted in `num_tokens`.
             adapted: the adapters of the tokens; None: no request has one.
-            num_drafts: of all requests.
+            num_drafts: number of drafts of all requests.
             num_decodes: how many decodes to run one after another, without drafts. The first that
                 finishes a request is the last. Must be 1 with `given`.
             given: [T, given_width of the decoder] hidden states of the T tokens, which a step that

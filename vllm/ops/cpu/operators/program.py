@@ -41,7 +41,7 @@ class Program:
         taps: hidden states that it also returns.
 
     Attributes:
-        dtype: of activations.
+        dtype: data type of activations.
         tapped: values of `taps` in the last forward pass, [T, width] each.
         width: elements of the result per token.
         given_width: elements of the input per token, or 0 for token ids.
@@ -287,7 +287,7 @@ class Program:
         """Raise if a forward pass has failed in an exchange between the ranks.
 
         Args:
-            status: of the forward pass, a `ProgramStatus`.
+            status: status of the forward pass, a `ProgramStatus`.
             reason: status that the exchange has returned.
 
         Raises:

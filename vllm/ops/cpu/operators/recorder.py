@@ -30,7 +30,7 @@ Operand = Tensor | PackedWeight | PackedExperts | SharedMemoryCollectives
 """An operand of an operation that is no row."""
 
 DTYPES = (torch.bfloat16, torch.float32)
-"""Of activations."""
+"""Data types of activations."""
 
 ON_PARTS_OF_HEADS = ("copy", "head_linear", "low_rank")
 """Operations whose rows may be parts of heads."""
@@ -47,7 +47,7 @@ class Operation:
     y: Rows | None
     out: Rows
     operands: dict[str, Operand | None]
-    """By the names of the fields of its struct."""
+    """Operands by the names of the fields of its struct."""
     numbers: dict[str, float]
     """Numbers of the operation, by name."""
 
@@ -59,7 +59,7 @@ class Recorder(CPUOps):
     NotFusibleError for operations that the kernels do not support.
 
     Args:
-        dtype: of all recorded tensors, bfloat16 or float32.
+        dtype: data type of all recorded tensors, bfloat16 or float32.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -162,8 +162,8 @@ class Recorder(CPUOps):
     def _meet(self, x: Rows, collectives: SharedMemoryCollectives) -> None:
         if not x.is_whole or len(x.sizes) != 1:
             raise NotFusibleError(
-                "exchange between ranks: the tensor must be dense with one dimension for each "
-                f"token, got sizes {x.sizes}"
+                "exchange between ranks: the tensor must be dense and have one dimension other "
+                f"than the tokens, got sizes {x.sizes}"
             )
         self.collectives = collectives
 
@@ -202,8 +202,8 @@ class Recorder(CPUOps):
         if appended is not None:
             if not isinstance(appended, Rows) or appended.sizes[:-1] != x.sizes[:-1]:
                 raise NotFusibleError(
-                    "multiply_heads: the tensor to append must be a recorded one with the same "
-                    "heads"
+                    "multiply_heads: the tensor to append must be a recorded tensor with as many "
+                    "heads as x"
                 )
             width = appended.sizes[-1]
         out = self._new_rows((heads.num_heads, size + width))
@@ -233,8 +233,8 @@ class Recorder(CPUOps):
         """Record a conversion to float32."""
         if len(x.sizes) != 1:
             raise NotFusibleError(
-                "widen: x must be a recorded tensor with one dimension for each token, got sizes "
-                f"{x.sizes}"
+                "widen: x must be a recorded tensor with one dimension other than the tokens, got "
+                f"sizes {x.sizes}"
             )
         return self._rows("widen", x.sizes, x, dtype=torch.float32)
 
@@ -340,7 +340,10 @@ class Recorder(CPUOps):
         )
 
     def _pad(self, x: Any, pad: Any, mode: str = "constant", value: float | None = None) -> Rows:
-        """Record appending zeros to the last dimension, or NaN next to a NaN of x."""
+        """Record appending zeros to the last dimension.
+
+        The zeros are computed from x, so where x is NaN, NaN may be appended instead.
+        """
         if tuple(pad[:1]) != (0,) or len(pad) != 2 or mode != "constant" or value:
             raise NotFusibleError(f"pad: only zeros after a dimension can be recorded, got {pad}")
         *heads, size = x.sizes

@@ -57,7 +57,7 @@ def make_groups(
         qweight: the words, to be checked.
         scales: [G, out_features].
         zeros: [G, out_features] uint8.
-        order: of the inputs; None: unchanged.
+        order: order of the inputs; None: unchanged.
 
     Raises:
         ValueError: shapes or dtypes do not fit.

@@ -35,7 +35,7 @@ class ByteGroups:
     scales: Tensor
     """[blocks, out_features]"""
     zeros: Tensor | None = None
-    """As many zero points, 0 to 256; None: fp8 has none."""
+    """Zero points, as many as scales, from 0 to 256; None: fp8 has none."""
     order: Tensor | None = None
     """[in_features] int32: the input that each column of the weight is for; None: as they come."""
     block_inputs: int
@@ -356,7 +356,7 @@ class PackedWeight:
 
         Args:
             ids: [N] int64, dense, each below out_features.
-            dtype: of the result, float32 or bfloat16.
+            dtype: data type of the result, float32 or bfloat16.
 
         Returns:
             [N, num_inputs]

@@ -44,8 +44,8 @@ class PackedExperts:
                 objects as `up`.
             up: E weights [I, H], in the format of the gates.
             down: E weights [H, I], all in the same format.
-            biases: of the dtype of activations.
-            options: see `Ops.moe`.
+            biases: biases of the dtype of activations.
+            options: options; see `Ops.moe`.
 
         Raises:
             ValueError: counts, shapes or formats do not fit, or a gate and its up have different
@@ -135,8 +135,8 @@ class PackedExperts:
             down: [E, H, I]. Must not be used afterwards.
             weight_format: int8 or int4, in new memory; None packs the weights unchanged, in
                 their own memory if H and I are multiples of 64.
-            biases: see `__init__`.
-            options: see `__init__`.
+            biases: biases; see `__init__`.
+            options: options; see `__init__`.
 
         Raises:
             ValueError: dtypes, shapes or strides do not allow it.

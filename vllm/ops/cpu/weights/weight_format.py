@@ -58,7 +58,7 @@ def can_pack(weight: Tensor, weight_format: WeightFormat | None = None) -> bool:
     """Return whether a dense weight [out_features, in_features] can be stored in a format.
 
     Args:
-        weight: of any device and dtype.
+        weight: weight of any device and dtype.
         weight_format: None: the weight's own dtype.
     """
     own = DENSE_FORMATS.get(weight.dtype)

@@ -21,7 +21,7 @@ class BlockMover:
 
     Args:
         bridge: the card.
-        layers: with caches of one group.
+        layers: layers with caches of one group.
         block_size: tokens per block.
         sizes: numbers of blocks that are copied at a time, ascending.
         padding: a block that is never read.
@@ -68,7 +68,7 @@ class StateMover:
 
     Args:
         bridge: the card.
-        layers: with recurrent states, in the order: batch, padding, kept states.
+        layers: layers with recurrent states, in the order: batch, padding, kept states.
         num_requests: rows of the batch.
     """
 

@@ -26,7 +26,7 @@ class DeviceTokens:
     """The newest tokens of the requests of a model, on the device.
 
     Args:
-        num_rows: of the batch.
+        num_rows: number of rows of the batch.
         device: the card.
         max_drafts: k, drafts of a request that are made on the card; 0: none are.
         num_positions: positions that requests may give for each prompt token; 0: none.
@@ -147,8 +147,8 @@ class DeviceDrafts(DeviceTokens):
     Args:
         target: tokens of the model; if it has no drafts, they are kept only here, and the host
             reads them.
-        num_rows: see `DeviceTokens`.
-        device: see `DeviceTokens`.
+        num_rows: number of rows; see `DeviceTokens`.
+        device: device; see `DeviceTokens`.
         tokens_ahead: see `HPUInputBuilder`.
     """
 

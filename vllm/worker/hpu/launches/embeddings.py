@@ -36,10 +36,10 @@ class DeviceEmbeddings(EmbeddingRows):
     The table is allocated before the memory of forward passes is measured, so it counts as weights.
 
     Args:
-        model: see `EmbeddingRows`.
-        config: of the engine.
+        model: the model; see `EmbeddingRows`.
+        config: config of the engine.
         bridge: the card.
-        media: see `EmbeddingRows`.
+        media: media; see `EmbeddingRows`.
 
     Attributes:
         table: [1 + num_added, tokens of a step or more, embedding_dim]: embeddings, and the values

@@ -36,7 +36,7 @@ class HostBuffers:
         """Copy an array to the device; forward passes started from now on can read it.
 
         Args:
-            array: of any shape, of elements of 4 or 8 bytes.
+            array: array of any shape, of elements of 4 or 8 bytes.
         """
         source = torch.from_numpy(np.ascontiguousarray(array))
         num_words = source.nbytes // 4

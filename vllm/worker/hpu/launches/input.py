@@ -113,7 +113,7 @@ def padded_sizes(
     """Return the sizes of the dimensions of fields, by the letters in their shapes.
 
     Args:
-        shape: of the forward pass.
+        shape: shape of the forward pass.
         num_positions: positions that requests may give for each prompt token; 0: none.
         sees_ahead: tokens of images attend to later ones.
     """
@@ -171,8 +171,8 @@ class HPUInputBuilder:
         slot_of_row: [rows] int32: slot of the LoRA adapter of each request, or -1; None: there are
             no adapters.
         has_resident_drafts: drafts are made on the card as well.
-        embeddings: that requests give instead of tokens; None: not supported.
-        positions: that requests give instead of indices; None: not supported.
+        embeddings: embeddings that requests give instead of tokens; None: not supported.
+        positions: positions that requests give instead of indices; None: not supported.
         sight: how far ahead tokens attend; None: only up to themselves.
     """
 

@@ -28,10 +28,10 @@ def profile_launch(
     The file is written to VLLM_TORCH_PROFILER_DIR, or to the working directory.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         bridge: the card.
-        runner: with its KV cache and its bucket catalog.
-        num_blocks: of the cache, the null block included.
+        runner: runner with its KV cache and its bucket catalog.
+        num_blocks: number of blocks of the cache, the null block included.
 
     Raises:
         ConfigError: always: the trace is written, or the forward pass is not possible.

@@ -40,7 +40,7 @@ from vllm.worker.parts.row_parts import RowParts
 _MAX_MERGED_PROMPTS = 64
 """Rows of the logits of a merged prefill, however few its prompts are."""
 _SHAPES_OF_BUCKET = 3
-"""At most, see `launch_shapes`; for each number of items."""
+"""Maximum number of shapes of a bucket for each number of items; see `launch_shapes`."""
 
 Finish = Callable[[], ModelRunnerOutput]
 """Waits for the result of a step."""
@@ -56,7 +56,7 @@ class PaddedInput(LaunchInput):
 
     launch: PaddedLaunch
     packed: IntArray
-    """On the host."""
+    """Packed inputs on the host."""
 
 
 class PaddedOutput(NamedTuple):
@@ -73,7 +73,7 @@ class PaddedLaunches:
     """Plans, packs, runs and counts the forward passes of one model, in the shapes of a catalog.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         bridge: the card.
         model: runs a packed forward pass.
         inputs: packs the inputs.
@@ -82,7 +82,7 @@ class PaddedLaunches:
         whole_prompts: every prompt runs in one forward pass, and there are no decodes.
         single_tokens: each request of a forward pass has one token, and there are no prompts.
         mover: copies blocks of the cache; None: blocks are never copied.
-        items: that requests read by cross-attention; None: nothing.
+        items: items that requests read by cross-attention; None: nothing.
         state_mover: copies recurrent states; None: none are kept for prefixes.
 
     Attributes:
@@ -93,7 +93,7 @@ class PaddedLaunches:
             where it may.
         inputs, to_device, execution, report: pack a forward pass, copy it to the card, run it, and
             report what it compiled.
-        phases: of its forward passes: prefill, decode.
+        phases: phases of its forward passes: prefill, decode.
         planner: exists after the first `use_catalog`.
         is_warm: the warm-up has ended.
         traffic: counts what steps of the model need before padding; None: not counted.

@@ -71,7 +71,7 @@ class PreparedLaunch:
     last_tokens: Tensor | None = None
     """[L] which tokens the head gets; None: all."""
     adapters: SlottedAdapters | None = None
-    """Of its tokens; None: no model has any."""
+    """Adapters of the tokens; None: no model has any."""
     states: PaddedStates | None = None
     """Recurrent states of its requests; None: no layer has any."""
     replaced: TableEmbeddings | None = None
@@ -106,11 +106,11 @@ class LaunchModel(nn.Module):
     """A model that runs padded forward passes; subclasses define their inputs and results.
 
     Args:
-        model: on the device; its KV caches are bound when a forward pass runs.
+        model: the model on the device; its KV caches are bound when a forward pass runs.
         block_size: tokens per KV block.
         kernel: attention kernel for prompts.
         adapters: LoRA adapters on the device; None: there are none.
-        dtype: of the hidden states; None: of the first parameter, which is the embedding.
+        dtype: data type of the hidden states; None: of the first parameter, which is the embedding.
 
     Raises:
         ConfigError: a layer needs an input that forward passes do not have.
@@ -149,7 +149,7 @@ class LaunchModel(nn.Module):
 
         Args:
             bridge: has the compiler.
-            options: see `HabanaBridge.compile`.
+            options: options; see `HabanaBridge.compile`.
         """
         for module in regions_of(self.model):
             bridge.compile_module(module, **options)
@@ -207,12 +207,12 @@ class HPUModel(LaunchModel):
     """A decoder, or a pipeline stage of one, that runs prefills and decodes and computes logits.
 
     Args:
-        model: see `LaunchModel`.
-        block_size: see `LaunchModel`.
-        kernel: see `LaunchModel`.
-        adapters: see `LaunchModel`.
-        dtype: see `LaunchModel`.
-        normaliser: of the softmax of decodes, see `flat_paged_attention`.
+        model: the model; see `LaunchModel`.
+        block_size: tokens per block; see `LaunchModel`.
+        kernel: kernel; see `LaunchModel`.
+        adapters: adapters; see `LaunchModel`.
+        dtype: data type; see `LaunchModel`.
+        normaliser: normaliser of the softmax of decodes; see `flat_paged_attention`.
         resident: the newest tokens of the requests, which were sampled on the device. None: nothing
             is sampled.
         num_positions: positions that requests may give for each prompt token; 0: none.

@@ -127,9 +127,9 @@ def launch_shapes(
     less for the blocks of its sequences.
 
     Args:
-        bucket: of the batches.
-        limits: of a step.
-        merged_prompts: see `PaddedShape`.
+        bucket: bucket of the batches.
+        limits: limits of a step.
+        merged_prompts: whether prompts are merged; see `PaddedShape`.
         item_sizes: values of `PaddedShape.item_slots`.
     """
     return [
@@ -251,7 +251,7 @@ class HPULaunchPlanner:
     Args:
         catalog: the buckets; it is read again for every forward pass, so it may still be warming
             up.
-        limits: of a forward pass; larger batches are split.
+        limits: limits of a forward pass; larger batches are split.
         batch: block tables of the requests.
         merged_prompts: most prompts in one sequence of a merged prefill; 0: prompts are not merged.
         has_states: the model has recurrent state, which a forward pass reads as the previous one
@@ -499,7 +499,7 @@ class HPULaunchPlanner:
         """Group neighbouring prompts into forward passes at the lowest cost.
 
         Args:
-            rows: of prompts.
+            rows: rows of prompts.
             pays_compiling: include the cost of compiling.
         """
         ids, scheduled = rows.ids.tolist(), rows.scheduled.tolist()
@@ -540,7 +540,7 @@ class HPULaunchPlanner:
         Args:
             bucket: the cheapest one.
             asked: batch, query length and blocks.
-            item_slots: of the forward pass.
+            item_slots: slots of the items of the forward pass.
         """
         shape, wanted = self._shape(bucket, item_slots), Bucket(Phase.PREFILL, *asked)
         if self.is_compiled(shape):
@@ -642,13 +642,14 @@ def _kept_ends(step: SchedulerOutput) -> dict[tuple[int, int], list[int]]:
 def _with_kept(
     launch: PaddedLaunch, ends: dict[tuple[int, int], list[int]], of_step: IntArray
 ) -> PaddedLaunch:
-    """Return a forward pass with the indices of the recurrent states that are kept after it.
+    """Add to a forward pass which recurrent states are kept after it, and return it.
 
-    These are at the ends of its requests, and among the tokens that it replays.
+    A state is kept after the last token that the forward pass runs for a request, or after one of
+    the tokens that it replays.
 
     Args:
-        launch: of the step.
-        ends: from `_kept_ends`.
+        launch: one forward pass of the step.
+        ends: positions at which the step keeps states, from `_kept_ends`.
         of_step: all states that the step keeps: `SchedulerOutput.kept_states`.
     """
     if launch.num_replayed_tokens is not None:

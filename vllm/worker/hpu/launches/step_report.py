@@ -70,7 +70,7 @@ class RecentLaunches:
     Only the process that collects metrics counts them by size, so that a step need not do it.
 
     Args:
-        clock: in seconds, of the device; None: steps are not timed.
+        clock: clock that counts seconds, of the device; None: steps are not timed.
         block_size: tokens of a KV block.
 
     Attributes:

@@ -16,7 +16,7 @@ def log_widened(config: VllmConfig, model: nn.Module) -> None:
     """Log which weights and which cache are stored in a smaller format than they are multiplied in.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         model: loaded.
     """
     rows = [module for module in model.modules() if isinstance(module, LowBitWeight)]

@@ -21,7 +21,7 @@ class CardBlockCopies:
 
     Args:
         bridge: the card.
-        layers: with their caches bound, [blocks * block_size, ...] each.
+        layers: layers with their caches bound, [blocks * block_size, ...] each.
         block_size: tokens per block.
 
     Attributes:

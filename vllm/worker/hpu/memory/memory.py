@@ -46,7 +46,7 @@ def most_kv_blocks(config: VllmConfig, free_bytes: int, block_bytes: int) -> int
     Args:
         config: fractions and limits of the memory.
         free_bytes: device memory that weights do not use.
-        block_bytes: of one KV block in all layers; 0: there is no cache, and no limit.
+        block_bytes: bytes of one KV block in all layers; 0: there is no cache, and no limit.
     """
     cache = config.cache
     if cache.num_gpu_blocks_override is not None:
@@ -67,9 +67,9 @@ def subtract_states(
     In the config, the memory of the KV cache is reduced to the part for blocks.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         free_bytes: device memory that weights do not use.
-        state_bytes: of the recurrent states of all requests.
+        state_bytes: bytes of the recurrent states of all requests.
 
     Raises:
         ConfigError: the recurrent states do not fit.
@@ -100,7 +100,7 @@ def divide_memory(
         config: fractions and limits of the memory.
         free_bytes: device memory that weights do not use.
         launch_bytes: the part of it that forward passes need while they run.
-        block_bytes: of one KV block in all layers.
+        block_bytes: bytes of one KV block in all layers.
         others: uses of the memory that is not free, for the error.
 
     Raises:
@@ -144,10 +144,10 @@ def make_ledger(
 
     Args:
         config: fractions of the memory.
-        report: of this card.
+        report: report of this card.
         total_bytes: memory of the card.
-        num_blocks: of the KV cache; memory freed by having fewer blocks than reported stays
-            unassigned.
+        num_blocks: number of blocks of the KV cache; memory freed by having fewer blocks than
+            reported stays unassigned.
     """
     ledger = open_ledger(
         total_bytes=total_bytes,

@@ -36,7 +36,7 @@ class MemoryForecast:
     """Records the memory of forward passes of one runner, and predicts the memory of others.
 
     Args:
-        slicing: of the attention of prompts.
+        slicing: slicing of the attention of prompts.
         block_size: tokens of a block.
 
     Attributes:

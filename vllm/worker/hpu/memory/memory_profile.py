@@ -94,7 +94,7 @@ class Attempt:
     """The outcome of a forward pass that may have run out of memory."""
 
     profile: MemoryProfile
-    """Of its peak, workspace included."""
+    """Measures its peak of memory, workspace included."""
     peak_bytes: int
     """Device memory at that peak."""
     kept_bytes: int
@@ -143,7 +143,7 @@ def attempt(
     Only its workspace remains allocated.
 
     Args:
-        resident_bytes: in use on the card apart from its workspace: weights, cache, graphs.
+        resident_bytes: bytes in use on the card apart from its workspace: weights, cache, graphs.
         peers: the cards that run it together with this one.
 
     Raises:

@@ -34,7 +34,7 @@ def choose_layers(model: LoadableModel, num_bytes: int) -> list[nn.Module]:
 
     Args:
         model: its parameters may be on the meta device.
-        num_bytes: of device memory to save.
+        num_bytes: bytes of device memory to save.
     """
     layers = present_layers(model)
     # Ascending order; which layers are chosen is decided below.
@@ -63,11 +63,11 @@ class StreamedLayers:
 
     Args:
         bridge: the card; its mode must not record graphs.
-        layers: in the order they run; their parameters are on the host, and are replaced.
+        layers: layers in the order they run; their parameters are on the host, and are replaced.
 
     Attributes:
-        host_bytes: of weights on the host.
-        device_bytes: of the slots.
+        host_bytes: bytes of weights on the host.
+        device_bytes: device memory of the slots.
 
     Raises:
         MemoryError: the card has no memory for a slot.
@@ -133,8 +133,8 @@ def stream_layers(
     Args:
         bridge: the card.
         model: has the layers.
-        layers: from `choose_layers`, with their weights on the host.
-        asked_bytes: of device memory that was to be saved.
+        layers: layers from `choose_layers`, with their weights on the host.
+        asked_bytes: bytes of device memory that was to be saved.
     """
     streamed = StreamedLayers(bridge, layers)
     logger.info(

@@ -27,7 +27,7 @@ class CardWeights:
 
     Args:
         model: loaded, on the card.
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         build: loads a checkpoint into a new model in host memory.
         bridge: the card.
     """
@@ -149,7 +149,7 @@ class SleepingGraphs:
 
     Args:
         runner: warmed up.
-        encoder: of images or sounds; None: the model reads text only.
+        encoder: encoder of images or sounds; None: the model reads text only.
     """
 
     def __init__(self, runner: PaddedRunner, encoder: EncoderGraphs | None = None) -> None:

@@ -60,7 +60,7 @@ class LaterWarmUp:
         ledger: has the memory budgets of forward passes and of graphs.
         forecast: knows the memory of past forward passes.
         held_bytes: memory of results that are still to be read.
-        traffic: of the runner; it grows.
+        traffic: traffic of the runner; it grows.
         on_warm: called with each bucket that is used from now on.
     """
 

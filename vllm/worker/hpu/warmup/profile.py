@@ -47,11 +47,12 @@ def profile_launches(
     Shapes that need more are reported only if no smaller one can run.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         bridge: the card.
         runner: has a cache of a block or more, which is overwritten.
         most_bytes: device memory.
-        most_blocks: of the KV cache; decodes of more blocks cannot occur. None: there is no cache.
+        most_blocks: maximum number of blocks of the KV cache; decodes of more blocks cannot occur.
+            None: there is no cache.
         forecast: records the memory of the forward passes.
 
     Returns:
@@ -122,7 +123,7 @@ class _ProfileOrder:
 
     Args:
         attempts: forward passes that have run; others may be added.
-        most_bytes: that a forward pass may need.
+        most_bytes: maximum number of bytes that a forward pass may need.
         num_scores: function that counts the attention scores of one head that exist at a time.
     """
 

@@ -53,7 +53,7 @@ class RecipeManifest:
     """The list of buckets with recipes on disk, for one configuration.
 
     Args:
-        path: of the file; None: recipes are not kept.
+        path: path of the file; None: recipes are not kept.
         fields: settings that recipes depend on, in addition to the bucket.
         is_writer: whether this rank writes the file.
 
@@ -89,10 +89,10 @@ class RecipeManifest:
         """Make the list for the configuration of an engine.
 
         Args:
-            config: of the engine.
-            mode: in which the model runs.
-            num_blocks: of the KV cache, the null block included.
-            rank: of this card.
+            config: config of the engine.
+            mode: mode in which the model runs.
+            num_blocks: number of blocks of the KV cache, the null block included.
+            rank: rank of this card.
         """
         folder, _, options = (config.hpu.recipe_cache or "").partition(",")
         is_deleted = options.partition(",")[0].strip().lower() in ("true", "1")

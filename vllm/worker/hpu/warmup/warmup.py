@@ -60,7 +60,7 @@ class PaddedEncoder(Protocol):
     """An encoder of images or sounds that the warm-up can run.
 
     Attributes:
-        sizes: of forward passes, ascending, in units.
+        sizes: sizes of forward passes, ascending, in units.
     """
 
     sizes: tuple[int, ...]
@@ -96,14 +96,14 @@ class WarmUp:
     """Warms up one runner at the start.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         bridge: the card.
         runner: has its KV cache.
         catalog: buckets to warm up.
-        limits: of a forward pass.
+        limits: limits of a forward pass.
         ledger: has the memory budgets of forward passes and of graphs.
         forecast: knows the memory of the forward passes of the profiling run; None: there was none.
-        encoder: of images; None: the model reads text only.
+        encoder: encoder of images; None: the model reads text only.
         choose_first: chooses from all wanted buckets and the limits the buckets to warm up; the
             others are left for later. None: all of them.
         on_disk: buckets whose recipes need not be compiled.
@@ -111,7 +111,7 @@ class WarmUp:
     Attributes:
         wanted: all buckets except the ones that were given up.
         catalog: the part of them that is warmed up.
-        limits: of a forward pass, as memory allows.
+        limits: limits of a forward pass, as memory allows.
         on_disk: the argument.
         batches: padded batch sizes whose sampling has run.
         estimate: knows how long each kind of forward pass takes.

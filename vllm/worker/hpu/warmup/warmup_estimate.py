@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from vllm.bucketing import Phase
 
 Stage = Literal["compile", "load", "run", "capture"]
-"""To load is to compile where the recipe is on disk."""
+"""Stages of a warm-up. "load" is compiling where the recipe is on disk already."""
 Runs = Phase | Literal["encoder"]
 """The language model in one of its phases, or the encoder of images."""
 
@@ -112,8 +112,8 @@ class _Pace:
         measurements.
 
         Args:
-            assumed_s: of an average forward pass, according to other kinds; it counts as one
-                measurement, as the first one of a kind may be unlike the others. None: unknown.
+            assumed_s: seconds of an average forward pass, according to other kinds; it counts as
+                one measurement, as the first one of a kind may be unlike the others. None: unknown.
         """
         nn, nx, xx, nt, xt = self.nn, self.nx, self.xx, self.nt, self.xt
         if assumed_s is not None:
@@ -134,7 +134,7 @@ class WarmUpEstimate:
     """Estimates the remaining time of one warm-up.
 
     Args:
-        clock: in seconds.
+        clock: clock that counts seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -183,7 +183,7 @@ class WarmUpEstimate:
 
         Args:
             has_run: it has run.
-            seconds: that it has taken; None: measured since `begin`.
+            seconds: seconds that it has taken; None: measured since `begin`.
         """
         if not self._step:
             return
