@@ -390,7 +390,9 @@ def test_adapters_are_loaded_ahead_pinned_and_dropped(adapters, tmp_path):
         RequestError, match=r"pin_lora: cannot pin the adapter 3: .* too many adapters are pinned"
     ):
         engine.pin_lora(3)
-    with pytest.raises(RequestError, match="the adapter 9 is not loaded"):
+    with pytest.raises(
+        RequestError, match=r"cannot pin the adapter 9: it is not loaded \(load it with"
+    ):
         engine.pin_lora(9)
     params = SamplingParams(max_tokens=1)
     llm.generate("x", params, use_tqdm=False, lora_request=four)
@@ -411,7 +413,9 @@ def test_an_asynchronous_engine_loads_an_adapter_ahead(adapters):
         try:
             assert await engine.add_lora(adapters[0]) and not await engine.add_lora(adapters[0])
             assert await engine.list_loras() == {1} and await engine.remove_lora(1)
-            with pytest.raises(RequestError, match="the adapter 1 is not loaded"):
+            with pytest.raises(
+                RequestError, match=r"cannot pin the adapter 1: it is not loaded \(load it with"
+            ):
                 await engine.pin_lora(1)
         finally:
             engine.shutdown()

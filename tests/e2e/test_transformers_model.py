@@ -21,7 +21,7 @@ from tests.e2e.reference import (
     random_prompts,
 )
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
-from tests.tiny_models import _DECODER, make_tiny_model, randomize
+from tests.tiny_models import _DECODER, ALL_FAMILIES, make_tiny_model, randomize
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError
 from vllm.model_executor.models.registry import ModelRegistry
@@ -283,6 +283,19 @@ def test_what_cannot_run_is_refused_at_the_start(model_type, message, tmp_path):
     if is_version_4():  # transformers 4 refuses some families for other reasons
         message += "|one of a fixed list|its attention uses its own mask"
     with pytest.raises(ConfigError, match=message):
+        LLM(model=str(folder), model_impl="transformers", **SETTINGS)
+
+
+@needs_backend
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
+def test_layers_that_share_keys_and_values_are_refused(family, tmp_path):
+    """Gemma 3n and 4: in these modules each layer would attend to its own cache."""
+    if family not in ALL_FAMILIES:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    folder = make_tiny_model(family, tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"num_kv_shared_layers in config.json is 2: .* Use model_impl='vllm'"
+    ):
         LLM(model=str(folder), model_impl="transformers", **SETTINGS)
 
 

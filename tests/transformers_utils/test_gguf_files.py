@@ -120,6 +120,26 @@ def test_pieces_are_merged_by_their_scores(tmp_path, prefix):
         assert got.decode(ids) == want.decode(ids)
 
 
+def test_pieces_are_merged_as_the_metadata_lists_them(tmp_path):
+    """As in files of Gemma 4, which also have one special token twice."""
+    want, metadata = make_pieces(prefix=False)
+    del metadata["tokenizer.ggml.add_space_prefix"]
+    data = json.loads(want.to_str())
+    lines = [pair if isinstance(pair, str) else " ".join(pair) for pair in data["model"]["merges"]]
+    metadata |= {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": lines}
+    metadata["tokenizer.ggml.scores"] = [-1000.0]  # which say nothing
+    first = len(metadata["tokenizer.ggml.tokens"])
+    metadata["tokenizer.ggml.tokens"] += ["<|image>", "<|image>"]
+    metadata["tokenizer.ggml.token_type"] += [3, 3]
+    made = tokenizer_files(GGUFModel((tmp_path,), metadata, {}))
+    got = Tokenizer.from_str(made["tokenizer.json"])
+    for text in TEXTS:
+        ids = want.encode(text).ids
+        assert got.encode(text).ids == [1, *ids]
+        assert got.decode(ids) == want.decode(ids)
+    assert got.encode("<|image>").ids == [1, first]
+
+
 def test_special_tokens_of_phi3_take_the_spaces_after_them(tmp_path):
     _, metadata = make_pieces(prefix=True)
     added = ("<|endoftext|>", "<|placeholder1|>", "<|user|>", "<|end|>")
@@ -241,7 +261,7 @@ def test_words_are_split_as_the_metadata_says(tmp_path, pre, text, words):
     ("changes", "message"),
     [
         ({"tokenizer__ggml__pre": "of-mars"}, r"'of-mars', .*original model with --tokenizer"),
-        ({"tokenizer__ggml__model": "t5"}, "model' is 't5'; supported: gpt2, llama, bert"),
+        ({"tokenizer__ggml__model": "t5"}, "model' is 't5'; supported: gpt2, llama, gemma4, bert"),
         (
             {"tokenizer__ggml__model": "llama"},
             r"ggml\.scores' must be a list of float with a value for each of the \d+ tokens",
@@ -256,6 +276,23 @@ def test_a_tokenizer_that_is_not_supported_is_named_when_it_is_needed(tmp_path, 
     with pytest.raises(ConfigError, match=message) as failure:
         get_tokenizer(str(folder))
     assert "Name one with tokenizer=" in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        ("nomic-bert", "No other format of this model is supported either: use an embedding model"),
+        ("jina-bert-v2", "No other format .*: use an embedding model that is a BERT"),
+        ("refact", "No other format .*: use another model for code"),
+        ("gemma4", "Use the safetensors checkpoint of the model$"),
+    ],
+)
+def test_what_to_use_instead_of_an_unsupported_architecture_is_said(
+    tmp_path, architecture, message
+):
+    path = write_gguf(BUNDLED_MODEL, tmp_path, general__architecture=architecture)
+    with pytest.raises(ConfigError, match=f"architecture '{architecture}', which .*{message}"):
+        unpack(path)
 
 
 def test_a_missing_rule_for_words_is_logged_whenever_the_file_is_opened(tmp_path, caplog):

@@ -373,10 +373,11 @@ class TransformersForCausalLM(CausalLM):
             for path, module in self.base_model.named_modules()
             if hasattr(module, "layer_idx") and _attends(module)
         }
-        if self.arch.hf_config.get("num_kv_shared_layers"):
+        if num_shared := self.arch.hf_config.get("num_kv_shared_layers"):
             raise ConfigError(
-                "its layers read the keys and values of earlier layers (num_kv_shared_layers), "
-                "which is not supported"
+                f"num_kv_shared_layers in config.json is {num_shared}: so many of its layers read "
+                "the keys and values of earlier layers, which its modules in transformers cannot "
+                "do with the KV cache of this engine. Use model_impl='vllm' if that supports it"
             )
         if len(found) != self.arch.num_layers:
             raise ConfigError(

@@ -129,6 +129,18 @@ _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.
 """One divisor for each frequency of the rotations: no weights."""
 
 
+_IN_NO_FORMAT: Mapping[tuple[str, ...], str] = {
+    (
+        *("nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3"),
+        *("modern-bert", "neo-bert", "eurobert", "t5encoder"),
+    ): "an embedding model that is a BERT, a RoBERTa or a decoder, such as Qwen3-Embedding",
+    ("refact",): "another model for code, such as StarCoder 2 or Qwen2.5-Coder",
+    ("t5",): "a decoder",
+}
+"""Architectures of GGUF files that this package cannot run in any format -> what to use
+instead."""
+
+
 def architectures(*, with_experts: bool = False) -> list[str]:
     """Return each supported `general.architecture`; with `with_experts`, only those with
     experts.
@@ -414,9 +426,17 @@ def open_model(paths: Iterable[Path]) -> GGUFModel:
         raise ConfigError(
             f"{paths[0]} has a model of the architecture {model.architecture!r}, which is not "
             f"supported in GGUF files; supported: {', '.join(architectures())} (Mistral models "
-            "have the architecture llama). Use the safetensors checkpoint of the model"
+            f"have the architecture llama). {_instead(model.architecture)}"
         )
     return model
+
+
+def _instead(architecture: str) -> str:
+    """Return a sentence: what to use instead of a file with an unsupported architecture."""
+    for names, other in _IN_NO_FORMAT.items():
+        if architecture in names:
+            return f"No other format of this model is supported either: use {other}"
+    return "Use the safetensors checkpoint of the model"
 
 
 def _check_split(paths: tuple[Path, ...], first: Header, num_tensors: int) -> None:

@@ -1,12 +1,11 @@
 """Convert the tokenizer in the metadata of a GGUF model to files of the library tokenizers.
 
-There are three kinds: byte-level BPE (`gpt2`), whose metadata names the rule by which a text is
-split into words; SentencePiece BPE (`llama`), whose metadata has a score for each token; and
-WordPiece (`bert`).
+There are four kinds: byte-level BPE (`gpt2`), whose metadata names the rule by which a text is
+split into words; SentencePiece BPE (`llama`), whose metadata has a score for each token; the same
+with merges in place of scores (`gemma4`); and WordPiece (`bert`).
 """
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -18,7 +17,7 @@ from vllm.transformers_utils.gguf.model import GGUFModel
 from vllm.transformers_utils.gguf.words import WORDS, Words
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer, models
 
 logger = init_logger(__name__)
 
@@ -26,10 +25,12 @@ _Item = TypeVar("_Item")
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 """Values of `tokenizer.ggml.token_type`."""
+_FOUND_FIRST = (_UNKNOWN, _CONTROL, _USER_DEFINED)
+"""Kinds of tokens that are found in a text before it is split into words."""
 _SPACE = "\u2581"
 _INSIDE_WORD = "##"
 """Before a piece of WordPiece that does not begin a word."""
-_KINDS = ("gpt2", "llama", "bert")
+_KINDS = ("gpt2", "llama", "gemma4", "bert")
 """Values of `tokenizer.ggml.model`."""
 _SPECIAL: Mapping[str, Sequence[str]] = {
     "bos": ("bos",),
@@ -70,16 +71,10 @@ def tokenizer_files(model: GGUFModel) -> dict[str, str]:
             f"the metadata 'tokenizer.ggml.model' is {str(kind)[:40]!r}; supported: "
             f"{', '.join(_KINDS)}"
         )
-    tokens = _list(model, "tokens", str)
-    if len(set(tokens)) != len(tokens):
-        twice = next(token for token, count in Counter(tokens).items() if count > 1)
-        raise ConfigError(
-            f"the metadata 'tokenizer.ggml.tokens' has {twice[:40]!r} more than once; each token "
-            "must have one id: convert the model again, or give --tokenizer"
-        )
-    kinds = None
+    tokens, kinds = _list(model, "tokens", str), None
     if "tokenizer.ggml.token_type" in model.metadata:
         kinds = _list(model, "token_type", int, len(tokens))
+    tokens = _with_one_id_each(tokens, kinds)
     names, ends = _SPECIAL, _Ends("bos", "eos", adds_before=True)
     if kind == "bert":
         made = _word_pieces(model, tokens, kinds)
@@ -88,8 +83,14 @@ def tokenizer_files(model: GGUFModel) -> dict[str, str]:
         words = _words_of(model)
         made = _bytes(model, tokens, words)
         ends = _Ends("bos", "eos", words.adds_bos)
+    elif kind == "gemma4":
+        made = _pieces(model, tokens, _merges(model), adds_space=False)
     else:
-        made = _sentence_pieces(model, tokens)
+        scores = _list(model, "scores", float, len(tokens))
+        best = sorted(range(len(tokens)), key=lambda i: (-scores[i], i))
+        ranks = {token: i for i, token in enumerate(tokens)}
+        merges = list(merges_in_order([tokens[i] for i in best], ranks))
+        made = _pieces(model, tokens, merges, adds_space=True)
     if kinds is not None:
         _add_tokens(made, tokens, kinds, is_phi3=kind == "llama" and _PHI3 in tokens)
     settings = _special_tokens(model, tokens, names)
@@ -105,6 +106,29 @@ def tokenizer_files(model: GGUFModel) -> dict[str, str]:
         **settings,
     }
     return {"tokenizer.json": made.to_str(), "tokenizer_config.json": json.dumps(config)}
+
+
+def _with_one_id_each(tokens: list[str], kinds: list[int] | None) -> list[str]:
+    """Return the vocabulary with other names for special tokens whose text an earlier token has.
+
+    Files of Gemma 4 have two ids for '<|image>': the first one is the id of the text.
+
+    Raises:
+        ConfigError: an ordinary token has more than one id.
+    """
+    if len(set(tokens)) == len(tokens):
+        return tokens
+    made: dict[str, None] = {}
+    for i, token in enumerate(tokens):
+        if token in made:
+            if kinds is None or kinds[i] not in _FOUND_FIRST:
+                raise ConfigError(
+                    f"the metadata 'tokenizer.ggml.tokens' has {token[:40]!r} more than once; "
+                    "each token must have one id: convert the model again, or give --tokenizer"
+                )
+            token = f"{token}#{i}"
+        made[token] = None
+    return list(made)
 
 
 def _words_of(model: GGUFModel) -> Words:
@@ -134,24 +158,9 @@ def warn_of_missing_rule(model: GGUFModel) -> None:
 
 def _bytes(model: GGUFModel, tokens: list[str], words: Words) -> "Tokenizer":
     """Return a byte-level BPE tokenizer, whose merges are in the metadata."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
-    parts = [line.partition(" ") for line in _list(model, "merges", str)]
-    pairs = [(first, second) for first, _, second in parts]
-    if any(not first or not second or " " in second for first, second in pairs):
-        raise ConfigError(
-            "the metadata 'tokenizer.ggml.merges' must be a list of texts, each with two tokens "
-            "and a space between them"
-        )
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    try:
-        bpe = models.BPE(vocabulary, pairs, ignore_merges=words.keeps_whole_words)
-    except Exception as error:  # the library raises a plain Exception
-        raise ConfigError(
-            f"the metadata 'tokenizer.ggml.merges' names tokens that are not in "
-            f"'tokenizer.ggml.tokens': {error}"
-        ) from error
-    made = Tokenizer(bpe)
+    made = Tokenizer(_bpe(tokens, _merges(model), ignore_merges=words.keeps_whole_words))
     if words.normalizes:
         made.normalizer = normalizers.NFC()
     steps: list[Any] = [
@@ -163,31 +172,57 @@ def _bytes(model: GGUFModel, tokens: list[str], words: Words) -> "Tokenizer":
     return made
 
 
-def _sentence_pieces(model: GGUFModel, tokens: list[str]) -> "Tokenizer":
-    """Return a SentencePiece BPE tokenizer, whose merges follow from the scores: the token with the
-    best score is created first.
-    """
-    from tokenizers import Tokenizer, decoders, models, normalizers
+def _merges(model: GGUFModel) -> list[tuple[str, str]]:
+    """Return the pairs of tokens that are merged, the first ones first.
 
-    scores = _list(model, "scores", float, len(tokens))
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    best_first = [tokens[i] for i in sorted(vocabulary.values(), key=lambda i: (-scores[i], i))]
-    made = Tokenizer(
-        models.BPE(
-            vocabulary,
-            list(merges_in_order(best_first, vocabulary)),
-            unk_token=tokens[_unknown_id(model, tokens)],
-            fuse_unk=True,
-            byte_fallback=True,
+    Raises:
+        ConfigError: there is no list of such pairs.
+    """
+    parts = [line.partition(" ") for line in _list(model, "merges", str)]
+    pairs = [(first, second) for first, _, second in parts]
+    if any(not first or not second or " " in second for first, second in pairs):
+        raise ConfigError(
+            "the metadata 'tokenizer.ggml.merges' must be a list of texts, each with two tokens "
+            "and a space between them"
         )
-    )
+    return pairs
+
+
+def _bpe(tokens: list[str], merges: list[tuple[str, str]], **settings: Any) -> "models.BPE":
+    from tokenizers import models
+
+    try:
+        return models.BPE({token: i for i, token in enumerate(tokens)}, merges, **settings)
+    except Exception as error:  # the library raises a plain Exception
+        raise ConfigError(
+            f"the metadata 'tokenizer.ggml.merges' names tokens that are not in "
+            f"'tokenizer.ggml.tokens': {error}"
+        ) from error
+
+
+def _pieces(
+    model: GGUFModel, tokens: list[str], merges: list[tuple[str, str]], *, adds_space: bool
+) -> "Tokenizer":
+    """Return a BPE tokenizer as SentencePiece has: a sign in place of each space, and tokens for
+    the bytes of characters that the vocabulary lacks.
+
+    Args:
+        model: model with the tokenizer.
+        tokens: vocabulary.
+        merges: pairs of tokens, the first ones are merged first.
+        adds_space: whether a text gets a space before it if the metadata does not say it.
+    """
+    from tokenizers import Tokenizer, decoders, normalizers
+
+    unknown = tokens[_unknown_id(model, tokens)]
+    made = Tokenizer(_bpe(tokens, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     steps: list[Any] = [normalizers.Replace(" ", _SPACE)]
     decoding: list[Any] = [
         decoders.Replace(_SPACE, " "),
         decoders.ByteFallback(),
         decoders.Fuse(),
     ]
-    if model.metadata.get("tokenizer.ggml.add_space_prefix", True):
+    if model.metadata.get("tokenizer.ggml.add_space_prefix", adds_space):
         steps.insert(0, normalizers.Prepend(_SPACE))
         decoding.append(decoders.Strip(" ", 1, 0))
     made.normalizer = normalizers.Sequence(steps)
