@@ -10,33 +10,35 @@ _START = """\
 <!-- Written by benchmarks/fit_cost_model.py --write. Change the program, then run it. -->
 # Accuracy of predicted throughput
 
-`vllm plan` predicts times from seven constants for each kind of card
-(`vllm/cost_model/fitted.json`). They are fitted to published runs
-(`benchmarks/data/gaudi_throughput.csv` has the sources). Nothing here was measured on a card by
-this project. `python benchmarks/fit_cost_model.py` computes all figures of this page again.
+This page shows how far the predictions of `vllm plan` are from published measurements. `vllm plan`
+computes times from seven constants for each kind of card (`vllm/cost_model/fitted.json`). The
+constants are fitted to published runs (sources: `benchmarks/data/gaudi_throughput.csv`). This
+project has measured nothing on a card. `python benchmarks/fit_cost_model.py` computes all figures
+of this page again.
 
 Intel published the runs. They used optimum-habana, FP8 weights, an FP8 cache and one static batch:
-a prefill of all prompts, then decodes until all outputs are complete. They do **not** cover:
+a prefill of all prompts, then decodes until all outputs are complete. The runs do **not** cover:
 
 - vLLM or this engine, which have a scheduler, buckets, and requests that arrive and finish;
 - bfloat16, and weights with fewer than 8 bits;
 - mixtures of experts, prompts over 2,048 tokens, and other numbers of cards than 1, 2 and 8;
 - small batches: six of the runs have one request, all others 44 or more.
 
-If a plan has a figure that the runs do not cover, it says "outside of published data", and the band
-is a factor of two wider at both ends.
+A plan gives a band (least to largest) for a predicted figure. If the runs do not cover the figure,
+the plan says "outside of published data", and the band is a factor of two wider at both ends.
 """
 
 _HELD_OUT = """
 ## Errors of runs that the fit has not seen
 
-A third of the cases is held out, at random, {splits} times. A case is model, number of cards, input
-and output: all its software versions and batches are held out together. Intel's own software
-versions differ from each other, and no prediction can know this part of the error.
+To measure the error, a random third of the cases is left out of the fit, and then predicted. This
+is done {splits} times. A case is a model with a number of cards, an input length and an output
+length. All its software versions and batches are left out together. Part of the error cannot be
+avoided: the same run has different speeds with Intel's different software versions.
 """
 
 _GROUPS = """
-Median error where all runs of a model, or of a number of cards, are held out:
+The next table has the median error if all runs of a model, or of a number of cards, are left out:
 """
 
 _CONSTANTS = """
@@ -44,33 +46,41 @@ _CONSTANTS = """
 
 The range in parentheses is from the 10 % to the 90 % quantile of fits to resampled cases. The time
 of an all-reduce is computed from the links between the cards that take part. Each card has the same
-number of links to each of the seven others of its box, so two cards use a seventh of them.
+number of links to each of the seven other cards of its machine. So two cards use a seventh of their
+links.
 """
 
 _MLPERF = """
 ## A run of another kind
 
-MLPerf Inference 4.0, Llama-2-70B on eight Gaudi 2, offline: 8,035 tokens/s were published, with
-continuous batching and a mean of 295 prompt and 292 output tokens. It is not in the fit. Predicted
-for static batches of these lengths: {predicted}.
+MLPerf Inference 4.0 has an offline run of Llama-2-70B on eight Gaudi 2, with continuous batching.
+The mean lengths are 295 prompt tokens and 292 output tokens. The run is not in the fit. Published:
+8,035 tokens/s. Predicted for static batches of these lengths: {predicted}.
 """
 
 _WARM_UP = """
 ## A warm-up
 
-A published log of Llama-3.1-8B in bfloat16 on one Gaudi 2 has 24 prompt and 48 decode buckets. It
-compiles and runs them in 28 s, and captures 15 + 48 of them as HPU graphs in 21 s: 49 s. For the
-same buckets, and as many graphs, the plan has 15 s and 51 s: 66 s, a third more. So the sum is
-nearer than its parts: compilations are planned too short, captures too long, each by about a
-factor of two. (The set of this engine has eight more prompt buckets, for batches of three; their
-time is not in the 66 s.)
+A published log has the warm-up of Llama-3.1-8B in bfloat16 on one Gaudi 2, with 24 prompt and 48
+decode buckets. The plan is for the same buckets and the same number of graphs:
+
+| part of the warm-up | published | predicted |
+| --- | --- | --- |
+| compile and run all buckets | 28 s | 15 s |
+| capture 15 + 48 buckets as HPU graphs | 21 s | 51 s |
+| both | 49 s | 66 s |
+
+The predicted sum is a third too long. The errors of the parts are larger, each about a factor of
+two: compilations are predicted too short, and captures too long. (This engine has eight more prompt
+buckets, for batches of three. Their time is not in the 66 s.)
 """
 
 _RUNS = """
 ## All runs
 
-Predicted with the constants above, which were fitted to these runs. The run of Llama-2-70B on four
-Gaudi 2 is not in the fit: in the next software version, the same run is as fast on two cards.
+The predictions use the constants above, which were fitted to these runs. The run of Llama-2-70B on
+four Gaudi 2 is not in the fit, because its number of cards is doubtful: with the next software
+version, two cards were as fast.
 """
 
 
