@@ -113,7 +113,7 @@ def config_of(architecture: str, dtype: str) -> VllmConfig:
 def operators_of_a_card() -> Iterator[None]:
     """Inside, layers call the operators of a card, with the fused kernels as simulated ones."""
     register()
-    bridge = SimpleNamespace(kernels=SimulatedKernels(), is_lazy=False, fp8_max=240.0)
+    bridge = SimpleNamespace(kernels=SimulatedKernels(), is_recording=True, fp8_max=240.0)
     with MonkeyPatch.context() as patch:
         patch.setattr(vllm.ops, "_ops", HPUOps(bridge))
         yield

@@ -410,7 +410,7 @@ def test_what_does_not_fit_is_refused(ops):
             {"seq_lens": [20, 19]},
             r"request 1: its new tokens must not be more than its tokens \(19\)",
         ),
-        ({"seq_lens": [33, 20]}, "request 0 .* 2 blocks of 16"),
+        ({"seq_lens": [33, 20]}, "request 0: .* 2 blocks of 16"),
         ({"query_start_loc": [0, 10, 31], "seq_lens": [20, 31]}, "tokens 10 to 31 of request 1"),
         ({"query_start_loc": [0, 10, 9]}, "tokens 10 to 9 of request 1 must be within the 30"),
         ({"query_start_loc": [2, 10, 30]}, "query_start_loc must begin with 0, got 2"),

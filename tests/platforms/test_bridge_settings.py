@@ -123,7 +123,7 @@ def test_a_bridge_that_was_imported_before_may_have_missed_settings(
         open_card(environment, monkeypatch, PT_HPU_LAZY_MODE="1", PT_HPU_AUTOLOAD="1")
     assert [line for line in log if "imported before" in line] == [
         "habana_frameworks was imported before this engine (perhaps by torch), so it may ignore "
-        "these settings: PT_HPU_WEIGHT_SHARING=0.  Set PT_HPU_AUTOLOAD=0 before Python starts"
+        "these settings: PT_HPU_WEIGHT_SHARING=0. Set PT_HPU_AUTOLOAD=0 before Python starts"
     ]
 
 

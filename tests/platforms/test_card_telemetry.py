@@ -79,7 +79,7 @@ def test_without_the_package_or_its_library_there_is_nothing_and_one_line_says_s
         missing = CardReader()
         assert [missing.read(), missing.read()] == [[], []]
     start = (
-        "power, temperature, memory and utilization of the cards are not measured:  habana-pyhlml"
+        "power, temperature, memory and utilization of the cards are not measured: habana-pyhlml"
     )
     assert lines == [
         f"{start}: HLMLError: HLML Error with code 1",

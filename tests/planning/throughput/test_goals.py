@@ -95,7 +95,7 @@ def test_goals_that_nothing_meets_say_what_misses():
     found = search(Goals(ttft_ms=0.001, tokens_per_s=10), predictions())
     assert [miss.name for miss in found.misses] == ["ttft_ms"]
     assert "time to first token" in str(found.misses[0])
-    assert "ms, at most 0.001 is asked" in str(found.misses[0])
+    assert "ms (goal: at most 0.001)" in str(found.misses[0])
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf])
