@@ -20,7 +20,7 @@ def make_entry(prompt: Sequence[int], request_id: str = "a", **kwargs) -> Reques
 
 
 def computed(cache: KVCacheManager, prompt: Sequence[int], **kwargs) -> Request:
-    """A request whose whole prompt is computed."""
+    """Return a request whose whole prompt is computed."""
     request = make_entry(prompt, **kwargs)
     cache.admit(request, cache.find_prefix(request))
     cache.cache_blocks(request, len(prompt))
