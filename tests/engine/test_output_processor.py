@@ -56,14 +56,15 @@ def make(**params):
 
 
 def tokens(ids, finished=None, **details):
-    """One step: request id -> token."""
+    """Return the output of one step: request id -> token."""
     return EngineOutput(
         request_ids=list(ids), token_ids=list(ids.values()), finished=finished or {}, **details
     )
 
 
 def run(processor, token_ids, end=LENGTH, request_id="r"):
-    """Feed tokens to one request, the last with its end; all outputs, and what to abort."""
+    """Feed tokens to one request, the last one with its end. Returns all outputs, and what to
+    abort."""
     outputs, aborts = [], []
     for count, token_id in enumerate(token_ids, start=1):
         finished = {request_id: end} if end and count == len(token_ids) else {}
@@ -314,7 +315,7 @@ def test_a_step_gives_one_output_per_request_with_all_samples_when_cumulative():
 
 
 def rank(processor, logprobs, finished):
-    """A step of four samples; each is as likely as the number says."""
+    """Run a step of four samples, each as likely as its number says."""
     rows = {}
     for core_id, logprob in logprobs.items():
         rows[core_id] = logprob_rows([10])

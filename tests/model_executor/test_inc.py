@@ -246,7 +246,7 @@ def test_the_settings_of_the_library_are_read(tmp_path):
 
 @pytest.fixture(scope="module")
 def measured(tiny_model, tmp_path_factory):
-    """A measured tiny Llama: its folder, and the nodes that were written."""
+    """Return the folder of a measured tiny Llama, and the nodes that were written."""
     folder = tiny_model("llama")
     return folder, measure(folder, tmp_path_factory.mktemp("measured"))
 

@@ -35,7 +35,7 @@ def flags(server, *args):
 
 
 def bench(capsys, server, *args, code=0):
-    """The result as JSON, and what was shown on stderr."""
+    """Return the result as JSON, and what was shown on stderr."""
     assert main(flags(server, "--output-json", "-", *args)) == code
     captured = capsys.readouterr()
     return json.loads(captured.out), captured.err
