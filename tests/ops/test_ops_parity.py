@@ -41,14 +41,14 @@ def seeded() -> None:
 
 @pytest.fixture
 def ops(isa: str) -> Ops:
-    """The C++ kernels, once for each instruction set that this machine can run."""
+    """Run the C++ kernels, once for each instruction set of this machine."""
     return CPUOps()
 
 
 def packed_qkv(
     num_tokens: int, num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as a model has them: slices of one tensor, strided in dimension 0."""
+    """Return q, k and v as a model has them: slices of one tensor, strided in dimension 0."""
     qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_size, dtype=dtype)
     q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     return q, k, v

@@ -79,7 +79,7 @@ LLAMA_8B: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Callable[[str], str]:
-    """The folder of a tiny checkpoint, by the name of a family or of a format."""
+    """Return the folder of a tiny checkpoint, by the name of a family or of a format."""
     folder = tmp_path_factory.mktemp("checkpoints")
     quantized = made_once(folder)
 
