@@ -276,7 +276,7 @@ def test_a_command_has_flags_that_exist(command):
     assert _create_parser(arguments).parse_args(arguments).command == arguments[0]
 
 
-# ---- plans --------------------------------------------------------------------------------
+# ---- plans ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ENGINES, ids=name)
@@ -411,7 +411,7 @@ def test_the_example_of_memory_is_computed(models):
     )
 
 
-# ---- logs ---------------------------------------------------------------------------------
+# ---- logs ----------------------------------------------------------------------------------------
 
 
 def log_block(page: str, heading: str) -> list[str]:

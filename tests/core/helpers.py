@@ -302,7 +302,7 @@ def _plain(output: EngineOutput) -> tuple[Any, ...]:
     )
 
 
-# ---- invariants -----------------------------------------------------------------------------
+# ---- invariants ----------------------------------------------------------------------------------
 
 
 def check_step(scheduler: Scheduler, step: SchedulerOutput) -> None:

@@ -102,7 +102,7 @@ def import_chats(page: Page, text: str) -> None:
     )
 
 
-# ---- answers ------------------------------------------------------------------------------------
+# ---- answers -------------------------------------------------------------------------------------
 
 
 def test_an_answer_streams_in_and_is_measured(chat, engine):
@@ -352,7 +352,7 @@ def test_markdown_is_shown_as_it_is_meant(chat, engine):
         assert chat.text(f"{ANSWER} .markdown {selector}") == text
 
 
-# ---- pictures -----------------------------------------------------------------------------------
+# ---- pictures ------------------------------------------------------------------------------------
 
 GIVE = """(async () => {
   const canvas = new OffscreenCanvas(%d, %d), context = canvas.getContext('2d');
@@ -509,7 +509,7 @@ def test_a_model_that_reads_text_alone_is_offered_no_pictures(seeing, engine, ta
     assert engine.prompts[-1] == "<user>Look<assistant>ok<user>And now?<assistant>"
 
 
-# ---- sounds -------------------------------------------------------------------------------------
+# ---- sounds --------------------------------------------------------------------------------------
 
 
 def record(page: Page) -> None:

@@ -292,7 +292,7 @@ def test_an_id_is_refused_while_in_use_and_free_afterwards():
     add(processor, "r")
 
 
-# ---- several outputs of a request ----------------------------------------------------------------
+# ---- several outputs of a request ---------------------------------------------------------
 
 
 def test_samples_are_ordered_by_index_whatever_ends_first():
@@ -473,7 +473,7 @@ def test_prompt_log_probabilities_add_up_over_chunks_and_begin_with_none(kind):
         assert outputs[1].prompt_logprobs is None
 
 
-# ---- outputs without text ------------------------------------------------------------------------
+# ---- outputs without text -----------------------------------------------------------------
 
 
 def test_without_detokenising_there_are_tokens_and_no_text():

@@ -420,7 +420,7 @@ def test_scales_of_a_wider_range_than_the_device_has_are_refused(monkeypatch, tm
         Inc(config).start(TPGroup())
 
 
-# ---- steps of a calibration that need no model ---------------------------------------------------
+# ---- steps of a calibration that need no model --------------------------------------------
 
 
 def test_ranks_are_unified_by_their_largest_values_in_neighbours(tmp_path):

@@ -484,7 +484,7 @@ def test_reference_rotary_embedding_is_that_of_hugging_face_llama(dtype):
     assert torch.equal(got[1], want[1])
 
 
-# ---- refused inputs and fallbacks ----------------------------------------------------------------
+# ---- refused inputs and fallbacks ----------------------------------------------------------
 
 
 def test_other_dtypes_run_on_the_reference(ops):
@@ -579,7 +579,7 @@ def test_indices_out_of_range_are_refused_before_memory_is_touched(ops):
             cache.decode(ops, query, None)
 
 
-# ---- the table of operators ----------------------------------------------------------------------
+# ---- the table of operators ----------------------------------------------------------------
 
 
 def test_layers_get_the_operators_that_were_installed():

@@ -420,7 +420,7 @@ def test_a_machine_that_is_too_small_is_refused(checkpoint):
         start_on_host(args, 1, 2 * MIB)
 
 
-# ---- the first buckets ------------------------------------------------------------------------
+# ---- the first buckets ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def make_config(
     )
 
 
-# ---- random configurations ------------------------------------------------------------------
+# ---- random configurations -----------------------------------------------------------------------
 
 
 def random_plan(rng: random.Random, folder: Path) -> tuple[VllmConfig, int, BucketPlan]:

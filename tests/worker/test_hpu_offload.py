@@ -51,7 +51,7 @@ def run(model, value=1.0):
     return model(torch.full((4,), value)).tolist()
 
 
-# ---- which layers are offloaded ------------------------------------------------------------------
+# ---- which layers are offloaded -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(

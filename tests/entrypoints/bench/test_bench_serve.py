@@ -45,7 +45,7 @@ def delta(content, finish_reason=None):
     return event({"choices": [{"delta": {"content": content}, "finish_reason": finish_reason}]})
 
 
-# ---- what is measured ---------------------------------------------------------------------
+# ---- what is measured ----------------------------------------------------------------------------
 
 
 def test_a_load_is_counted_by_the_servers_usage(capsys):

@@ -358,7 +358,7 @@ def test_an_error_in_between_ends_the_stream_as_failed():
     assert post(client).status_code == 500
 
 
-# ---- clients that disconnect, and background responses -------------------------------------------
+# ---- clients that disconnect, and background responses ------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
