@@ -94,7 +94,7 @@ class FakeEngineCore:
                 self.aborted.append(request_id)
 
     def check_health(self) -> None:
-        """Its workers never fail by themselves."""
+        """Do nothing: the workers never fail by themselves."""
 
     def has_idle_work(self) -> bool:
         return False
@@ -215,7 +215,7 @@ class FakeCoreClient:
         self._loop = CoreLoop(core, self._receive, self.tell)
 
     def configure(self, config, models) -> None:
-        """The script is all it needs."""
+        """Do nothing: the script is all that the core needs."""
 
     def attach(
         self, on_message: Callable[[FromCore], None], on_death: Callable[[str], None]
@@ -249,7 +249,7 @@ class FakeCoreClient:
 
     @property
     def has_messages(self) -> bool:
-        """Whether messages are left to read."""
+        """Return whether messages are left to read."""
         return bool(self._inbox)
 
     def die(self, cause: str = "signal 9") -> None:

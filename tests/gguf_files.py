@@ -115,7 +115,8 @@ _EXPERT_NAMES = {
 
 
 def random_blocks(kind: Type, shape: tuple[int, ...], spread: float, seed: int = 0) -> np.ndarray:
-    """Bytes of random blocks, with finite scales, of a type that the package cannot write."""
+    """Return bytes of random blocks, with finite scales, of a type that the package cannot
+    write."""
     rng = np.random.default_rng(seed)
     size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // size, num_bytes), dtype=np.uint8)
@@ -282,7 +283,7 @@ def _routing_metadata(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    """The rotations, as transformers 5 or 4 spells them."""
+    """Return the parameters of the rotary embedding, as transformers 5 or 4 spells them."""
     older = {"rope_theta": config.get("rope_theta")} | (config.get("rope_scaling") or {})
     return config.get("rope_parameters") or older
 
@@ -306,7 +307,7 @@ _HEAD_NORM = re.compile(r"(.*\.[qk]_layernorm)\.norms\.(\d+)\.weight")
 
 
 def _stacked_head_norms(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The norms of the heads of StableLM as one tensor."""
+    """Return the norms of the heads of StableLM as one tensor."""
     found: dict[str, Any] = {}
     for name in sorted(weights, key=lambda n: [int(d) for d in re.findall(r"\d+", n)]):
         match = _HEAD_NORM.fullmatch(name)
@@ -318,7 +319,7 @@ def _stacked_head_norms(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _as_in_checkpoint(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The inverse of `_stacked_head_norms`."""
+    """Return the inverse of `_stacked_head_norms`."""
     if not re.search(r"\.[qk]_layernorm\.weight$", name):
         return {name: tensor}
     stem = name.removesuffix("weight")
@@ -455,7 +456,7 @@ def _metadata(arch: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _llama3_divisors(rope: dict[str, Any], head_size: int) -> np.ndarray:
-    """What each frequency is divided by."""
+    """Return the factor by which each frequency is divided."""
     frequencies = rope["rope_theta"] ** -(np.arange(0, head_size, 2) / head_size)
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * np.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -464,7 +465,7 @@ def _llama3_divisors(rope: dict[str, Any], head_size: int) -> np.ndarray:
 
 
 def byte_level_metadata(folder: Path) -> dict[str, Any]:
-    """Of the tokenizer of the bundled model."""
+    """Return the metadata of the tokenizer of the bundled model."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -516,7 +517,7 @@ def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
 
 
 def _gguf_name(name: str, names: dict[str, str], known: gguf.TensorNameMap) -> str:
-    """The name in a file, by the table here or by the one of the package."""
+    """Return the name in a GGUF file, by the table here or by the table of the package."""
     name = name.replace(".e_score_correction_bias", ".e_score_correction.bias")
     stem, _, kind = name.rpartition(".")
     if name.endswith(".sinks"):
@@ -542,5 +543,5 @@ def _by_package(stem: str, known: gguf.TensorNameMap) -> str | None:
 
 
 def _interleaved(rows: Tensor, num_heads: int) -> Tensor:
-    """Rows of a head in the order 0, D / 2, 1, D / 2 + 1..."""
+    """Return the rows of a head in the order 0, D / 2, 1, D / 2 + 1..."""
     return rows.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()

@@ -11,7 +11,7 @@ from tests.tiny_models import make_tiny_model
 
 
 def write_gpt_oss(folder: Path) -> tuple[Path, Path]:
-    """Folders of the dense checkpoint and of that in MXFP4."""
+    """Return the folders of the dense checkpoint and of the MXFP4 checkpoint."""
     dense, packed = folder / "dense", folder / "mxfp4"
     for each in (dense, packed):
         each.mkdir()

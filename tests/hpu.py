@@ -144,7 +144,7 @@ def simulated_hpu(
 
 @contextmanager
 def captured_log(level: int = logging.INFO) -> Iterator[list[str]]:
-    """The messages that the package logs inside; they go nowhere else."""
+    """List the messages that the package logs inside the block; they are shown nowhere else."""
     logger, messages = logging.getLogger("vllm"), []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())

@@ -51,7 +51,7 @@ def base_model(model: str | Path) -> PreTrainedModel:
 
 @cache
 def _modules(model: str) -> dict[str, nn.Module]:
-    """What adapters can change, by name."""
+    """Return the modules that adapters can change, by name."""
     kinds = (nn.Linear, Conv1D, nn.Embedding)
     found = base_model(model).named_modules()
     return {name: module for name, module in found if isinstance(module, kinds)}
@@ -95,7 +95,7 @@ def write_adapter(
 def write_expert_adapter(
     folder: Path, model: str | Path, seed: int, rank: int, size: float = 0.05
 ) -> Path:
-    """An adapter of every matrix of every expert of a model, each by itself."""
+    """Write an adapter of every matrix of every expert of a model, each by itself."""
     folder.mkdir(exist_ok=True)
     rng, tensors, modules = torch.Generator().manual_seed(seed), {}, set()
     for name, weight in load_file(Path(model) / "model.safetensors").items():
@@ -113,7 +113,7 @@ def write_expert_adapter(
 def write_stacked_expert_adapter(
     folder: Path, model: str | Path, seed: int, rank: int, size: float = 0.05
 ) -> Path:
-    """An adapter of the two parameters of all experts of each layer, as peft names them."""
+    """Write an adapter of the two parameters of all experts of each layer, as peft names them."""
     folder.mkdir(exist_ok=True)
     rng, tensors = torch.Generator().manual_seed(seed), {}
     base = base_model(model)
@@ -140,7 +140,7 @@ def _write(folder: Path, tensors: dict, rank: int, config: dict) -> Path:
 
 
 def merged_model(model: str | Path, folder: Path) -> PreTrainedModel:
-    """The model with the weights of an adapter added to its own."""
+    """Return the model with the weights of an adapter added to its own."""
     return merge(base_model(model), folder)
 
 
@@ -169,7 +169,7 @@ def merge(merged: PreTrainedModel, folder: Path, sign: int = 1) -> PreTrainedMod
 
 
 def _all_experts(model: PreTrainedModel, path: str) -> Any:
-    """The module with the weights of all experts of a layer."""
+    """Return the module with the weights of all experts of a layer."""
     if is_version_4():
         pytest.skip("this transformers has a module for each expert")
     return model.get_submodule(path)
@@ -189,7 +189,7 @@ def _expert_weight(model: PreTrainedModel, module: str) -> torch.Tensor:
 
 @torch.inference_mode()
 def greedy(model: PreTrainedModel, token_ids: list[int], count: int) -> tuple[list, list]:
-    """Greedy tokens and their log-probabilities."""
+    """Return greedy tokens and their log-probabilities."""
     ids, logprobs = list(token_ids), []
     for _ in range(count):
         row = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)

@@ -84,7 +84,7 @@ _SKIP_KEYS = {
 
 
 def is_linear(key: str, tensor: Tensor) -> bool:
-    """Whether a tensor is the weight of a linear layer of a decoder layer."""
+    """Return whether a tensor is the weight of a linear layer of a decoder layer."""
     is_weight = key.endswith(".weight") and tensor.dim() == 2 and re.search(r"\.\d+\.", key)
     return bool(is_weight) and _DENSE.search(key) is None
 
@@ -475,7 +475,7 @@ def nearest(numbers: Tensor, table: Tensor) -> Tensor:
 
 
 def in_bytes(codes: Tensor, is_high_first: bool = False) -> Tensor:
-    """Rows of numbers of four bits, two in each byte."""
+    """Return rows of 4-bit values, two in each byte."""
     first, second = codes[..., ::2], codes[..., 1::2]
     pair = first * 16 + second if is_high_first else first + second * 16
     return pair.to(torch.uint8)

@@ -53,16 +53,17 @@ class Reference(nn.Module):
         return self.target.lm_head(states)
 
     def keep(self, hidden: tuple[Tensor, ...]) -> Tensor:
-        """From the inputs of all layers and the result, [n, hidden] each."""
+        """Keep the inputs of all layers and the result, [n, hidden] each."""
         return hidden[-1]
 
     def run(self, ids: Tensor, states: Tensor) -> Tensor:
-        """All steps with attention over those before: [n], [n, hidden] -> [n, hidden]"""
+        """Run all steps with attention over the positions before: [n], [n, hidden] -> [n,
+        hidden]"""
         raise NotImplementedError
 
     @torch.no_grad()
     def logits(self, known: list[int], drafts: list[int]) -> Tensor:
-        """Of the token behind the known ones and some drafts."""
+        """Return the logits of the token after the known ones and some drafts."""
         before = torch.tensor([known[:-1]])
         positions = self.positions(len(known) - 1)[None]
         output = self.target(before, position_ids=positions, output_hidden_states=True)
@@ -266,7 +267,7 @@ def load_target(folder: Path) -> Any:
 
 
 def make_target(folder: Path) -> Path:
-    """A Llama for all speculators with files of their own."""
+    """Make a Llama for all speculators with files of their own."""
     sizes = {"num_hidden_layers": NUM_LAYERS, "vocab_size": VOCAB_SIZE, "head_dim": 16}
     return make_tiny_model("llama", folder, **sizes)
 
@@ -285,7 +286,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def cut_last_layer(model: Path, folder: Path) -> Path:
-    """A copy of a model without its last layer, in a new folder: it often says the same."""
+    """Copy a model without its last layer into a new folder: it often chooses the same tokens."""
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text())
     last = config["num_hidden_layers"] - 1
@@ -297,7 +298,8 @@ def cut_last_layer(model: Path, folder: Path) -> Path:
 
 
 def make_speculator(method: str, target: Path, folder: Path, seed: int = 5) -> Made:
-    """Random weights for a model of `make_target`, in the layout of the published checkpoints."""
+    """Make random weights for a model of `make_target`, in the layout of the published
+    checkpoints."""
     model = load_target(target)
     plain = {"hidden_size": model.config.hidden_size, "vocab_size": VOCAB_SIZE}
     is_tied = method == "mlp_speculator_tied"

@@ -156,7 +156,7 @@ def test_only_envs_reads_the_environment():
 
 
 def reads_environment(source: str) -> bool:
-    """Whether `os.environ`, `os.getenv` or `os.putenv` is named outside of a docstring."""
+    """Return whether `os.environ`, `os.getenv` or `os.putenv` is named outside of a docstring."""
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     for node in parse(source):
         if isinstance(node, ast.Attribute) and node.attr in names:

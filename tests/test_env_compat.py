@@ -57,7 +57,7 @@ _CLAIM = re.compile(r"\b(no|not|never|nothing|neither|only|one)\b")
 
 @cache
 def sources() -> str:
-    """The sources of the package, but those of the reasons themselves."""
+    """Return the sources of the package, without the sources of the reasons themselves."""
     root = Path(vllm.__file__).parent
     paths = [path for path in root.rglob("*.py") if path.parent != root / "env"]
     return "\n".join(path.read_text() for path in paths).lower()
@@ -65,7 +65,7 @@ def sources() -> str:
 
 @cache
 def flags() -> frozenset[str]:
-    """The arguments that have an effect."""
+    """Return the arguments that have an effect."""
     engine = (f.name for s in config_sections(VllmConfig).values() for f in config_fields(s))
     return frozenset((*engine, *(f.name for f in config_fields(ServerArgs))))
 

@@ -68,7 +68,7 @@ def make_output() -> ModelRunnerOutput:
 
 
 def arrays_of(value: object) -> list[npt.NDArray[np.generic]]:
-    """Every array in a message, in the order of its fields."""
+    """Return every array in a message, in the order of its fields."""
     if isinstance(value, np.ndarray):
         return [value]
     if isinstance(value, msgspec.Struct):

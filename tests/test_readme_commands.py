@@ -210,7 +210,7 @@ RECIPES = [command for command in ENGINES if command.title]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
-    """Folders with the config.json of the models that are not here."""
+    """Make folders with the config.json of the models that are not here."""
     folders = {}
     for model, shape in SHAPES.items():
         folders[model] = tmp_path_factory.mktemp("model")
@@ -239,13 +239,13 @@ def engine_of(command: Command, models: dict[str, Path]) -> Iterator[EngineArgs]
 
 
 def planned(command: Command, models: dict[str, Path]) -> EnginePlan:
-    """The plan of a command's engine, made like by `vllm plan`."""
+    """Return the plan of a command's engine, made as `vllm plan` does."""
     with engine_of(command, models) as args:
         return make_engine_plan(args, "gaudi2", args.tensor_parallel_size)
 
 
 def buckets(catalog: Catalog) -> str:
-    """As the pages write them."""
+    """Return the buckets as the pages write them."""
     return f"{len(catalog.prefill)} + {len(catalog.decode)}"
 
 
@@ -276,7 +276,7 @@ def test_a_command_has_flags_that_exist(command):
     assert _create_parser(arguments).parse_args(arguments).command == arguments[0]
 
 
-# ---- plans --------------------------------------------------------------------------------
+# ---- plans ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ENGINES, ids=name)
@@ -312,7 +312,7 @@ def test_every_recipe_is_in_the_table():
 
 
 def table_of_recipes() -> dict[str, list[str]]:
-    """The cells of each recipe by its name."""
+    """Return the cells of each recipe by its name."""
     rows = read_tables(TUNING, "## Recipes")
     assert rows[0][3] == "forward passes, GiB"
     return {row[0]: row[1:] for row in rows[2:] if len(row) == len(rows[0])}
@@ -411,11 +411,12 @@ def test_the_example_of_memory_is_computed(models):
     )
 
 
-# ---- logs ---------------------------------------------------------------------------------
+# ---- logs ----------------------------------------------------------------------------------------
 
 
 def log_block(page: str, heading: str) -> list[str]:
-    """The lines of the first log below a heading, as patterns; none for lines that are left out."""
+    """Return the lines of the first log below a heading, as patterns; none for lines that are left
+    out."""
     text = (ROOT / page).read_text().partition(f"\n{heading}\n")[2]
     (block,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)[:1]
     lines = [line for line in block.splitlines() if line != "..."]
@@ -447,7 +448,7 @@ def test_the_buckets_of_a_log_are_those_that_are_planned(each, models):
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A folder with what the commands of the pages expect in theirs."""
+    """Make a folder with the files that the commands of the pages expect."""
     for part in ("examples", "tools"):
         (tmp_path / part).symlink_to(ROOT / part)
     for placeholder in PLACEHOLDERS:

@@ -20,7 +20,8 @@ from vllm.sampling_params import (
 
 
 def refused(**values: Any) -> str:
-    """The message with which these values are refused; names the field in `param`."""
+    """Return the error message with which these values are refused; the error names the field in
+    `param`."""
     with pytest.raises(ValueError) as caught:
         SamplingParams(**values)
     assert isinstance(caught.value, RequestError)

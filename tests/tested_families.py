@@ -69,13 +69,13 @@ PROOFS: dict[str, tuple[Proof, ...]] = {
 
 @cache
 def architectures_with(capability: str) -> frozenset[str]:
-    """Architectures of which a tiny model with that capability is tested."""
+    """Return the architectures of which a tiny model with this capability is tested."""
     families = set().union(*(proof.families() for proof in PROOFS[capability]))
     return frozenset(_architecture(family) for family in families & _FAMILIES.keys())
 
 
 def _rows(test: object) -> Iterator[dict[str, Any]]:
-    """The parameters of each case of a test, by name."""
+    """Return the parameters of each case of a test, by name."""
     marks = [m for m in getattr(test, "pytestmark", ()) if m.name == "parametrize"]
     for cases in product(*(list(_cases(*mark.args[:2])) for mark in marks)):
         yield {name: value for case in cases for name, value in case.items()}

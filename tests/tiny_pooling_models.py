@@ -57,7 +57,7 @@ REWARD_MODELS = {"Qwen2ForRewardModel": 1, "Qwen2ForProcessRewardModel": 2}
 
 
 def make_pooling_model(architecture: str, folder: Path, **overrides: Any) -> Path:
-    """Write config.json and safetensors of a small random model; the folder."""
+    """Write config.json and safetensors of a small random model. Returns the folder."""
     if architecture in REWARD_MODELS:
         return _make_reward_model(architecture, folder, REWARD_MODELS[architecture])
     create_config, values = MODELS[architecture]
@@ -105,7 +105,7 @@ def _reference(folder: Path, architecture: str) -> Any:
 def hidden_states(
     folder: Path, architecture: str, token_ids: Sequence[int], types: Sequence[int] | None = None
 ) -> Tensor:
-    """[T, hidden] by transformers, one prompt at a time."""
+    """Return the hidden states [T, hidden] of transformers, one prompt at a time."""
     model = _reference(folder, architecture)
     base = getattr(model, model.base_model_prefix, model)
     given = {} if types is None else {"token_type_ids": torch.tensor([types])}
@@ -117,7 +117,7 @@ def hidden_states(
 def class_logits(
     folder: Path, architecture: str, token_ids: Sequence[int], types: Sequence[int] | None = None
 ) -> Tensor:
-    """[labels] by transformers."""
+    """Return the logits [labels] of transformers."""
     given = {} if types is None else {"token_type_ids": torch.tensor([types])}
     model = _reference(folder, architecture)
     logits: Tensor = model(input_ids=torch.tensor([token_ids]), **given).logits[0]
@@ -126,7 +126,7 @@ def class_logits(
 
 @torch.inference_mode()
 def rewards(folder: Path, architecture: str, token_ids: Sequence[int]) -> Tensor:
-    """[T, rewards]: the head written out, on hidden states of transformers."""
+    """Return the rewards [T, rewards]: the head written out, on hidden states of transformers."""
     tensors = load_file(folder / "model.safetensors")
     x = hidden_states(folder, architecture, token_ids)
     x = nn.functional.linear(x, tensors["score.0.weight"], tensors["score.0.bias"]).relu()
@@ -135,7 +135,8 @@ def rewards(folder: Path, architecture: str, token_ids: Sequence[int]) -> Tensor
 
 @torch.inference_mode()
 def pair_logits(folder: Path, architecture: str, text: str, other: str) -> Tensor:
-    """[labels] by transformers, of two texts as the model's tokenizer joins them."""
+    """Return the logits [labels] of transformers for two texts, as the model's tokenizer joins
+    them."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     logits: Tensor = _reference(folder, architecture)(
         **tokenizer(text, other, return_tensors="pt")

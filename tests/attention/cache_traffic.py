@@ -26,7 +26,7 @@ class CacheTraffic(TorchDispatchMode):
 
     @property
     def num_bytes(self) -> int:
-        """Read and written."""
+        """Return the number of bytes read and written."""
         return self.read_bytes + self.written_bytes
 
     def __torch_dispatch__(

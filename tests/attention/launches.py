@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 NAN = float("nan")
 HUGE = 1e38
 UNUSED = (NAN, HUGE)
-"""In keys and in values that no query sees: values have to be finite, and may be anything else."""
+"""Values of keys and values that no query sees: values have to be finite, and may be anything
+else."""
 
 
 @dataclass
@@ -41,7 +42,8 @@ def flat(cache: Tensor) -> Tensor:
 
 
 def padded_caches(keys: Tensor, values: Tensor, num_blocks: int) -> list[Tensor]:
-    """With unused blocks behind them, as the caches of one bucket are of one size."""
+    """Return the caches with unused blocks behind them, as the caches of one bucket have one
+    size."""
     shape = (num_blocks - len(keys), *keys.shape[1:])
     return [
         torch.cat((x, x.new_full(shape, unused)))

@@ -55,7 +55,8 @@ def seeded() -> None:
 def decode_launch(
     cache: Cache, is_contiguous: bool, listed_window: int | None = None, spare: int = 3
 ) -> HPUDecodeMetadata:
-    """All requests of a cache, with padded rows and padded blocks after them."""
+    """Return the decode batch of all requests of a cache, with padded rows and padded blocks after
+    them."""
     counts = count_decode_blocks(cache.tables, cache.seq_lens, cache.block_size, listed_window)
     num_blocks = min(counts.span + spare, len(cache.keys)) if is_contiguous else None
     return build_decode_metadata(
@@ -78,7 +79,7 @@ def flat(
     mode: str = "pipelined",
     scale: float = SCALE,
 ) -> Tensor:
-    """Flat attention of the query and of random padded rows after it."""
+    """Return the flat attention of the query, followed by random padded rows."""
     num_padded = launch.slot_mapping.shape[0] - len(query)
     padded = torch.cat((query, torch.randn(num_padded, *query.shape[1:]).to(query.dtype)))
     options = AttentionOptions(scale, window)
@@ -221,7 +222,7 @@ def test_alibi(is_contiguous):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_launch_of_padding_alone_is_zero(mode):
-    """As a warm-up makes it."""
+    """A warm-up runs such a batch."""
     cache = random_cache([0, 0])
     query = random_query(cache, 4)
     got = flat(query, cache, decode_launch(cache, False), mode=mode)
@@ -343,7 +344,7 @@ def test_nothing_happens_on_the_host_and_shapes_are_static():
 
 
 def test_runs_without_content():
-    """On the meta device: nothing depends on what a tensor holds."""
+    """On the meta device: no operator depends on the values of a tensor."""
     cache, options = random_cache([15, 40], shared_blocks=1), AttentionOptions(SCALE, 20)
     for is_contiguous in (True, False):
         on_cpu = decode_launch(cache, is_contiguous)
@@ -359,7 +360,8 @@ def test_runs_without_content():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_one_graph_of_a_bucket_serves_every_step(mode):
-    """Recorded with one step and replayed with others: nothing of a step is in the graph."""
+    """The graph is recorded with one step and replayed with others: it contains no values of a
+    step."""
 
     def forward(query: Tensor, keys: Tensor, values: Tensor, *fields: Tensor) -> Tensor:
         blocks = derive_decode_blocks(HPUDecodeMetadata(*fields), 16, query.dtype)

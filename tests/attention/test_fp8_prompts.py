@@ -61,7 +61,7 @@ def attend(device: str, kernel, context: int, cached: torch.dtype, is_measured=T
 
 
 def on_card(context: int, slicing=UNSLICED, wants_fp8=True, **options) -> tuple[Tensor, list]:
-    """Return the same on the card, and the type of what the kernels got."""
+    """Return the same result on the card, and the dtype of the inputs of the kernels."""
     bridge = SimBridge("gaudi2", is_lazy=True, is_strict=True)
     set_ops(HPUOps(bridge))
     kernel = bridge_sdpa(bridge.kernels, slicing, wants_fp8=wants_fp8)

@@ -259,7 +259,7 @@ def test_nothing_happens_on_the_host_and_shapes_are_static(rows):
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_runs_without_content(rows):
-    """On the meta device: nothing depends on what a tensor holds."""
+    """On the meta device: no operator depends on the values of a tensor."""
     prefill = Prefill(ROWS[rows], dtype=torch.bfloat16)
     tensors = vars(prefill.metadata).items()
     metadata = HPUPrefillMetadata(**{name: x.to("meta") for name, x in tensors})
@@ -276,7 +276,8 @@ def test_runs_without_content(rows):
 
 
 def test_one_graph_of_a_bucket_serves_every_step():
-    """Recorded with one step and replayed with others: nothing of a step is in the graph."""
+    """The graph is recorded with one step and replayed with others: it contains no values of a
+    step."""
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
         metadata = HPUPrefillMetadata(*rest[2:])

@@ -35,7 +35,8 @@ def ops(request: pytest.FixtureRequest):
 
 
 def launch(num_decodes: int, begin: int, end: int) -> RaggedMetadata:
-    """Tokens [begin, end) of the only request, whose blocks are in order."""
+    """Return the forward pass of tokens [begin, end) of the only request, whose blocks are in
+    order."""
     return RaggedMetadata(
         num_decodes,
         torch.arange(begin, end),

@@ -110,7 +110,7 @@ def last_keys_of(contexts: np.ndarray, image: tuple[int, int]) -> np.ndarray:
 
 @pytest.fixture
 def masks(monkeypatch) -> list[torch.Size]:
-    """Shapes of the masks that are made."""
+    """List the shapes of the masks that are made."""
     shapes = []
 
     def spy(self, *args, **kwargs):

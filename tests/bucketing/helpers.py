@@ -18,12 +18,12 @@ SEED_DECODES = [decode(batch, seq) for batch in (1, 2, 4) for seq in range(128, 
 
 
 def close(catalog: Catalog, limits: StepLimits) -> Catalog:
-    """The catalog with what it lacks for the proof."""
+    """Return the catalog with the buckets that it lacks for the proof."""
     return catalog.with_buckets(missing_buckets(catalog, limits))
 
 
 def make_limits(**changes: Any) -> StepLimits:
-    """The seeds' example: four sequences, plain prompts."""
+    """Return the limits of the seeds' example: four sequences, plain prompts."""
     defaults: dict[str, Any] = {
         "max_num_seqs": 4,
         "max_model_len": 2048,
@@ -41,7 +41,7 @@ def make_settings(
     decode_bs: tuple[int, int, int] = (1, 128, 4),
     decode_block: tuple[int, int, int] = (128, 128, 2048),
 ) -> BucketSettings:
-    """The ranges of the seeds' log."""
+    """Return the ranges of the seeds' log."""
     return BucketSettings(
         prompt_bs=BucketRange(*prompt_bs),
         prompt_seq=BucketRange(*prompt_seq),
@@ -51,10 +51,10 @@ def make_settings(
 
 
 def triples(buckets: Any) -> list[tuple[int, int, int]]:
-    """(batch, query_len, blocks) of each bucket."""
+    """Return (batch, query_len, blocks) of each bucket."""
     return [(b.batch, b.query_len, b.blocks) for b in buckets]
 
 
 def pairs(buckets: list[Bucket]) -> list[tuple[int, int]]:
-    """(batch, blocks) of decode buckets."""
+    """Return (batch, blocks) of each decode bucket."""
     return [(b.batch, b.blocks) for b in buckets]

@@ -16,7 +16,7 @@ SMALL = {"block_size": 16, "max_model_len": 128, "max_num_seqs": 4, "max_num_bat
 
 
 def seed_config(max_model_len: int) -> VllmConfig:
-    """Four sequences, prompts whole and without a prefix cache."""
+    """Return the config of the seed: four sequences, whole prompts, no prefix cache."""
     return make_config(
         block_size=128,
         max_model_len=max_model_len,

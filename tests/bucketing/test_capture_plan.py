@@ -75,7 +75,7 @@ def seed_bytes(bucket: Bucket) -> int:
 
 
 def switches(steps: list[CaptureStep]) -> list[tuple[Phase, int, int]]:
-    """Runs of one phase: first and last index."""
+    """Return the first and last index of each run of one phase."""
     runs: list[tuple[Phase, int, int]] = []
     for step in steps:
         if runs and runs[-1][0] is step.phase and runs[-1][2] == step.index - 1:

@@ -13,7 +13,7 @@ decodes = st.builds(decode, sizes, sizes)
 
 
 def cheapest(buckets: list[Bucket], shape: Bucket) -> Bucket | None:
-    """What `fit` has to find, without any table."""
+    """Return the bucket that `fit` has to find, without any table."""
     covering = [bucket for bucket in buckets if bucket.covers(shape)]
     return min(covering, key=lambda b: (padded_cost(b), b), default=None)
 

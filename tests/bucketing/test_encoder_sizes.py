@@ -67,14 +67,14 @@ def patches_of(width: float, height: float, max_pixels: int) -> int:
 
 
 def shapes_of(rng: random.Random, count: int):
-    """Widths and heights of all sizes and ratios that are accepted."""
+    """Return widths and heights of all sizes and ratios that are accepted."""
     for _ in range(count):
         side, ratio = 2 ** rng.uniform(0, 13), 2 ** rng.uniform(-7, 7)
         yield max(1.0, side * ratio**0.5), max(1.0, side / ratio**0.5)
 
 
 def sizes_of_photographs(rng: random.Random, count: int):
-    """Widths and heights of usual pictures at several scales, cropped a little."""
+    """Return widths and heights of usual pictures at several scales, cropped a little."""
     for _ in range(count):
         width, height = rng.choice(PHOTOGRAPHS)
         scale = rng.choice([1, 1, 0.75, 0.5, 0.25])

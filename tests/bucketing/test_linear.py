@@ -92,7 +92,7 @@ def test_a_budget_below_the_smallest_bucket_is_ignored_with_a_warning():
 
 
 def counts_by_length(buckets: list[Bucket], batch: int) -> dict[int, list[int]]:
-    """Context block counts of each length."""
+    """Return the numbers of context blocks for each query length."""
     found: dict[int, list[int]] = {}
     for bucket in buckets:
         if bucket.batch == batch:

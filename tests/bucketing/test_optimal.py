@@ -15,7 +15,7 @@ _NUM_INSTANCES = 300
 
 
 def seconds(phase: Ints, batch: Ints, query_len: Ints, blocks: Ints) -> Weights:
-    """A cost that grows in each dimension."""
+    """Return a cost that grows in each dimension."""
     return 3.0 + 0.7 * batch * query_len + 0.9 * blocks + np.where(phase == 0, 0.5, 0.0)
 
 
@@ -35,7 +35,7 @@ def random_shapes(rng: random.Random, num_dimensions: int) -> tuple[Ints, Weight
 
 
 def product_of(shapes: Ints) -> list[Bucket]:
-    """Every bucket with sizes of the shapes."""
+    """Return every bucket with sizes of the shapes."""
     batches, lengths, blocks = (np.unique(shapes[:, c]).tolist() for c in (1, 2, 3))
     return [decode(b, k, q) for b, q, k in itertools.product(batches, lengths, blocks)]
 
@@ -43,7 +43,7 @@ def product_of(shapes: Ints) -> list[Bucket]:
 def least_cost(
     shapes: Ints, weights: Weights, candidates: list[Bucket], mandatory: list[Bucket], count: int
 ) -> float:
-    """The optimum, by trying all sets."""
+    """Return the least possible cost, by trying all sets of buckets."""
     buckets = [*mandatory, *(b for b in candidates if b not in mandatory)]
     sizes = np.array([(b.phase, b.batch, b.query_len, b.blocks) for b in buckets])
     covers = (shapes[:, None] <= sizes[None]).all(2)

@@ -45,7 +45,7 @@ def make_scheduler(limits: StepLimits) -> Scheduler:
 
 
 def make_request(rng: random.Random, name: int, limits: StepLimits) -> EngineRequest:
-    """Few different tokens, so that prefixes are hit."""
+    """Make a prompt of few different tokens, so that it shares prefixes with others."""
     total = rng.randint(2, limits.max_seq_len)
     prompt = [rng.randrange(2) for _ in range(rng.randint(1, total - 1))]
     return EngineRequest(
@@ -60,7 +60,7 @@ def make_request(rng: random.Random, name: int, limits: StepLimits) -> EngineReq
 
 
 def launches(step: SchedulerOutput) -> list[tuple[Phase, int, int, int]]:
-    """One decode of all rows with a single token, one prefill for each other row."""
+    """Return one decode of all rows with a single token, and one prefill for each other row."""
     computed, scheduled = step.num_computed_tokens, step.num_scheduled_tokens
     is_decode = scheduled == 1
     found = [

@@ -24,7 +24,7 @@ ALLOWED = {
 
 
 def names_of_families() -> set[str]:
-    """Every name that a second table could have as a key."""
+    """Return every name that a second table could have as a key."""
     found = set(FAMILIES)
     for family in FAMILIES.values():
         found |= {*family.also_typed, *family.first_typed, *family.also_published_as}
@@ -114,7 +114,7 @@ def test_an_unknown_model_type_has_the_facts_of_no_family(model_type):
 
 
 def tables(source: str) -> Iterator[tuple[int, list[str]]]:
-    """Line and names of each literal that is keyed by, or lists, three families or more."""
+    """Return line and names of each literal that has three families or more as keys or entries."""
     inside: set[ast.AST] = set()
     for node in ast.walk(ast.parse(source)):
         if node in inside or not isinstance(node, (ast.Dict, ast.Set, ast.List, ast.Tuple)):
@@ -128,7 +128,8 @@ def tables(source: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def comparisons(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of each comparison of a model type or an architecture with a family's name."""
+    """Return line and text of each comparison of a model type or an architecture with a family's
+    name."""
     for node in ast.walk(ast.parse(source)):
         is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         if not isinstance(node, ast.Compare) and not (

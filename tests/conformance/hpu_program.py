@@ -72,7 +72,7 @@ _NUM_LAYERS |= dict.fromkeys(("llama4", "granite_hybrid", "smollm3", "exaone4"),
 _NUM_LAYERS |= dict.fromkeys(("gemma3n", "gemma4"), 4) | dict.fromkeys(
     ("lfm2", "lfm2_moe", "mimo_v2"), 3
 )
-"""Of families whose layers differ: as many as it takes to have all kinds."""
+"""Number of layers of families whose layers differ: enough to have all kinds of layers."""
 
 
 def _values_of(architecture: str) -> tuple[Any, dict[str, Any]]:
@@ -139,7 +139,7 @@ def launch_model(config: VllmConfig) -> LaunchModel:
 
 
 def resident_tokens() -> DeviceTokens:
-    """Of rows whose drafts are made on the card."""
+    """Return resident tokens for rows whose drafts are made on the card."""
     return DeviceTokens(MAX_NUM_SEQS, torch.device("cpu"), MAX_DRAFTS)
 
 
@@ -148,7 +148,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def padding_input(model: LaunchModel, shape: PaddedShape) -> Tensor:
-    """Packed input of zeros for a launch of this shape."""
+    """Return packed input of zeros for a forward pass of this shape."""
     sizes = padded_sizes(shape)
     has_types = isinstance(model, WholePromptModel) and model._has_types
     fields = _TYPED if has_types else fields_of(shape)

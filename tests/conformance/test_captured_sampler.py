@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def launches():
-    """Of every kind, with edits and penalties or without."""
+    """Return sampling metadata of every kind, with edits and penalties or without."""
     state = SamplingState(
         NUM_ROWS, VOCAB_SIZE, CPU, static_shapes=True, max_model_len=200, max_logprobs=20
     )

@@ -35,7 +35,7 @@ from vllm.messages import (
 )
 
 WRONG = -1
-"""Content that comes of an image that could not be encoded."""
+"""Content of slots that depend on an image that could not be encoded."""
 
 
 def replayed_of(step: SchedulerOutput) -> dict[int, int]:
@@ -47,14 +47,14 @@ def replayed_of(step: SchedulerOutput) -> dict[int, int]:
 
 @dataclass
 class FakeRow:
-    """One request as the runner knows it."""
+    """The state of one request in the runner."""
 
     spec: EngineRequest
     token_ids: list[int]
     block_ids: list[int]
-    """Its table for the first group of layers."""
+    """Block table of the request for the first group of layers."""
     more_block_ids: list[list[int]] = field(default_factory=list)
-    """Its tables for the other groups."""
+    """Block tables of the request for the other groups of layers."""
     num_computed: int | None = None
     """None until it runs for the first time."""
     contents: list[int] = field(default_factory=list)
@@ -89,13 +89,13 @@ class FakeRow:
         self.take_back(num_known - 1 + count)
 
     def take_back(self, num_tokens: int) -> None:
-        """Only the first `num_tokens` tokens count as computed."""
+        """Let only the first `num_tokens` tokens count as computed."""
         del self.contents[num_tokens:]
         self.num_computed = num_tokens
 
 
 def drafts_of(step: SchedulerOutput) -> dict[int, list[int]]:
-    """Row -> its drafts, of the rows that have any."""
+    """Return row -> drafts, for the rows that have drafts."""
     if step.num_draft_tokens is None:
         assert step.draft_token_ids is None
         return {}
@@ -307,7 +307,7 @@ class FakeRunner:
         return guess[:first_wrong] + [(t + 1) % VOCAB_SIZE for t in guess[first_wrong:]]
 
     def _is_last(self, output: ModelRunnerOutput) -> bool:
-        """Whether there are no more decodes behind this one."""
+        """Return whether no more decodes follow this one."""
         if output.errors or not self.reads_tokens:
             return self.reads_tokens
         pairs = zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)
@@ -336,7 +336,7 @@ class FakeRunner:
         )
 
     def _move_blocks(self, moves: BlockMoves) -> None:
-        """Two places at a time, as the message allows."""
+        """Move two blocks at a time, as the message allows."""
         self.num_moved += len(moves.copied)
         places = dict(moves.renamed.tolist())
         assert len({*places, *places.values()}) == 2 * len(places), "a place in two exchanges"
@@ -475,7 +475,7 @@ class FakeRunner:
         return tokens
 
     def _stalls(self, guess: list[int]) -> bool:
-        """Whether a row gets no token in this step, although nothing is wrong with it."""
+        """Return whether a row gets no token in this step, although nothing is wrong with it."""
         if not guess:
             return False
         self.num_verified += 1

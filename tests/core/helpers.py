@@ -143,7 +143,7 @@ def make_scheduler(
 
 
 def num_scheduled(scheduler: Scheduler, step: SchedulerOutput) -> dict[str, int]:
-    """Tokens of each request in a step that was just scheduled."""
+    """Return the number of tokens of each request in a step that was just scheduled."""
     names = [request.request_id for request in scheduler.running.at(step.rows)]
     return dict(zip(names, step.num_scheduled_tokens.tolist(), strict=True))
 
@@ -153,7 +153,7 @@ def num_scheduled(scheduler: Scheduler, step: SchedulerOutput) -> dict[str, int]
 
 @dataclass
 class Result:
-    """What one request has got so far."""
+    """Outputs that one request has received so far."""
 
     token_ids: list[int] = field(default_factory=list)
     finished: Finished | None = None
@@ -244,12 +244,12 @@ class Loop:
         return scheduled
 
     def take_in(self) -> None:
-        """Update with the oldest result in flight, if there is one."""
+        """Update the scheduler with the oldest result in flight, if there is one."""
         if self._in_flight:
             self._take_in(self._in_flight.popleft())
 
     def run(self, max_steps: int = 2000) -> dict[str, Result]:
-        """Step until nothing is left; then the cache must be all free."""
+        """Run steps until no request is left; then all blocks of the cache must be free."""
         end = self.num_steps + max_steps
         while self.scheduler.num_unfinished_requests or self._in_flight:
             assert self.num_steps < end, f"not done after {max_steps} steps"
@@ -302,7 +302,7 @@ def _plain(output: EngineOutput) -> tuple[Any, ...]:
     )
 
 
-# ---- invariants -----------------------------------------------------------------------------
+# ---- invariants ----------------------------------------------------------------------------------
 
 
 def check_step(scheduler: Scheduler, step: SchedulerOutput) -> None:

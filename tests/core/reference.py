@@ -18,12 +18,13 @@ FAILED_IMAGE = "the image cannot be encoded"
 
 
 def root_content(spec: EngineRequest) -> int:
-    """What the cache content of a request depends on besides its tokens."""
+    """Return what the cache content of a request depends on besides its tokens."""
     return zlib.crc32((spec.cache_salt or "").encode())
 
 
 def next_content(content: int, token_id: int, keys: tuple[str, ...] = ()) -> int:
-    """The content of a slot that follows one with `content`; `keys` begin there."""
+    """Return the content of a slot that follows a slot with `content`; `keys` are the extra keys
+    that begin there."""
     return hash((content, token_id, *map(_stable, keys)))
 
 
@@ -32,12 +33,12 @@ def _stable(key: str) -> int:
 
 
 def keys_at(spec: EngineRequest, position: int) -> tuple[str, ...]:
-    """The extra keys of a request that begin at a position."""
+    """Return the extra keys of a request that begin at a position."""
     return tuple(key.key for key in spec.cache_extra_keys if key.start == position)
 
 
 def next_token(spec: EngineRequest, content: int, num_output: int) -> int:
-    """The token sampled at a position, end tokens masked up to the least length."""
+    """Return the token sampled at a position, with end tokens masked up to the least length."""
     token_id = (content >> 7) % VOCAB_SIZE
     if num_output < spec.sampling_params.min_tokens:
         while token_id == spec.eos_token_id or token_id in spec.stop_token_ids:
@@ -46,7 +47,7 @@ def next_token(spec: EngineRequest, content: int, num_output: int) -> int:
 
 
 def expected_result(spec: EngineRequest, fails_at: int | None = None) -> tuple[list[int], Finished]:
-    """Output tokens and end of a request, without a scheduler."""
+    """Return output tokens and finish of a request, without a scheduler."""
     content = root_content(spec)
     for position, token_id in enumerate(spec.prompt_token_ids):
         content = next_content(content, token_id, keys_at(spec, position))
@@ -67,7 +68,7 @@ def expected_result(spec: EngineRequest, fails_at: int | None = None) -> tuple[l
 
 
 def next_tokens(spec: EngineRequest, token_ids: list[int], count: int) -> list[int]:
-    """What a request that has these tokens samples next, as if nothing ended it."""
+    """Return the next samples of a request that has these tokens, as if it never ended."""
     content = root_content(spec)
     for token_id in token_ids:
         content = next_content(content, token_id)

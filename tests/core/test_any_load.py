@@ -42,19 +42,19 @@ class Setup:
     is_split: bool
     fails_at: dict[str, int] = field(default_factory=dict)
     windows: tuple[int | None, ...] = (None,)
-    """Of the groups of layers; `num_blocks` counts blocks of all of them together."""
+    """Windows of the groups of layers; `num_blocks` counts the blocks of all groups together."""
     draft_source: DraftSource | None = None
     draft_control: DraftControl | None = None
     stalls_every: int = 0
     num_stages: int = 1
-    """Of a pipeline."""
+    """Number of stages of the pipeline."""
     num_pipelined_steps: int = 1
     is_dense: bool = False
     num_kept_states: int | None = None
-    """None: the model has no states."""
+    """Number of recurrent states that the cache keeps; None: the model has no states."""
     reads_tokens: bool = True
     guesses: random.Random | None = None
-    """For random guesses, as FakeRunner makes them."""
+    """Random generator for random guesses, as FakeRunner makes them."""
     media: tuple[int, int, bool] | None = None
     """Arguments of EncoderCache; None: requests have no images."""
     max_step_s: float | None = None
@@ -138,7 +138,7 @@ def setups(draw: st.DrawFn) -> Setup:
 
 @st.composite
 def arrivals(draw: st.DrawFn) -> dict[str, Any]:
-    """Arguments of `make_request`, without the id."""
+    """Return arguments of `make_request`, without the id."""
     stem = draw(st.sampled_from(STEMS))[: draw(st.integers(0, 32))]
     tail = draw(st.lists(st.integers(0, 2), min_size=0 if stem else 1, max_size=6))
     max_tokens = draw(st.integers(1, MAX_MODEL_LEN - len(stem) - len(tail)))
@@ -158,7 +158,8 @@ def arrivals(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def programs() -> st.SearchStrategy[list[Any]]:
-    """What happens, in order: requests arrive or are cancelled, steps run, results come in."""
+    """Return events in their order: requests arrive or are cancelled, steps run, results come
+    in."""
     event = st.one_of(
         st.tuples(st.just("add"), arrivals()),
         st.tuples(st.just("add"), arrivals()),
@@ -170,7 +171,8 @@ def programs() -> st.SearchStrategy[list[Any]]:
 
 
 def run_program(setup: Setup, program: Sequence[tuple[str, Any]]) -> Loop:
-    """Run a load to its end and compare what everybody got with what they get alone."""
+    """Run a load to its end, and check that each request got the tokens that it gets when it runs
+    alone."""
     loop = setup.loop()
     specs: dict[str, EngineRequest] = {}
     for number, (event, value) in enumerate(program):
@@ -195,7 +197,7 @@ def run_program(setup: Setup, program: Sequence[tuple[str, Any]]) -> Loop:
 
 
 def check_result(loop: Loop, setup: Setup, spec: EngineRequest, name: str) -> None:
-    """A request got the tokens, the end and the log-probabilities it gets alone."""
+    """Check that a request got the tokens, the end and the log-probabilities that it gets alone."""
     result = loop.results[name]
     token_ids, finished = expected_result(spec, setup.fails_at.get(name))
     has_failed = result.finished == Finished(FinishReason.ERROR, error=FAILED_IMAGE)

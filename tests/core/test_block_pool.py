@@ -179,7 +179,7 @@ def test_content_stays_where_its_hash_says_and_as_old_as_it_was(seed):
 
 
 def queue_of(pool: BlockPool) -> list[int]:
-    """The free blocks, in the order in which they are taken."""
+    """Return the free blocks, in the order in which they are taken."""
     queue, block_id = [], pool._next[NULL_BLOCK_ID]
     while block_id != NULL_BLOCK_ID:
         queue.append(block_id)

@@ -10,7 +10,8 @@ def hashes(count: int) -> list[bytes]:
 
 
 def stored(*indices: int) -> list[tuple[list[int], int | None, list[int]]]:
-    """(blocks, the one before them, tokens) of each event for some of five blocks of two tokens."""
+    """Return (blocks, the block before them, tokens) of each event for some of five blocks of two
+    tokens."""
     log = CacheEventLog(block_size=2)
     log.stored(hashes(5), indices, range(10))
     known = {public_hash(value): i for i, value in enumerate(hashes(5))}

@@ -109,7 +109,7 @@ def test_drafts_change_no_output_where_windows_give_blocks_back(windows):
 
 
 class RightSource:
-    """Always right, also beyond the end."""
+    """Guesses that are always right, also beyond the end."""
 
     def __init__(self, max_drafts: int) -> None:
         self.max_drafts = max_drafts
@@ -124,14 +124,14 @@ class RightSource:
 
 
 class WrongSource(RightSource):
-    """Never right."""
+    """Guesses that are never right."""
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
         return [[token + 1 for token in guess] for guess in super().propose(requests)]
 
 
 class NoSource(RightSource):
-    """Knows nothing."""
+    """A source that never guesses."""
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
         super().propose(requests)

@@ -20,7 +20,7 @@ def make_entry(prompt: Sequence[int], request_id: str = "a", **kwargs) -> Reques
 
 
 def computed(cache: KVCacheManager, prompt: Sequence[int], **kwargs) -> Request:
-    """A request whose whole prompt is computed."""
+    """Return a request whose whole prompt is computed."""
     request = make_entry(prompt, **kwargs)
     cache.admit(request, cache.find_prefix(request))
     cache.cache_blocks(request, len(prompt))
@@ -173,7 +173,7 @@ def test_blocks_are_computed_once_the_step_that_computes_them_is_over():
     assert cache.are_computed(new.block_ids)
 
 
-# ---- free blocks for a request -------------------------------------------------------------------
+# ---- free blocks for a request --------------------------------------------------------------
 
 
 def test_blocks_that_are_held_by_others_cost_nothing_and_free_ones_do():

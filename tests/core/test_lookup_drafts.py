@@ -21,7 +21,7 @@ def request_of(tokens: list[int], name: str = "a", num_prompt: int = 1) -> Reque
 
 
 def best_place(text: list[int], n: int, most: int) -> tuple[int, int]:
-    """By comparing everything: the latest of the places where most tokens agree."""
+    """Return, by comparing everything, the latest of the positions where most tokens agree."""
     best = (0, 0)
     for end in range(n, len(text)):
         length = 0

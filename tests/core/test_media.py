@@ -140,7 +140,7 @@ def test_clearing_drops_what_nobody_holds():
 
 
 def failed(scheduler, step, *request_ids):
-    """The result of a step in which images of these requests could not be encoded."""
+    """Return the result of a step in which images of these requests could not be encoded."""
     row_of = {each.request_id: each.row for each in scheduler.running.at(step.rows)}
     ends = scheduler.running.num_tokens[step.rows] - 1
     samples = step.num_computed_tokens + step.num_scheduled_tokens >= ends
@@ -154,7 +154,7 @@ def failed(scheduler, step, *request_ids):
 
 
 def cached_of(scheduler, prompt, key):
-    """The cached tokens of a new request with this prompt."""
+    """Return the number of cached tokens of a new request with this prompt."""
     scheduler.add_request(make_request("new", prompt, media=[(1, 6, key)]))
     step = scheduler.schedule()
     return int(step.num_computed_tokens[-1])

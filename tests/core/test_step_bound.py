@@ -57,7 +57,7 @@ class Machine:
         self.times.append((seconds, num_tokens, has_stream))
 
     def bounded(self) -> list[float]:
-        """Seconds of the steps that ran prompts while streams waited."""
+        """Return the seconds of the steps that ran prompts while streams waited."""
         return [seconds for seconds, count, has_stream in self.times if count and has_stream]
 
 
@@ -80,7 +80,7 @@ class TimedLoop:
             self.results[spec.request_id] = Result()
 
     def step(self) -> dict[str, int]:
-        """Run one step; the tokens each request got."""
+        """Run one step. Returns the tokens that each request got."""
         step = self.scheduler.schedule()
         if not len(step.rows):
             assert not self.scheduler.num_unfinished_requests, "stuck"
@@ -100,7 +100,7 @@ class TimedLoop:
         return self.steps[-1]
 
     def run(self, max_steps: int = 2000) -> dict[str, Result]:
-        """Step until nothing is left."""
+        """Run steps until no request is left."""
         for _ in range(max_steps):
             if not self.scheduler.num_unfinished_requests:
                 return self.results
@@ -109,7 +109,8 @@ class TimedLoop:
 
 
 def with_streams(bound: StepBound | None, machine: Machine | None = None) -> TimedLoop:
-    """Two requests that generate, after prompts from which the times are known."""
+    """Return a loop with two requests that generate, after prompts from which the step times are
+    known."""
     loop = TimedLoop(machine or Machine(), bound)
     loop.add(make_request("first", 4, 1))
     loop.run()
@@ -120,7 +121,7 @@ def with_streams(bound: StepBound | None, machine: Machine | None = None) -> Tim
 
 
 def measured(bound_s: float) -> StepBound:
-    """A bound that knows the time of a step of 256 tokens."""
+    """Return a bound that knows the time of a step of 256 tokens."""
     bound = StepBound(bound_s)
     for _ in range(2):
         bound.record(StepWork(256, 0.0, has_decodes=False), 0.55)

@@ -33,10 +33,10 @@ class DockerfileError(Exception):
 @dataclass(frozen=True)
 class Instruction:
     line: int
-    """Where it begins; the first line is 1."""
+    """Line in which the instruction begins; the first line is 1."""
     name: str
     text: str
-    """The rest, on one line, with its variables as they are written."""
+    """The rest of the instruction, on one line, with its variables as they are written."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def substitute(text: str, variables: Mapping[str, str]) -> str:
 
 
 def read_pairs(text: str, variables: Mapping[str, str]) -> dict[str, str]:
-    """The NAME=value pairs of ENV and LABEL."""
+    """Return the NAME=value pairs of ENV and LABEL."""
     pairs = {}
     for word in shlex.split(text):
         name, equals, value = word.partition("=")
@@ -129,7 +129,7 @@ def read_pairs(text: str, variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_run(text: str) -> Run:
-    """Mounts and command of RUN in its shell form."""
+    """Return mounts and command of RUN in its shell form."""
     mounts = []
     while text.startswith("--"):
         flag, _, text = text.partition(" ")
@@ -205,7 +205,7 @@ class IgnoreFile:
         self._rules = [(_regex(p.removeprefix("!")), p.startswith("!")) for p in patterns]
 
     def excludes(self, path: str) -> bool:
-        """Whether the file at `path`, relative to the checkout, stays outside."""
+        """Return whether the file at `path`, relative to the checkout, is left out."""
         names = [str(PurePosixPath(path)), *map(str, PurePosixPath(path).parents)]
         is_excluded = False
         for regex, lets_in in self._rules:

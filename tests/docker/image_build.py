@@ -60,7 +60,7 @@ class Image:
         return _PLACES.sub(lambda match: f"{self.root}{match[0]}", text)
 
     def run(self, command: str, **env: str) -> "subprocess.CompletedProcess[str]":
-        """Run a shell command inside; never raises."""
+        """Run a shell command inside of the image; never raises."""
         return subprocess.run(
             ["/bin/sh", "-c", self.moved(command)],
             cwd=self.moved(self.workdir),
@@ -76,7 +76,7 @@ class Image:
         )
 
     def run_entrypoint(self, arguments: Iterable[str]) -> "subprocess.CompletedProcess[str]":
-        """What `docker run IMAGE ARGUMENTS` does."""
+        """Do what `docker run IMAGE ARGUMENTS` does."""
         return self.run(" ".join([*self.entrypoint, *arguments]))
 
 
@@ -175,7 +175,7 @@ class Builder:
             raise DockerfileError(f"exit code {done.returncode} of {run.command}\n{said}")
 
     def _mount(self, mount: Mapping[str, str]) -> Path | None:
-        """The link that stands for a mount, or None for a cache that stays."""
+        """Return the link that replaces a mount, or None for a cache that stays."""
         target = Path(self._image.moved(mount["target"]))
         target.parent.mkdir(parents=True, exist_ok=True)
         if mount == {"type": "cache", "target": mount["target"]}:
@@ -189,7 +189,7 @@ class Builder:
 
 
 def write_wheel(name: str, version: str, metadata: str, folder: Path) -> None:
-    """A wheel that is nothing but its metadata."""
+    """Write a wheel that contains only its metadata."""
     stem = f"{re.sub('[-_.]+', '_', name)}-{version}"
     info = f"{stem}.dist-info"
     tags = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
@@ -200,7 +200,7 @@ def write_wheel(name: str, version: str, metadata: str, folder: Path) -> None:
 
 
 def write_full_wheel(distribution: Distribution, folder: Path) -> None:
-    """A wheel with all the files of an installed pure package."""
+    """Write a wheel with all the files of an installed pure package."""
     stem = f"{distribution.metadata['Name']}-{distribution.version}"
     with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
         for file in distribution.files or ():
@@ -209,7 +209,7 @@ def write_full_wheel(distribution: Distribution, folder: Path) -> None:
 
 
 def write_vendor_package(name: str, version: str, site_packages: Path, source: str = "") -> None:
-    """A package of the vendor's image: its metadata, and a module that runs `source`."""
+    """Write a package of the vendor's image: its metadata, and a module that runs `source`."""
     info = f"{name}-{version}.dist-info"
     files = {
         f"{name}/__init__.py": source,

@@ -8,7 +8,8 @@ from packaging.utils import canonicalize_name
 
 
 def read_file(path: Path) -> list[Requirement]:
-    """The requirements of a file, with the files that its `-r` lines name, without constraints."""
+    """Return the requirements of a file, with the files that its `-r` lines name, without
+    constraints."""
     requirements = []
     for line in path.read_text().splitlines():
         text = line.split("#")[0].strip()

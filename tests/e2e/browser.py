@@ -64,7 +64,7 @@ class Page:
             self._note(self._receive())
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression; promises are awaited."""
+        """Return the value of a JavaScript expression; promises are awaited."""
         answer = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -72,12 +72,12 @@ class Page:
         return answer["result"].get("value")
 
     def text(self, selector: str) -> str:
-        """What the elements of a selector show."""
+        """Return the text that the elements of a selector show."""
         script = f"[...document.querySelectorAll({json.dumps(selector)})]"
         return self.evaluate(f"{script}.map(e => e.innerText).join(' ')")
 
     def is_shown(self, selector: str) -> bool:
-        """Whether the first element of a selector can be seen."""
+        """Return whether the first element of a selector can be seen."""
         return self.evaluate(f"document.querySelector({json.dumps(selector)}).checkVisibility()")
 
     def click(self, selector: str) -> None:
@@ -96,7 +96,7 @@ class Page:
         )
 
     def wait_for_text(self, selector: str, text: str) -> None:
-        """Until the first element of a selector shows a text."""
+        """Wait until the first element of a selector shows a text."""
         found = f"document.querySelector({json.dumps(selector)})"
         self.wait_for(f"{found} && {found}.innerText.includes({json.dumps(text)})")
 
@@ -118,7 +118,7 @@ class Page:
         path.write_bytes(base64.b64decode(data))
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command of the protocol, and its answer."""
+        """Send one command of the protocol, and return its answer."""
         self._last_id += 1
         message = {"id": self._last_id, "method": method, "params": params, **self._session}
         os.write(self._to_browser, json.dumps(message).encode() + b"\0")
@@ -159,7 +159,7 @@ def chromium_page(profile: Path) -> Iterator[Page]:
     from_browser, browser_writes = os.pipe()
 
     def place_pipes() -> None:
-        """The browser reads from 3 and writes to 4."""
+        """Let the browser read from 3 and write to 4."""
         copies = [os.dup(browser_reads), os.dup(browser_writes)]
         while min(copies) <= 4:  # neither copy may be 3 or 4, which `dup2` replaces below
             copies = [os.dup(copy) for copy in copies]

@@ -16,7 +16,7 @@ from vllm.assets import BUNDLED_MODEL
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory):
-    """Folder of a tiny model of a family, made once; 'bundled' is the trained one."""
+    """Return the folder of a tiny model of a family, made once; 'bundled' is the trained model."""
 
     @cache
     def folder(family: str) -> Path:
@@ -40,21 +40,22 @@ CHAT_FLAGS = (
 
 @pytest.fixture(scope="session")
 def chat_server() -> Iterator[Server]:
-    """A live server for the official clients, one for all modules; idle between two tests."""
+    """Run a live server for the official clients, one for all modules; no request runs between two
+    tests."""
     with start_server(*CHAT_FLAGS) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory):
-    """A tab of the one browser of a module."""
+    """Open a tab of the one browser of a module."""
     with chromium_page(tmp_path_factory.mktemp("profile")) as page:
         yield page
 
 
 @pytest.fixture
 def page(browser: Page):
-    """The tab. No test may leave an exception, blocked content or anything stored behind."""
+    """Return the tab. No test may leave an exception, blocked content or anything stored behind."""
     browser.complaints.clear()
     yield browser
     browser.evaluate(

@@ -27,22 +27,23 @@ class Machine:
         self._name = f"vllm-{os.getpid()}-{number}"
 
     def create(self) -> None:
-        """Without a link yet."""
+        """Create the namespace, without a link yet."""
         ip("netns", "add", self._name)
 
     def connect(self) -> None:
-        """Take the interface, and give it the address."""
+        """Move the interface into the namespace, and give it the address."""
         ip("link", "set", self.interface, "netns", self._name)
         self.ip("address", "add", f"{self.address}/24", "dev", self.interface)
         for interface in ("lo", self.interface):
             self.ip("link", "set", interface, "up")
 
     def set_link(self, state: str) -> None:
-        """up or down: then nothing that is sent arrives, and nobody is told."""
+        """Switch the link on or off. While it is off, nothing that is sent arrives, and the sender
+        gets no error."""
         self.ip("link", "set", self.interface, state)
 
     def ip(self, *arguments: str) -> None:
-        """Run `ip` there."""
+        """Run `ip` in the namespace."""
         ip("-n", self._name, *arguments)
 
     @contextmanager
@@ -59,7 +60,7 @@ class Machine:
             os.close(there)
 
     def remove(self) -> None:
-        """With its link."""
+        """Remove the namespace with its link."""
         subprocess.run(["ip", "netns", "delete", self._name], check=False, capture_output=True)
 
 
@@ -75,7 +76,7 @@ def _enter(descriptor: int) -> None:
 
 @contextmanager
 def two_machines() -> Iterator[tuple[Machine, Machine]]:
-    """Two namespaces with a link between them; the test is skipped where none can be made."""
+    """Make two namespaces with a link between them, or skip the test where none can be made."""
     if shutil.which("ip") is None:
         pytest.skip("there is no `ip` (iproute2)")
     first, second = machines = Machine(0), Machine(1)

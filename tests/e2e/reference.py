@@ -56,7 +56,7 @@ class TransformersReference:
 
     @property
     def table(self) -> Tensor:
-        """[vocab, size] embeddings of tokens."""
+        """Return the embeddings of tokens, [vocab, size]."""
         table: Tensor = self._model.get_input_embeddings().weight.detach()
         return table
 

@@ -24,7 +24,7 @@ END_TIMEOUT_S = 120
 """Time limits are for what hangs: they are far beyond what a slow machine needs."""
 
 KEY = "secret"
-"""Of the server that is shared by the tests of clients with a key."""
+"""API key of the server that is shared by the tests of clients with a key."""
 
 _PORTS = range(20_000, 32_000)
 """Below those that the system gives to connections."""
@@ -59,11 +59,11 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Without a path."""
+        """Return the URL of the server, without a path."""
         return f"http://127.0.0.1:{self.port}"
 
     def log_text(self) -> str:
-        """What it has written so far."""
+        """Return what the server has written so far."""
         return self.log.read_text(errors="replace")
 
     def request(
@@ -90,7 +90,7 @@ class Server:
             return response.status, names, response.read()
 
     def get_json(self, path: str) -> Any:
-        """The body of GET."""
+        """Return the JSON body of the answer to GET."""
         return json.loads(self.request("GET", path)[2])
 
     def metric(self, name: str) -> float:
@@ -110,7 +110,7 @@ class Server:
         return sum(values)
 
     def wait_for(self, path: str = "/readyz", timeout_s: float = START_TIMEOUT_S) -> None:
-        """Until GET gives 200."""
+        """Wait until GET answers 200."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             assert self.process.poll() is None, self.log_text()
@@ -121,7 +121,7 @@ class Server:
         raise AssertionError(f"{path} is not 200 after {timeout_s} s:\n{self.log_text()}")
 
     def wait_until_idle(self, timeout_s: float = 120) -> None:
-        """Until no request runs or waits, and no block is held."""
+        """Wait until no request runs or waits, and no block is held."""
         gauges = (
             "vllm:num_requests_running",
             "vllm:num_requests_waiting",
@@ -138,11 +138,12 @@ class Server:
         raise AssertionError(f"not idle after {timeout_s} s: {values}")
 
     def replica_states(self) -> list[str]:
-        """Of each replica; needs VLLM_SERVER_DEV_MODE=1."""
+        """Return the state of each replica; needs VLLM_SERVER_DEV_MODE=1."""
         return [replica["state"] for replica in self.get_json("/replicas")["replicas"]]
 
     def children(self) -> list[psutil.Process]:
-        """Its processes besides the API process; remembered for `assert_nothing_is_left`."""
+        """Return the processes of the server besides the API process, and remember them for
+        `assert_nothing_is_left`."""
         with contextlib.suppress(psutil.NoSuchProcess):
             found = psutil.Process(self.process.pid).children(recursive=True)
             self._seen |= {child.pid: child for child in found}
@@ -150,7 +151,8 @@ class Server:
         return []
 
     def engine_process(self) -> psutil.Process:
-        """The engine core. Its ranks may be copies of it, with its command line."""
+        """Return the process of the engine core. Its ranks may be copies of it, with its command
+        line."""
         (core,) = (
             each
             for each in self.children()
@@ -160,12 +162,12 @@ class Server:
         return core
 
     def send_signal(self, signum: int = signal.SIGTERM) -> None:
-        """To the API process alone."""
+        """Send a signal to the API process only."""
         self.children()
         self.process.send_signal(signum)
 
     def wait_for_exit(self, timeout_s: float = END_TIMEOUT_S) -> int:
-        """Its exit code."""
+        """Wait for the server to exit, and return its exit code."""
         return self.process.wait(timeout_s)
 
     def remove_scratch(self) -> None:
@@ -174,14 +176,14 @@ class Server:
             shutil.rmtree(folder)
 
     def assert_nothing_is_left(self) -> None:
-        """No process of it runs any more, and its sockets are gone."""
+        """Assert that no process of the server runs any more, and that its sockets are removed."""
         assert not list(self.scratch.glob("vllm-*")), "the folder of the sockets is left behind"
         _, alive = psutil.wait_procs(self._seen.values(), timeout=60)
         assert not alive, f"left behind: {alive}\n{self.log_text()}"
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Until it is true."""
+    """Wait until the condition is true."""
     end = time.monotonic() + START_TIMEOUT_S
     while not condition():
         assert time.monotonic() < end
@@ -189,7 +191,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port that nobody listens on."""
     while True:
         port = secrets.choice(_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -211,7 +213,7 @@ class EngineHold:
         self.variables = {"PYTHONPATH": os.pathsep.join(paths)}
 
     def release(self) -> None:
-        """Let them start."""
+        """Let the engine processes start."""
         self._go.touch()
 
 
@@ -261,5 +263,5 @@ def start_server(
 
 
 def serve_command() -> Sequence[str]:
-    """`vllm serve` of this checkout."""
+    """Return the command of `vllm serve` of this checkout."""
     return (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")

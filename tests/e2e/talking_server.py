@@ -169,19 +169,20 @@ class TalkingEngine:
         )
 
     def say(self, *pieces: str, is_held: bool = False) -> None:
-        """What all later answers are; held ones stop after the first piece until `release`."""
+        """Set the text of all later answers; held ones stop after the first piece until
+        `release`."""
         self.pieces = pieces
         self.is_held = is_held
         self.release.clear()
 
     @property
     def prompts(self) -> list[str]:
-        """Of all requests."""
+        """Return the prompts of all requests."""
         return [prompt for prompt, _ in self.requests.values()]
 
     @property
     def last_params(self) -> SamplingParams:
-        """Of the last request."""
+        """Return the parameters of the last request."""
         return list(self.requests.values())[-1][1]
 
 
@@ -200,6 +201,6 @@ class Faulty:
 
 
 def make_app(engine: TalkingEngine, **settings: Any) -> FastAPI:
-    """The whole server around an engine."""
+    """Return the app of the whole server around an engine."""
     args = ServerArgs(**{"chat_template": TEMPLATE, "disable_uvicorn_access_log": True, **settings})
     return build_app(ServerContext(args, engine, created=0.0))  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ LIMITS = {"max_num_batched_tokens": 48, "num_gpu_blocks_override": 18}
 
 
 def random_requests(family, rng):
-    """Prompts with images of any size, of which some are equal."""
+    """Return prompts with images of any size, some of which are equal."""
     image, drawn, found = FAMILIES[family].in_text, [], []
     while len(drawn) < NUM_IMAGES:
         images = []

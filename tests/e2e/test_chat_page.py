@@ -34,7 +34,7 @@ TOOL = {"name": "get_weather", "parameters": {"type": "object", "properties": {"
 
 @pytest.fixture(scope="module")
 def talk():
-    """An engine, the fault in front of it, and the address of its server."""
+    """Return an engine, the fault in front of it, and the address of its server."""
     engine = TalkingEngine()
     faulty = Faulty(make_app(engine))
     with served(faulty) as url:
@@ -55,7 +55,7 @@ def engine(talk):
 
 @pytest.fixture
 def chat(engine, talk, page):
-    """The page, ready to talk."""
+    """Return the chat page, ready for input."""
     return open_chat(page, talk[2])
 
 
@@ -71,7 +71,7 @@ def send(page: Page, text: str) -> None:
 
 
 def wait_for_answer(page: Page, text: str) -> None:
-    """Until the last answer is complete and shows a text."""
+    """Wait until the last answer is complete and shows a text."""
     page.wait_for(f"document.querySelector('{ANSWER} .actions')")
     page.wait_for_text(ANSWER, text)  # a long answer is drawn in several parts
 
@@ -85,7 +85,7 @@ def set_settings(page: Page, **texts: str) -> None:
 
 
 def press(page: Page, role: str, label: str) -> None:
-    """A button below the last message of a role."""
+    """Press a button below the last message of a role."""
     page.evaluate(
         f"[...[...document.querySelectorAll('.{role}')].at(-1).querySelectorAll('button')]"
         f".find((button) => button.textContent === {label!r}).click()"
@@ -102,7 +102,7 @@ def import_chats(page: Page, text: str) -> None:
     )
 
 
-# ---- answers ------------------------------------------------------------------------------------
+# ---- answers -------------------------------------------------------------------------------------
 
 
 def test_an_answer_streams_in_and_is_measured(chat, engine):
@@ -352,7 +352,7 @@ def test_markdown_is_shown_as_it_is_meant(chat, engine):
         assert chat.text(f"{ANSWER} .markdown {selector}") == text
 
 
-# ---- pictures -----------------------------------------------------------------------------------
+# ---- pictures ------------------------------------------------------------------------------------
 
 GIVE = """(async () => {
   const canvas = new OffscreenCanvas(%d, %d), context = canvas.getContext('2d');
@@ -382,7 +382,7 @@ def give(page: Page, name: str, width: int = 60, height: int = 40, how: str = "c
 
 @pytest.fixture
 def seeing(engine, talk, page):
-    """The page of a model that reads pictures, ready to talk."""
+    """Return the chat page of a model that reads pictures, ready for input."""
     engine.read_media("image")
     return open_chat(page, talk[2])
 
@@ -509,7 +509,7 @@ def test_a_model_that_reads_text_alone_is_offered_no_pictures(seeing, engine, ta
     assert engine.prompts[-1] == "<user>Look<assistant>ok<user>And now?<assistant>"
 
 
-# ---- sounds -------------------------------------------------------------------------------------
+# ---- sounds --------------------------------------------------------------------------------------
 
 
 def record(page: Page) -> None:

@@ -60,7 +60,7 @@ def model(server):
 
 @pytest.fixture(scope="module")
 def wanted(url, model):
-    """The greedy answer, by the official client: every other library must show the same."""
+    """Return the greedy answer from the official client: every other library must show the same."""
     import openai
 
     with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0) as client:

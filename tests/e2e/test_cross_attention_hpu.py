@@ -36,7 +36,7 @@ def expected(folder):
 
 
 def many_images():
-    """A prompt with more images than the smaller number of slots has room for."""
+    """Return a prompt with more images than the smaller number of slots has room for."""
     images = images_of([2, 3, 2, 4])
     return {"prompt": "<|image|>" * len(images), "multi_modal_data": {"image": images}}
 
@@ -64,7 +64,8 @@ def test_settings_change_no_token(folder, expected, settings):
 
 
 def read_slots(llm, monkeypatch):
-    """The set that takes in how many slots of images each batch of an engine reads."""
+    """Return a set to which each batch of an engine adds the number of image slots that it
+    reads."""
     launches, found = runner_of(llm).launches, set()
     run = launches.run
 

@@ -26,19 +26,19 @@ PROMPTS = [f"import os{n}\ndef f" for n in range(12)] + [f"{PREFIX}def g{n}" for
 
 
 def replicas(server, name: str) -> list:
-    """This value of each replica."""
+    """Return this value of each replica."""
     status, _, body = server.request("GET", "/replicas", **HEADER)
     assert status == 200
     return [each[name] for each in json.loads(body)["replicas"]]
 
 
 def cores(server) -> list[psutil.Process]:
-    """The process of each replica."""
+    """Return the process of each replica."""
     return [psutil.Process(pid) for pid in replicas(server, "pid")]
 
 
 async def complete(server, max_tokens=24) -> list[str]:
-    """The text of each prompt, or the message of the error that it got."""
+    """Return the text for each prompt, or the error message."""
     url = f"{server.url}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=300) as client:
 

@@ -40,7 +40,7 @@ class OracleSource:
 
 
 def seen_by_user(output) -> list:
-    """Everything but the last digits of log-probabilities."""
+    """Return everything except the last digits of log-probabilities."""
     return [
         (
             list(sample.token_ids),

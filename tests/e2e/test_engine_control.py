@@ -22,7 +22,7 @@ CACHE_BLOCKS = 2000
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For the checkpoint, which a test changes, and for traces."""
+    """Make a folder for the checkpoint, which a test changes, and for traces."""
     folder: Path = tmp_path_factory.mktemp("control")
     shutil.copytree(BUNDLED_MODEL, folder / "model")
     return folder
@@ -66,7 +66,7 @@ def weight_bytes(llm: LLM) -> int:
 
 
 def negate_norm(model: torch.nn.Module) -> None:
-    """Change what the model generates."""
+    """Change the sign of a norm, so that the model generates other tokens."""
     with torch.no_grad():
         model.model.norm.weight.neg_()
 

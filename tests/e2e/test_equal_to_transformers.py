@@ -212,7 +212,8 @@ GROUPS = {
 SCALED_IN_VERSION_4 = ("gemma", "gemma2")
 """Families of which transformers 4 scales the embeddings of a prompt."""
 LIMITS = {"gemma3": 2e-4}
-"""Of a log-probability. Seven layers: one value is 1.07e-4 off."""
+"""Limits of the difference of a log-probability. With seven layers, one value differs by
+1.07e-4."""
 SAME_LAYERS = ("llama3", "llama_linear", "llama_yarn", "bundled")
 """Llamas with other tables of rotations or other sizes, no concern of how requests are batched."""
 SIBLINGS = (
@@ -347,7 +348,7 @@ TABLE = [
 
 @pytest.fixture(scope="module")
 def folder_of(models, tmp_path_factory):
-    """Folder of a family or of one of its variants, made once."""
+    """Return the folder of a family or of one of its variants, made once."""
 
     @cache
     def folder(name: str) -> Path:

@@ -95,7 +95,7 @@ SAMPLED_PROMPT = [3, 4, 3, 4, 3]
 
 
 def seen_by_user(output: Any) -> list[Any]:
-    """Log-probabilities come last."""
+    """Return what a user sees of an output, with the log-probabilities last."""
     entries = [output.prompt_logprobs, *(sample.logprobs for sample in output.outputs)]
     places = [place or {} for found in entries if found is not None for place in found]
     samples = [(list(s.token_ids), s.text, s.finish_reason, s.stop_reason) for s in output.outputs]
@@ -108,7 +108,7 @@ def params_of(kind: str) -> SamplingParams:
 
 
 def run(llm: LLM, *, is_reversed: bool = False) -> dict[str, list[Any]]:
-    """What a user sees of each kind, all in one batch."""
+    """Return what a user sees of each kind of request, all in one batch."""
     kinds = list(KINDS)[:: -1 if is_reversed else 1]
     params = [params_of(kind) for kind in kinds]
     prompts = [{"prompt_token_ids": PROMPTS[kind]} for kind in kinds]
@@ -117,7 +117,7 @@ def run(llm: LLM, *, is_reversed: bool = False) -> dict[str, list[Any]]:
 
 
 def sampled(llm: LLM) -> list[list[int]]:
-    """Three tokens each of many requests with the same prompt."""
+    """Return three tokens for each of many requests with the same prompt."""
     params = [
         SamplingParams(temperature=0.8, max_tokens=3, ignore_eos=True, seed=seed)
         for seed in range(NUM_SAMPLED)
@@ -128,7 +128,7 @@ def sampled(llm: LLM) -> list[list[int]]:
 
 @torch.no_grad()
 def distribution(target: Path) -> torch.Tensor:
-    """[V, V, V] float64: the probability of each three tokens by transformers."""
+    """Return the probability of each three tokens by transformers, [V, V, V] float64."""
     model, tokens = load_target(target), torch.arange(VOCAB_SIZE)
     pairs = torch.cartesian_prod(tokens, tokens)
     ids = torch.cat([torch.tensor(SAMPLED_PROMPT).expand(len(pairs), -1), pairs], 1)
@@ -139,7 +139,8 @@ def distribution(target: Path) -> torch.Tensor:
 
 
 def assert_sampled_from(expected: torch.Tensor, tokens: list[list[int]]) -> None:
-    """Chi-square of all pairs of neighbours at a probability of 0.001; rare pairs are one class."""
+    """Assert by a chi-square test at a probability of 0.001 that pairs of neighboring tokens have
+    the right distribution; rare pairs are one class."""
     for pairs, weights in (
         ([(a, b) for a, b, _ in tokens], expected.sum(2)),
         ([(b, c) for _, b, c in tokens], expected.sum(0)),
@@ -197,7 +198,7 @@ def make_llm(case: Case, **more: Any) -> LLM:
 
 @pytest.fixture(scope="module")
 def expected(cases) -> dict[Path, dict[str, list[Any]]]:
-    """By model, without drafts: what users see of each kind."""
+    """Return, for each model, what users see of each kind of request without drafts."""
     return {
         target: {
             kind: [*exact, pytest.approx(logprobs, abs=1e-3)]
@@ -209,7 +210,7 @@ def expected(cases) -> dict[Path, dict[str, list[Any]]]:
 
 @pytest.fixture(scope="module")
 def chances(cases) -> dict[Path, tuple[list[list[int]], torch.Tensor]]:
-    """By model, without drafts: sampled tokens, and their distribution."""
+    """Return, for each model, the tokens sampled without drafts, and their distribution."""
     targets = {cases[method].target for method in METHODS}
     return {
         target: (sampled(LLM(str(target), **COMMON)), distribution(target)) for target in targets

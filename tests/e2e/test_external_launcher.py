@@ -103,7 +103,7 @@ class OtherRank:
         return [value, json.dumps(json.loads(value) | self.differs).encode()]
 
     def close(self):
-        """Nothing is open."""
+        """Do nothing: no connection is open."""
 
 
 @pytest.mark.parametrize("differs", [{"version": "0.1"}, {"max_num_seqs": "3"}])

@@ -20,7 +20,7 @@ FLAGS = ("--max-model-len", "256", "--max-num-seqs", "8", "--data-parallel-size"
 
 @contextlib.contextmanager
 def machine(port: int, *flags: str, log):
-    """A machine with the second replica."""
+    """Start a machine with the second replica."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--headless"]
     command += [*FLAGS, "--data-parallel-size-local", "1", "--data-parallel-start-rank", "1"]
     command += ["--data-parallel-rpc-port", str(port), *flags]

@@ -33,7 +33,7 @@ SAID = {
 
 
 def post(server, path, body):
-    """The answer, or the `data` of all events of a stream."""
+    """Return the answer, or the `data` of all events of a stream."""
     status, _, answer = server.request("POST", path, body, **{"anthropic-version": "2023-06-01"})
     assert status == 200, answer
     if not body.get("stream"):

@@ -19,13 +19,14 @@ SETTINGS = {
 
 
 def scales_of(worker) -> list[float]:
-    """Of all layers and heads."""
+    """Return the scales of all layers and heads."""
     layers = worker.runner.attention_layers
     return [x for each in layers for s in (each.key_scales, each.value_scales) for x in s.tolist()]
 
 
 def logprobs_of(prompts: list[list[int]], **settings) -> list[float]:
-    """Of all tokens of all prompts but the first; each prompt comes twice."""
+    """Return the log-probabilities of all tokens of all prompts except the first; each prompt runs
+    twice."""
     settings = {"num_gpu_blocks_override": 400, "max_num_seqs": 32} | settings
     llm = LLM(dtype="bfloat16", skip_tokenizer_init=True, max_model_len=160, **settings)
     scales = llm.collective_rpc(scales_of)[0]

@@ -20,7 +20,8 @@ def warm_up_lines(stage: str, total: int) -> list[str]:
 
 
 def expected_lines(mode: str) -> list[str]:
-    """Patterns of all lines about Gaudi, in their order, for 2 prompt buckets and 1 of decodes."""
+    """Return patterns of all lines about Gaudi, in their order, for 2 buckets of prompts and 1
+    bucket of decodes."""
     is_eager = MODES[mode][1]
     reserved = "0.0" if is_eager else "0.1"
     lines = [

@@ -34,8 +34,8 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[dict[str, LLM]]:
-    """One that waits for each step, one that runs ahead, and one whose steps have several decodes,
-    on one card."""
+    """Make three engines on one card: one waits for each step, one runs ahead, and one has several
+    decodes in a step."""
     card = simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=True, **FEW_BUCKETS)
     with pytest.MonkeyPatch.context() as patch, card:
         # Run ahead however short a step is; other tests measure the time of a step.
@@ -57,7 +57,8 @@ def engines() -> Iterator[dict[str, LLM]]:
 
 
 def generate(llm: LLM, params: SamplingParams) -> tuple[list[list[int]], int, int]:
-    """Output tokens, the most steps that were in flight at once, and the most decodes of one."""
+    """Return output tokens, the most steps that were in flight at once, and the most decodes of one
+    step."""
     core = core_of(llm)
     depths, wait = [], core._wait
     decodes = count_decodes(llm.llm_engine)

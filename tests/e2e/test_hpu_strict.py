@@ -49,7 +49,8 @@ PIECES = [
 
 
 def random_request(rng: random.Random, stems: list[str]) -> tuple[str, SamplingParams]:
-    """A prompt that may begin like another one, and any mixture of what can be asked for."""
+    """Return a prompt that may begin like another one, and parameters with any mixture of
+    features."""
     prompt = rng.choice(stems)[: rng.randint(1, 60)] + "".join(
         rng.choices(PIECES, k=rng.randint(0, 8))
     )
@@ -95,7 +96,7 @@ def seen_by_user(outputs) -> list[list]:
 
 @pytest.fixture(scope="module")
 def engine(models) -> dict[str, Any]:
-    """Arguments of `LLM`: a tiny model that reads texts."""
+    """Return arguments of `LLM`: a tiny model that reads texts."""
     return ENGINE | {"model": str(models("llama")), "tokenizer": str(BUNDLED_MODEL)}
 
 
@@ -110,7 +111,8 @@ def load(engine) -> Load:
 
 
 def expected_syncs(launches: list[LaunchResult]) -> int:
-    """One copy of the tokens of each launch that samples, and those of log-probabilities."""
+    """Return the expected number of copies to the host: the tokens of each forward pass that
+    samples, and log-probabilities."""
     syncs = 0
     for launch in launches:
         if launch.sampled is not None:

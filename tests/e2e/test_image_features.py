@@ -39,7 +39,7 @@ def llm(folder):
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    """Keeps no blocks between requests, and runs prompts in pieces."""
+    """Return an engine that keeps no blocks between requests, and runs prompts in chunks."""
     return LLM(str(folder), **ENGINE, enable_prefix_caching=False, max_num_batched_tokens=24)
 
 

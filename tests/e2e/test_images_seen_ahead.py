@@ -17,7 +17,7 @@ from vllm.transformers_utils.transformers_version import is_version_4
 pytest.importorskip("PIL", reason="images need Pillow")
 
 NUM_TOKENS = 16
-"""Of an image."""
+"""Number of tokens of an image."""
 IMAGE = "<start_of_image>"
 KINDS = ["sliding_attention", "full_attention"] * 2
 # In transformers 4, image tokens also see image tokens outside of the window: use a window that is
@@ -27,7 +27,8 @@ WINDOW = 20 if is_version_4() else 6
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Layers with a window that is smaller than an image, and without."""
+    """Return the folder of a model with two kinds of layers: with a window smaller than an image,
+    and without a window."""
     return make_tiny_images(
         "gemma3",
         tmp_path_factory.mktemp("gemma3"),
@@ -39,7 +40,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """Of `requests_of`, by the engine without chunks and prefix cache; see the first test."""
+    """Return outputs of `requests_of` from the engine without chunks and prefix cache; see the
+    first test."""
     llm = LLM(str(folder), **ENGINE, enable_prefix_caching=False)
     return tokens_of(llm.generate(requests_of("gemma3"), GREEDY))
 
@@ -50,7 +52,7 @@ def ask(text, *images):
 
 @torch.inference_mode()
 def logprobs_of_transformers(folder, token_ids, images):
-    """Log-probabilities of all tokens after the first one."""
+    """Return the log-probabilities of all tokens after the first one."""
     model_class = transformers.Gemma3ForConditionalGeneration
     model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     name = "Gemma3ImageProcessor" if is_version_4() else "Gemma3ImageProcessorPil"

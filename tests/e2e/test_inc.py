@@ -42,7 +42,7 @@ def calibrate(texts, out, *flags) -> int:
 
 @pytest.fixture(scope="module")
 def calibrated(texts, tmp_path_factory) -> Path:
-    """The folder of the bundled model, calibrated for Gaudi 2."""
+    """Return the folder of the bundled model, calibrated for Gaudi 2."""
     out = tmp_path_factory.mktemp("calibrated")
     assert calibrate(texts, out, "--device-for-scales", "g2") == 0
     return out / "stdlib-llama-5m"

@@ -37,7 +37,7 @@ SMALL = {"max_model_len": 512, "num_gpu_blocks_override": 70, "max_num_seqs": 2}
 
 
 def generate(llm) -> tuple[list[list[int]], list[int]]:
-    """Tokens, and how many tokens of each prompt were cached."""
+    """Return tokens, and how many tokens of each prompt were cached."""
     outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     return [o.outputs[0].token_ids for o in outputs], [o.num_cached_tokens for o in outputs]
 
@@ -254,7 +254,7 @@ def test_tokens_are_the_same_under_random_load(tmp_path, seed):
 
 
 def run(engine, todo, rng) -> dict[str, list[int]]:
-    """The tokens of the requests that were not aborted."""
+    """Return the tokens of the requests that were not aborted."""
     left, done = list(reversed(todo)), {}
     while left or engine.has_unfinished_requests():
         for _ in range(rng.randrange(4)):
@@ -300,7 +300,7 @@ class Backend(ThreadingHTTPServer):
                 self.end_headers()
 
             def log_message(self, *_: object) -> None:
-                """Nothing."""
+                """Log nothing."""
 
         super().__init__(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()

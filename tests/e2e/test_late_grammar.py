@@ -72,7 +72,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
 
 
 def ask(client: OpenAI, *, seed: int = 0, **body):
-    """The choice of an answer."""
+    """Return the choice of an answer."""
     messages = [{"role": "user", "content": "x"}]
     more = body.pop("extra_body", {})
     answer = client.chat.completions.create(

@@ -29,7 +29,7 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=
 
 
 def merged_output(folder: Path, token_ids: list[int]) -> tuple[list[int], list[float]]:
-    """Greedy tokens and their log-probabilities by transformers, with the adapter merged."""
+    """Return greedy tokens and their log-probabilities by transformers, with the adapter merged."""
     return greedy(merged_model(BUNDLED_MODEL, folder), token_ids, GREEDY.max_tokens)
 
 

@@ -123,7 +123,8 @@ def test_packed_experts_keep_the_bits_of_other_rows(
 
 
 def reason(llm: LLM, folder: Path) -> str:
-    """Why an adapter is refused, while a row without one goes on."""
+    """Return the reason for which an adapter is refused, while a request without an adapter
+    continues."""
     prompts = [{"prompt_token_ids": TOKENS}] * 2
     mixed = [LoRARequest("broken", 9, str(folder)), None]
     outputs = run_on_engine(llm, prompts, GREEDY, mixed)

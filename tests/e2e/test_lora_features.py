@@ -126,7 +126,7 @@ def test_stages_give_what_one_gives(family, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def coder(tmp_path_factory) -> LoRARequest:
-    """A weak adapter of the bundled model, whose answers it changes a little."""
+    """Return a weak adapter of the bundled model, whose answers it changes a little."""
     folder = tmp_path_factory.mktemp("adapter") / "coder"
     write_adapter(folder, BUNDLED_MODEL, 3, 8, ALL, size=0.04)
     return LoRARequest("coder", 1, str(folder))

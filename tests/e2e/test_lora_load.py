@@ -67,7 +67,7 @@ def test_sixty_four_adapters_and_base_rows_in_one_batch(tmp_path):
 
 @pytest.fixture(scope="module")
 def coders(tmp_path_factory) -> list[LoRARequest]:
-    """Weak adapters of the bundled model."""
+    """Return weak adapters of the bundled model."""
     root = tmp_path_factory.mktemp("adapters")
     return [
         request_of(write_adapter(root / str(n), BUNDLED_MODEL, n, 4 * n, ALL, size=0.04), n)

@@ -28,7 +28,7 @@ def server(chat_server):
 
 @pytest.fixture
 def anthropic():
-    """Imported by the process that needs it alone: it takes seconds."""
+    """Import the client only in the process that needs it: the import takes seconds."""
     return pytest.importorskip("anthropic")
 
 

@@ -39,7 +39,7 @@ NAMES = {
 
 
 def as_published(dense: Path, target: Path) -> Path:
-    """The same model in that format, with the tokenizer of the bundled model."""
+    """Write the same model in Mistral's format, with the tokenizer of the bundled model."""
     target.mkdir()
     config = json.loads((dense / "config.json").read_text())
     heads = {"wq": config["num_attention_heads"], "wk": config["num_key_value_heads"]}
@@ -130,7 +130,7 @@ def test_params_that_cannot_be_read_are_named(params, message, published, tmp_pa
 
 @pytest.fixture(scope="module")
 def with_tekken(published, tmp_path_factory):
-    """Without any other tokenizer."""
+    """Write the model with tekken.json as its only tokenizer."""
     folder = shutil.copytree(published, tmp_path_factory.mktemp("tekken") / "model")
     for path in folder.glob("tokenizer*"):
         path.unlink()

@@ -42,7 +42,7 @@ def model(server):
 
 
 def is_idle(server, seconds=120.0):
-    """Whether nothing runs any more, in time."""
+    """Return whether all requests end in time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if server.metric("vllm:num_requests_running") == 0:

@@ -26,7 +26,7 @@ def curls_of(page: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def model(chat_server: Server) -> str:
-    """Name of the model that the server has."""
+    """Return the name of the model that the server has."""
     _, _, body = chat_server.request("GET", "/v1/models")
     name: str = json.loads(body)["data"][0]["id"]
     return name

@@ -74,7 +74,7 @@ def several_cards(folder: str, **values: Any) -> Iterator[Callable[[], LLM]]:
 
 
 def fill_in_the_middle(llm: LLM) -> None:
-    """Requests until the card of rank 1 is full."""
+    """Send requests until the card of rank 1 has no free memory."""
     engine = llm.llm_engine
     for n, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         engine.add_request(str(n), {"prompt_token_ids": prompt}, params)
@@ -83,7 +83,7 @@ def fill_in_the_middle(llm: LLM) -> None:
 
 
 def tokens_of_one(folder: str) -> list[list[int]]:
-    """Of each prompt, on the CPU in one process."""
+    """Return the tokens for each prompt, on the CPU in one process."""
     llm = LLM(folder, device="cpu", **ENGINE | {"tensor_parallel_size": 1})
     return [list(output.outputs[0].token_ids) for output in generate(llm)]
 

@@ -37,11 +37,11 @@ from vllm.ops.cpu.operators.program import Program
 
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear")
 MORE_BLOCKS = ENGINE | {"num_gpu_blocks_override": 60}
-"""For layers with windows of their own."""
+"""More blocks, for layers with windows, which have blocks of their own."""
 
 
 def in_stages(monkeypatch: pytest.MonkeyPatch, folder: str, **values: object) -> LLM:
-    """An engine whose ranks are threads of this process, with a step in each stage unless told
+    """Make an engine whose ranks are threads of this process, with a step in each stage unless told
     otherwise."""
     values.setdefault("pipeline_steps_in_flight", values["pipeline_parallel_size"])
     with monkeypatch.context() as patched:
@@ -181,7 +181,7 @@ def test_stages_of_quantized_checkpoints_give_the_tokens_of_one_process(
 
 
 def generate_plain(llm: LLM) -> list[RequestOutput]:
-    """A load whose decodes want nothing but a distribution of the sampler."""
+    """Run requests whose decodes need nothing from the sampler except a distribution."""
     params = [
         replace(each, logprobs=None, prompt_logprobs=None, presence_penalty=0.0) for each in PARAMS
     ]
@@ -311,7 +311,7 @@ def test_more_stages_than_layers_are_refused(folder):
 
 @pytest.fixture(scope="module")
 def two(folder: str) -> Iterator[LLM]:
-    """An engine of two processes; the last of its tests kills one."""
+    """Make an engine of two processes; the last test that uses it kills one of them."""
     files = named_files()
     llm = LLM(folder, pipeline_parallel_size=2, enable_sleep_mode=True, **ENGINE)
     pids = ranks_of(llm)

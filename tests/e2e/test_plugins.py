@@ -40,7 +40,7 @@ def fail():
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """A folder for sys.path with the package own_models and its dist-info."""
+    """Make a folder for sys.path with the package own_models and its dist-info."""
     info = tmp_path / "own_models-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-models\nVersion: 1.0\n")

@@ -35,7 +35,7 @@ CHUNKS = {"max_num_batched_tokens": 24, "max_num_seqs": 6}
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory):
-    """Folder of the tiny model of an architecture, made once."""
+    """Return the folder of the tiny model of an architecture, made once."""
 
     @cache
     def folder(architecture: str) -> Path:

@@ -24,7 +24,7 @@ FLAGS = ("--dtype", "float32", "--max-model-len", "64", "--enable-server-load-tr
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory):
-    """(model folder, server) of an embedding model."""
+    """Return (model folder, server) of an embedding model."""
     folder = tmp_path_factory.mktemp("bert")
     add_tokenizer(make_pooling_model("BertModel", folder, matryoshka_dimensions=[16]))
     with start_server(str(folder), *FLAGS) as server:

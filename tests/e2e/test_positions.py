@@ -58,7 +58,8 @@ class Given:
 
 
 def layout(num_positions: int, *parts: int | tuple[int, int]) -> np.ndarray:
-    """Positions of texts of so many tokens, and of images of so many rows and columns."""
+    """Return positions of texts with so many tokens, and of images with so many rows and
+    columns."""
     columns: list[tuple[int, int, int]] = []
     for part in parts:
         first = max((max(column) for column in columns), default=-1) + 1
@@ -105,7 +106,7 @@ def requests_of(num_positions: int) -> list[Given]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Models by the positions of their tokens."""
+    """Return the model folders by the number of positions of a token."""
     found = {}
     for num_positions, sections in SECTIONS.items():
         folder = tmp_path_factory.mktemp("positions")
@@ -116,7 +117,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 
 def take_positions(folder: Path, sections: list[int]) -> None:
-    """Let a model take positions of requests."""
+    """Let a model accept positions of requests."""
     config = json.loads((folder / "config.json").read_text())
     name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(name) or {"rope_type": "default"}
@@ -141,7 +142,8 @@ class Greedy:
 
 @pytest.fixture(scope="module")
 def wanted(folders) -> dict[int, list[Greedy]]:
-    """What transformers makes of the requests, by the positions of a token."""
+    """Return the outputs of transformers for the requests, by the number of positions of a
+    token."""
     return {count: list(reference(folder, count)) for count, folder in folders.items()}
 
 
@@ -298,7 +300,7 @@ def test_drafts_at_the_same_positions_are_right(more, folders, wanted):
 
 @pytest.fixture(scope="module")
 def eagle(tmp_path_factory):
-    """A speculator, and its model; both take one position per token."""
+    """Return the folders of a speculator and of its model; both need one position per token."""
     folder = tmp_path_factory.mktemp("eagle")
     made = make_speculator("eagle", make_target(folder / "target"), folder / "head-eagle")
     for part in (folder / "target", folder / "head-eagle"):
@@ -314,7 +316,8 @@ AFTER_IMAGE = Given(
 
 
 def run_eagle(eagle, max_tokens: int, **settings: Any) -> tuple[list[int], tuple[int, ...]]:
-    """Output of a request with positions, and its right drafts by their order in a step."""
+    """Return the output of a request with positions, and the number of right drafts by their order
+    in a step."""
     arguments = ENGINE | {"speculative_config": eagle.config | {"adaptive": False}} | settings
     llm = LLM(str(eagle.target), **arguments)
     params = GREEDY.clone()

@@ -42,13 +42,13 @@ def make_llm(folder, **settings) -> LLM:
 
 
 def table_of(folder, dtype=torch.float32) -> torch.Tensor:
-    """[vocab, size] of the embeddings of tokens."""
+    """Return the embeddings of tokens, [vocab, size]."""
     model = load_reference(folder, dtype)
     return model.get_input_embeddings().weight.detach()
 
 
 def make_embeds(table: torch.Tensor, length: int, seed: int = 0) -> torch.Tensor:
-    """Near to those of tokens, but of none."""
+    """Return embeddings that are near to embeddings of tokens, but equal to none of them."""
     generator = torch.Generator().manual_seed(seed + length)
     token_ids = torch.randint(16, len(table), (length,), generator=generator)
     noise = torch.randn(length, table.shape[1], generator=generator)
@@ -138,7 +138,7 @@ def test_prompts_share_the_blocks_of_the_text_before_their_embeddings(models):
     text = list(range(20, 60))
 
     def run(llm, embeds):
-        """Tokens and cache hits of a prompt whose text is followed by embeddings."""
+        """Return tokens and cache hits of a prompt whose text is followed by embeddings."""
         engine = llm.llm_engine
         params = SamplingParams(**GREEDY)
         _, request = engine.input_processor.process("a", as_prompt(embeds), params)

@@ -20,7 +20,7 @@ NUM_TOKENS = 12
 
 
 def greedy(model):
-    """Tokens, and the log-probability of the first."""
+    """Return greedy tokens, and the log-probability of the first."""
     ids = list(PROMPT)
     for _ in range(NUM_TOKENS):
         ids.append(int(logits_of(model, torch.tensor(ids))[-1].argmax()))

@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory):
 
 
 def greedy(folder, **settings):
-    """Tokens, and the log-probability of the first."""
+    """Return greedy tokens, and the log-probability of the first."""
     llm = LLM(
         str(folder),
         skip_tokenizer_init=True,
@@ -103,7 +103,8 @@ def test_tokens_on_a_simulated_card_are_those_of_the_dequantized_weights(checkpo
 
 
 def prompt_logprobs(folder, **settings):
-    """Log-probabilities of the tokens of a prompt, and the types of the weights of experts."""
+    """Return log-probabilities of the tokens of a prompt, and the types of the weights of
+    experts."""
     llm = LLM(str(folder), skip_tokenizer_init=True, **(SMALL_ENGINE | settings))
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     (output,) = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)

@@ -81,7 +81,7 @@ def requests_alone():
 
 
 def count_decodes(engine) -> list[int]:
-    """How many decodes each step was scheduled with; grows."""
+    """Return a list that grows by the number of decodes of each step."""
     found, schedule = [], scheduler_of(engine).schedule
 
     def scheduled():
@@ -95,7 +95,7 @@ def count_decodes(engine) -> list[int]:
 
 @pytest.fixture(params=[pytest.param("waits", marks=pytest.mark.exhaustive), "runs ahead"])
 def is_ahead(request, monkeypatch):
-    """Whether every step is scheduled before the result of the last one is known."""
+    """Return whether every step is scheduled before the result of the last one is known."""
     ahead = request.param == "runs ahead"
     monkeypatch.setattr(
         engine_core,

@@ -66,7 +66,7 @@ def want(folder: str) -> list[Any]:
 
 
 def nodes_of(llm: LLM) -> list[str]:
-    """The node of each rank."""
+    """Return the node of each rank."""
     return executor_of(llm)._placement.nodes
 
 

@@ -14,7 +14,7 @@ LOAD = [{**LONG, "stream": index % 2 == 1} for index in range(8)]
 
 
 def ranks(server: Server) -> list[psutil.Process]:
-    """The ranks that have a process of their own."""
+    """Return the ranks that have a process of their own."""
     return [each for each in server.children() if each.name().startswith("vllm-rank-")]
 
 

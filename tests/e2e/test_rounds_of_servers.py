@@ -42,7 +42,7 @@ _ROUNDS = itertools.count()
 
 
 def processes_of(mark: str) -> list[psutil.Process]:
-    """All that have this mark, whoever their parent is."""
+    """Return all processes that have this mark, whoever their parent is."""
     found = []
     for process in psutil.process_iter():
         try:

@@ -36,7 +36,7 @@ def make_llm(**more) -> LLM:
 
 @pytest.fixture
 def runs_ahead(monkeypatch):
-    """Every step is scheduled before the result of the last one is known."""
+    """Return an engine that schedules every step before the result of the last one is known."""
     monkeypatch.setattr(
         engine_core, "AsyncSchedulingPolicy", lambda allowed: AsyncSchedulingPolicy(allowed, 0)
     )
@@ -45,7 +45,7 @@ def runs_ahead(monkeypatch):
 
 @pytest.fixture(scope="module")
 def waits():
-    """An engine whose steps wait for each other."""
+    """Return an engine whose steps wait for each other."""
     return make_llm(async_scheduling=False)
 
 
@@ -55,7 +55,7 @@ def tokens_of(llm: LLM, prompts: list[str], params: SamplingParams) -> list[list
 
 
 def deltas(llm: LLM, params: SamplingParams) -> dict[str, list]:
-    """Everything that a user sees of each prompt's stream."""
+    """Return everything that a user sees of each prompt's stream."""
     engine, seen = llm.llm_engine, {}
     params.output_kind = RequestOutputKind.DELTA
     for index, prompt in enumerate(PROMPTS):

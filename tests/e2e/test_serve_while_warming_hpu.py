@@ -49,7 +49,7 @@ CANCELLED = frozenset({"3", "11"})
 
 
 def load() -> list[tuple[list[int], SamplingParams]]:
-    """Prompts and parameters; some sample at random."""
+    """Return prompts and parameters; some requests sample at random."""
     rng, requests = random.Random(5), []
     for index in range(NUM_REQUESTS):
         prompt = rng.choices(range(16, 4000), k=rng.choice([1, 3, 17, 30, 33, 50, 60, 70]))
@@ -144,7 +144,7 @@ class Clock:
 
 
 def kept_blocks(worker: HPUWorker) -> list[torch.Tensor]:
-    """Keys and values of all blocks but the null block."""
+    """Return keys and values of all blocks except the null block."""
     size = worker.config.cache.block_size
     caches = [
         tensor

@@ -20,7 +20,7 @@ KEY = "sesame"
 
 @pytest.fixture(scope="module")
 def ports():
-    """Of the events of the KV cache, and of their replay."""
+    """Return the ports of the events of the KV cache, and of their replay."""
     return free_port(), free_port()
 
 

@@ -22,7 +22,8 @@ def server(chat_server):
 
 
 async def send(server, body, *, num_events=None, on_status=None):
-    """(status, body) of a completion; with `num_events` leaves after so many of a stream."""
+    """Return (status, body) of a completion. With `num_events`, disconnect after so many events of
+    a stream."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     try:
         data = json.dumps(body).encode()
@@ -54,7 +55,7 @@ def finished_requests(server):
 
 
 async def until_received(server, num_finished_before, number):
-    """Until so many more requests run, wait or have ended."""
+    """Wait until so many more requests run, wait or have ended."""
 
     def num_received():
         gauges = ("vllm:num_requests_running", "vllm:num_requests_waiting")

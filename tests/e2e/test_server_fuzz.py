@@ -83,7 +83,7 @@ def post(server):
 
 
 def fields_of(server, path):
-    """Names of the fields of a route, from its own description."""
+    """Return the names of the fields of a route, from the route's own description."""
     api = server.get_json("/openapi.json")
     content = api["paths"][path]["post"].get("requestBody", {}).get("content", {})
     schema = content.get("application/json", {}).get("schema", {})

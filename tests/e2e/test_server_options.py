@@ -36,7 +36,7 @@ class CollectorHandler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *args):
-        """Tests print nothing."""
+        """Print nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def collector():
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory):
-    """Folder for what the profiler writes."""
+    """Make a folder for the traces that the profiler writes."""
     return tmp_path_factory.mktemp("traces")
 
 
@@ -229,7 +229,7 @@ def test_every_line_of_the_log_is_json_and_holds_no_key_and_no_whole_prompt(serv
 
 
 def whole_lines(server):
-    """What is in the log but for a line that is being written."""
+    """Return the lines of the log, without a line that is still being written."""
     return [json.loads(line) for line in server.log_text().splitlines(True) if line.endswith("\n")]
 
 

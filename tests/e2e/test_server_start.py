@@ -144,7 +144,7 @@ def wait_for_running(server, number):
 
 
 def wait_until_it_ends(server):
-    """The server has taken in that it shall end."""
+    """Wait until the server has received the signal to end."""
     wait_until(server, lambda: server.request("GET", "/readyz")[0] == 503)
 
 

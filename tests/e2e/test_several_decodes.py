@@ -34,7 +34,7 @@ def make_llm(folder: Path, **more: Any) -> LLM:
 
 
 def run_load(llm: LLM, folder: Path, victims: set[str], rng: random.Random) -> dict[str, list]:
-    """What users see of each request that was not aborted, by its name."""
+    """Return what users see of each request that was not aborted, by the name of the request."""
     engine, adapter = llm.llm_engine, LoRARequest("a", 1, str(folder / "adapter"))
     core, todo, running, got = engine.engine_core, list(NAMES), set(), {}
     rng.shuffle(todo)

@@ -71,7 +71,7 @@ def asked_at_once(rng: random.Random) -> GuidedDecodingParams:
 
 
 def check(guided: GuidedDecodingParams, text: str) -> None:
-    """That an output which ended has its form."""
+    """Check that an output which ended has its form."""
     if (start := guided.start) is not None:
         if start.allows_space and not start.is_thinking:
             text = text.lstrip()

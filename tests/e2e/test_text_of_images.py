@@ -231,7 +231,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The folder of an architecture, made once."""
+    """Return the folder of an architecture, made once."""
     made: dict[str, Path] = {}
 
     def of(name: str) -> Path:
@@ -255,7 +255,7 @@ _PARTS = (
 
 
 def with_names(folder: Path, target: Path, layout: str) -> Path:
-    """A copy with the names of transformers before 4.52 or since."""
+    """Return a copy with the names of transformers before 4.52, or since then."""
     target.mkdir()
     config = json.loads((folder / "config.json").read_text())
     if layout == "before" and config["model_type"] in ("qwen2_vl", "qwen2_5_vl"):

@@ -20,7 +20,7 @@ MORE_BLOCKS = ENGINE | {"num_gpu_blocks_override": 60, "model_impl": "transforme
 
 
 def on_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch, **values: int) -> LLM:
-    """An engine whose ranks are threads of this process."""
+    """Make an engine whose ranks are threads of this process."""
     with monkeypatch.context() as patched:
         patched.setattr(engine_core, "make_executor", ThreadRanks)
         return LLM(str(folder), **MORE_BLOCKS | values)

@@ -50,7 +50,7 @@ PROMPTS = [
 
 
 def films_of(family, videos):
-    """Frames whose size no limit changes."""
+    """Return frames whose size no limit changes."""
     side = SIDE[family]
     return [
         (draw_frames(count, height=2 * side, width=3 * side, seed=count), rate)
@@ -59,7 +59,8 @@ def films_of(family, videos):
 
 
 def prompts_of(family):
-    """GLM of transformers does not take an image and a video in one prompt."""
+    """Return the prompts of a family. In transformers, GLM does not accept an image and a video in
+    one prompt."""
     if family != "glm4v":
         return PROMPTS
     return [(text.replace("IMAGE", "image"), [], films) for text, _, films in PROMPTS]
@@ -80,7 +81,7 @@ def requests_of(family):
 
 
 def make_model(family, folder):
-    """A small model whose videos are not resized."""
+    """Make a small model whose videos are not resized."""
     make_tiny_images(family, folder)
     size = {"shortest_edge": 28**2, "longest_edge": 1000 * 28**2}
     (folder / "video_preprocessor_config.json").write_text(json.dumps({"size": size}))

@@ -362,7 +362,7 @@ class Variant:
     """A kind of checkpoint."""
 
     values: dict[str, Any]
-    """Of config.json."""
+    """Values of config.json."""
     text: str = TRANSCRIBE
 
 

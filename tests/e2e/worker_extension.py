@@ -15,28 +15,28 @@ class WorkerExtension:
     tp: Any
 
     def describe(self, text: str = "") -> dict[str, Any]:
-        """Where the worker computes, and its memory in use."""
+        """Return where the worker computes, and its memory in use."""
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return {"text": text, "device": str(self.device), "resident_pages": pages}
 
     def process_id(self) -> int:
-        """Of the worker."""
+        """Return the process id of the worker."""
         return os.getpid()
 
     def num_threads(self) -> int:
-        """Of an operator."""
+        """Return the number of threads of an operator."""
         return torch.get_num_threads()
 
     def card(self) -> list[str | None]:
-        """The Gaudi cards that a library sees in this process, and the one that it takes."""
+        """Return the Gaudi cards that a library sees in this process, and the card that it uses."""
         return [os.environ.get(name) for name in ("HABANA_VISIBLE_MODULES", "HLS_MODULE_ID")]
 
     def collectives(self) -> str:
-        """Name of the class that exchanges tensors."""
+        """Return the name of the class that exchanges tensors."""
         return type(self.tp.collectives).__name__
 
     def fill_cache(self) -> int:
-        """Write every byte of the KV cache; how many there are."""
+        """Write every byte of the KV cache. Returns the number of bytes."""
         layers = self.runner.attention_layers
         caches = [cache for m in layers for cache in (m.key_cache, m.value_cache)]
         for cache in caches:

@@ -32,7 +32,8 @@ def make_config(max_model_len: int = 64, num_added_tokens: int = 0, **model: Any
 
 
 def logprob_rows(token_ids: Iterable[int], num_top: int = 0) -> LogprobRows:
-    """One position per token, each the likeliest of its position, then 1, 2, 3, ..."""
+    """Return one position per token; each token is the likeliest of its position, then come 1, 2,
+    3, ..."""
     ids = [[token_id, token_id, *range(1, num_top)][: 1 + num_top] for token_id in token_ids]
     shape = (len(ids), 1 + num_top)
     return LogprobRows(

@@ -18,7 +18,7 @@ def leaving(output_ids, logits):
 
 
 class Only:
-    """Only one token can be sampled."""
+    """Allow only one token to be sampled."""
 
     def __init__(self, token_id, *, after=0):
         self.token_id = token_id + 0  # raises a TypeError if token_id is not a number

@@ -45,7 +45,7 @@ async def collect(engine, request_id="r", prompt="import os", **fields):
 
 
 async def until(condition):
-    """Wait for a state: how many turns of the event loop it needs is of no interest."""
+    """Wait for a state, however many turns of the event loop it needs."""
 
     async def wait():
         while not condition():

@@ -53,7 +53,7 @@ class FakeSteps:
 
 
 def run_loaded(warm_up: BackgroundWarmUp, steps: FakeSteps, seconds: float) -> None:
-    """Run steps of an engine that has always requests."""
+    """Run steps of an engine that always has requests."""
     end = steps.now + seconds
     while steps.now < end and not warm_up.is_done:
         if warm_up.is_due():

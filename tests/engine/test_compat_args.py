@@ -20,7 +20,7 @@ def parse(*flags: str) -> EngineArgs:
 
 IGNORED = [name for name, argument in COMPAT_ARGUMENTS.items() if argument.available]
 Level = namedtuple("Level", "level")
-"""As the fork's CompilationConfig."""
+"""Stands for the fork's CompilationConfig."""
 MISSING = [name for name, argument in COMPAT_ARGUMENTS.items() if not argument.available]
 
 

@@ -75,7 +75,7 @@ def test_nothing_is_removed_that_is_not_of_a_socket(tmp_path, folder, scheme):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The cores that are launched, none of which is a process."""
+    """Return the cores that are launched, none of which is a process."""
     cores = []
 
     class Core:

@@ -25,7 +25,7 @@ def encode(tokenizer, prompt):
 
 
 def stream(tokenizer, token_ids, prompt=(), **options):
-    """The texts shown after each token, and at the end."""
+    """Return the texts shown after each token, and at the end."""
     detokenizer = DetokenizerFactory(tokenizer).create(prompt, **options)
     return [detokenizer.push([token_id]) for token_id in token_ids] + [detokenizer.flush()]
 

@@ -28,7 +28,7 @@ decode = msgspec.msgpack.Decoder(KVEventBatch).decode
 
 @pytest.fixture
 def addresses():
-    """Of events and of replays, where nobody else listens."""
+    """Return addresses for events and for replays, at which nobody else listens."""
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         yield {
             "endpoint": f"ipc://{Path(folder) / 'events'}",
@@ -59,7 +59,7 @@ def make_config(addresses, **more) -> KVEventsConfig:
 
 
 def subscribe(open_socket, addresses, publish):
-    """A socket that has received something, which `publish` has sent once or more often."""
+    """Return a socket that has received something, which `publish` has sent once or more often."""
     subscriber = open_socket(zmq.SUB, addresses["endpoint"])
     subscriber.subscribe(b"kv")
     # The publisher sends nothing to subscribers that it does not know yet.
@@ -69,7 +69,7 @@ def subscribe(open_socket, addresses, publish):
 
 
 def ask_again(open_socket, addresses, first: int) -> list[tuple[int, bytes]]:
-    """(number, batch) of what the engine sends again."""
+    """Return (number, batch) of what the engine sends again."""
     client = open_socket(zmq.DEALER, addresses["replay_endpoint"])
     client.send_multipart((b"", first.to_bytes(8, "big")))
     batches = []

@@ -93,7 +93,8 @@ def test_blocks_of_another_model_are_not_sent(capsys):
 
 
 def peer_that_sends(data: bytes | None) -> tuple[int, threading.Thread]:
-    """Listens for one connection; sends this, or nothing for as long as the other side waits."""
+    """Listen for one connection, and send `data`, or nothing for as long as the other side
+    waits."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> None:

@@ -71,7 +71,7 @@ def metrics() -> EngineMetrics:
 
 
 def scrape(metrics: EngineMetrics) -> dict[str, float]:
-    """Sample -> value; labels that are not everywhere are part of the name."""
+    """Return sample -> value; labels that not all samples have are part of the name."""
     text = expose(metrics.metric_sets())[0].decode()
     samples = {}
     for family in parse_text(text):
@@ -83,13 +83,14 @@ def scrape(metrics: EngineMetrics) -> dict[str, float]:
 
 
 def observations(metrics: EngineMetrics, name: str) -> tuple[float, float]:
-    """How many, and their sum."""
+    """Return the number of observations, and their sum."""
     samples = scrape(metrics)
     return samples[f"{name}_count"], samples[f"{name}_sum"]
 
 
 def finished(**changes) -> FinishedRequestStats:
-    """100.0 arrives, 100.5 begins, 101 first and 103 last token."""
+    """Return a request that arrives at 100.0, begins at 100.5, and has its first token at 101 and
+    its last at 103."""
     request = {
         "finish_reason": "stop",
         "num_prompt_tokens": 10,

@@ -56,14 +56,15 @@ def make(**params):
 
 
 def tokens(ids, finished=None, **details):
-    """One step: request id -> token."""
+    """Return the output of one step: request id -> token."""
     return EngineOutput(
         request_ids=list(ids), token_ids=list(ids.values()), finished=finished or {}, **details
     )
 
 
 def run(processor, token_ids, end=LENGTH, request_id="r"):
-    """Feed tokens to one request, the last with its end; all outputs, and what to abort."""
+    """Feed tokens to one request, the last one with its end. Returns all outputs, and what to
+    abort."""
     outputs, aborts = [], []
     for count, token_id in enumerate(token_ids, start=1):
         finished = {request_id: end} if end and count == len(token_ids) else {}
@@ -291,7 +292,7 @@ def test_an_id_is_refused_while_in_use_and_free_afterwards():
     add(processor, "r")
 
 
-# ---- several outputs of a request ----------------------------------------------------------------
+# ---- several outputs of a request ---------------------------------------------------------
 
 
 def test_samples_are_ordered_by_index_whatever_ends_first():
@@ -314,7 +315,7 @@ def test_a_step_gives_one_output_per_request_with_all_samples_when_cumulative():
 
 
 def rank(processor, logprobs, finished):
-    """A step of four samples; each is as likely as the number says."""
+    """Run a step of four samples, each as likely as its number says."""
     rows = {}
     for core_id, logprob in logprobs.items():
         rows[core_id] = logprob_rows([10])
@@ -472,7 +473,7 @@ def test_prompt_log_probabilities_add_up_over_chunks_and_begin_with_none(kind):
         assert outputs[1].prompt_logprobs is None
 
 
-# ---- outputs without text ------------------------------------------------------------------------
+# ---- outputs without text -----------------------------------------------------------------
 
 
 def test_without_detokenising_there_are_tokens_and_no_text():

@@ -23,7 +23,7 @@ from vllm.platforms import resolve_platform
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Eight cores and 64 GiB; `bind` sets VLLM_CPU_OMP_THREADS_BIND."""
+    """Simulate a machine of eight cores and 64 GiB; `bind` sets VLLM_CPU_OMP_THREADS_BIND."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(replicas, "usable_cores", lambda: frozenset(range(8)))
     monkeypatch.setattr(replicas, "by_place", sorted)

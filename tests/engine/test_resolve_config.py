@@ -30,7 +30,7 @@ def resolve(**settings: Any) -> VllmConfig:
 
 
 def write_model(folder: Path, **changes: Any) -> str:
-    """A model folder with the config of the bundled model, changed; no weights."""
+    """Write a model folder with the changed config of the bundled model, and without weights."""
     (folder / "config.json").write_text(json.dumps({**BUNDLED_CONFIG, **changes}))
     return str(folder)
 

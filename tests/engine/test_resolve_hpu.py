@@ -16,7 +16,7 @@ from vllm.errors import ConfigError
 
 @pytest.fixture
 def resolve(monkeypatch):
-    """The config with these variables and no others."""
+    """Return the config with these environment variables and no others."""
 
     def resolve_with(*, has_slices=True, **variables):
         monkeypatch.setattr(envs.os, "environ", variables)

@@ -14,7 +14,7 @@ TEXT = "a = 1\nb = 🙂\nc = 3\nd = 4"
 
 
 def chunks(rng: random.Random | None, token_ids: list[int]) -> list[list[int]]:
-    """The tokens one by one, or in groups of random sizes."""
+    """Return the tokens one by one, or in groups of random sizes."""
     groups, rest = [], list(token_ids)
     while rest:
         size = 1 if rng is None else rng.randint(1, 6)
@@ -24,7 +24,7 @@ def chunks(rng: random.Random | None, token_ids: list[int]) -> list[list[int]]:
 
 
 def seen(rng, token_ids, end, **params):
-    """All that a user sees, joined; and what is to be aborted."""
+    """Return all that a user sees, joined, and what is to be aborted."""
     processor = make(**params)
     outputs, aborts = [], []
     groups = chunks(rng, token_ids)

@@ -10,7 +10,7 @@ from vllm.engine.process.startup_state import StartupState
 
 @pytest.fixture
 def lines():
-    """What is logged."""
+    """Return the lines that are logged."""
     found = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())

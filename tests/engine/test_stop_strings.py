@@ -38,7 +38,7 @@ def run(pieces, stop, *, is_shown=False, min_tokens=0):
 
 
 def read_by_character(text, stop):
-    """What one finds who reads a character at a time: start of the match, and the string."""
+    """Return what a reader of single characters finds: start of the match, and the stop string."""
     for end in range(1, len(text) + 1):
         if found := [string for string in stop if text[:end].endswith(string)]:
             longest = max(found, key=len)

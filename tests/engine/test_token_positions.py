@@ -13,13 +13,13 @@ BLOCK_SIZE = 4
 
 
 def text(*starts_and_counts: tuple[int, int]) -> np.ndarray:
-    """Positions of runs of text tokens, each from a start on."""
+    """Return positions of runs of text tokens, each from a start on."""
     columns = np.concatenate([np.arange(start, start + n) for start, n in starts_and_counts])
     return np.tile(columns.astype(np.int32), (3, 1))
 
 
 def hashes(positions: np.ndarray, offset: int, num_output: int = 6) -> list[bytes]:
-    """Hashes of the blocks of one and the same text at some positions."""
+    """Return the hashes of the blocks of one text at these positions."""
     token_ids = list(range(positions.shape[1] + num_output))
     return block_hashes(b"", token_ids, BLOCK_SIZE, position_keys(positions, offset))
 

@@ -31,7 +31,7 @@ def make_metrics() -> EngineMetrics:
 
 
 def report(metrics: EngineMetrics, *recent: int, warm_up: WarmUpStats | None = None) -> None:
-    """A message of the core."""
+    """Send a message of the core to the metrics."""
     stats = SchedulerStats(
         num_kv_blocks=4000,
         runner=RunnerStats(recent_launches=recent),

@@ -18,13 +18,14 @@ _SPACE = "\u2581"
 
 @functools.cache
 def byte_level() -> Any:
-    """Byte-level BPE: the tokenizer of the bundled model."""
+    """Return a byte-level BPE: the tokenizer of the bundled model."""
     return AutoTokenizer.from_pretrained(str(BUNDLED_MODEL))
 
 
 @functools.cache
 def sentencepiece() -> Any:
-    """Pieces with byte fallback, as Llama 2 has: the first space of a text is left out."""
+    """Return a tokenizer of pieces with byte fallback, as Llama 2 has: the first space of a text is
+    left out."""
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Replace(" ", _SPACE)
     trainer = trainers.BpeTrainer(vocab_size=120, show_progress=False)
@@ -56,7 +57,8 @@ def sentencepiece() -> Any:
 
 @functools.cache
 def metaspace() -> Any:
-    """Pieces without byte fallback; a decoder that only the general way can follow."""
+    """Return a tokenizer of pieces without byte fallback, whose decoder only the general method can
+    follow."""
     backend = Tokenizer(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
@@ -67,7 +69,7 @@ def metaspace() -> Any:
 
 @functools.cache
 def python_bytes() -> Any:
-    """Written in Python: token i is byte i; 256 and 257 are special."""
+    """Return a tokenizer written in Python: token i is byte i; 256 and 257 are special."""
     return PythonByteTokenizer(bos_token="<s>", eos_token="</s>")
 
 

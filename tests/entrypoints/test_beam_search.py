@@ -78,7 +78,7 @@ def test_a_beam_as_wide_as_the_tree_finds_the_best_of_all_sequences(seed, length
 
 
 def search_to_the_end(model, width, max_tokens, length_penalty):
-    """The same search, which never stops early; outputs without the prompt."""
+    """Run the same search, which never stops early. Returns outputs without the prompt."""
     live, done = [([], 0.0)], []
     for _ in range(max_tokens):
         grown = [

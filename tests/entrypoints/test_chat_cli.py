@@ -52,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *args):
-        """Tests print nothing."""
+        """Print nothing."""
 
 
 @pytest.fixture

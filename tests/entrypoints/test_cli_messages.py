@@ -12,7 +12,7 @@ NAMES = make_arg_parser(FlexibleArgumentParser()).flag_names()
 
 
 def said_by(args, capsys):
-    """Exit code, and what is on stdout and stderr."""
+    """Return the exit code, and the text on stdout and stderr."""
     try:
         code = main(args)
     except SystemExit as exit:

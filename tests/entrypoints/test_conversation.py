@@ -46,7 +46,7 @@ BARE = {"type": "function", "function": {"name": "f"}}
 
 
 def each(body):
-    """A template with this text for each message."""
+    """Return a template with this text for each message."""
     return "{% for m in messages %}" + body + "{% endfor %}"
 
 
@@ -327,7 +327,7 @@ CASES = {
 
 
 def on_both_paths(template, messages, tools=None, **options):
-    """The text, which both paths must agree about, errors included."""
+    """Return the text, which must be the same on both paths, errors included."""
     tokenizer = byte_level()
     made = ChatOptions(chat_template=template, tools=tools, **options)
     handler = template_worker.start(b"")

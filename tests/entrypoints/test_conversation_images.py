@@ -193,7 +193,7 @@ CASES = {
 
 
 def on_both_paths(template, messages, rules=RULES, **options):
-    """The text with its images, which both paths must agree about."""
+    """Return the text with its images, which must be the same on both paths."""
     made = ChatOptions(chat_template=template, **options)
     chat = render_with_media(byte_level(), messages, made, rules)
     arguments, images = rendering_arguments(byte_level(), messages, made, rules)

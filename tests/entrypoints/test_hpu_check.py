@@ -55,7 +55,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 @pytest.fixture
 def only_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No row of a decoder layer or of sampling, which tests of their own cover."""
+    """Leave out the checks of a decoder layer and of sampling, which other tests cover."""
     few = {
         name: row
         for name, row in CHECKS.items()
@@ -65,7 +65,7 @@ def only_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, tuple[str, str]]]:
-    """Exit code, and (status, detail) of each row of `--json`."""
+    """Return the exit code, and (status, detail) of each check of `--json`."""
     code = main(["hpu-check", "--json"])
     report = json.loads(capsys.readouterr().out)
     rows = {row["name"]: (row["status"], row["detail"]) for row in report["checks"]}

@@ -36,7 +36,7 @@ STEP_ROWS = ("decode attention", "prefill attention", "prefill with context", *S
 
 @pytest.fixture
 def bridge(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimBridge]:
-    """A card of so little memory that a copy of its cache costs a test nothing."""
+    """Return a card with so little memory that copying its cache takes no time."""
     small = replace(cards.CARDS["gaudi2"], pool_bytes=2**30)
     monkeypatch.setitem(cards.CARDS, "gaudi2", small)
     yield SimBridge("gaudi2", is_lazy=True)
@@ -48,7 +48,7 @@ def result_of(bridge: SimBridge, name: str) -> CheckResult:
 
 @pytest.fixture
 def eager_bridge(bridge: SimBridge) -> SimBridge:
-    """Another card of the same size, without lazy mode."""
+    """Return another card of the same size, without lazy mode."""
     return SimBridge("gaudi2")
 
 
@@ -105,7 +105,7 @@ FAULTS = ("wrong value", "fallback", "slow", "out of memory")
 
 
 def faulty(bridge: SimBridge, monkeypatch: pytest.MonkeyPatch, row: str, fault: str) -> CheckResult:
-    """The row with a fault of this kind in the card."""
+    """Return the result of the check with a fault of this kind in the card."""
     owner, name, value = {
         "wrong value": (hpu_attn, "write_kv_cache", store_nothing),
         "fallback": (SimBridge, "counters", fallback_at_each_reading()),
@@ -181,7 +181,7 @@ def test_the_short_run_gives_the_figures_side_by_side_and_finds_faults(bridge, m
 
 
 OPEN_WITHOUT_MEMORY = ("host fallbacks",)
-"""Rows that take no memory of the card."""
+"""Checks that need no memory of the card."""
 
 
 def test_a_card_without_memory_fails_every_row(bridge, monkeypatch):
@@ -206,7 +206,8 @@ def test_a_fallback_in_any_row_is_found_by_the_row_of_fallbacks(bridge):
 
 
 def on_card_only(function, wrong):
-    """`wrong(result)` where the first tensor of the arguments is on the card."""
+    """Return the operator with `wrong(result)` where the first tensor of the arguments is on the
+    card."""
 
     def call(x, *args, **kwargs):
         result = function(x, *args, **kwargs)

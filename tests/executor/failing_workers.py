@@ -30,7 +30,7 @@ class RunsOutOfMemory(HPUWorker):
     full_rank = 1
 
     def fill(self) -> None:
-        """There is no byte left on the card of that rank."""
+        """Leave no free byte on the card of that rank."""
         if self.rank == self.full_rank:
             pool = self.bridge.card.memory  # type: ignore[attr-defined]
             pool.limit_bytes = pool.in_use_bytes

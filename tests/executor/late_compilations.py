@@ -7,7 +7,7 @@ class LateCompilations:
     """For --worker-extension-cls."""
 
     def late_compilations(self) -> int:
-        """Graphs of this rank that were compiled after its warm-up."""
+        """Return the number of graphs of this rank that were compiled after its warm-up."""
         count: int = self.stats().num_late_compilations  # type: ignore[attr-defined]
         return count
 
@@ -19,7 +19,8 @@ class LateCompilations:
             encoder.encode = _fail
 
     def warmed_buckets(self) -> list[str]:
-        """Those of this rank's catalog, in its order, and whether each is warmed up."""
+        """Return the buckets of this rank's catalog, in its order, and whether each is warmed
+        up."""
         catalog = self.runner.launches.planner.catalog  # type: ignore[attr-defined]
         buckets = *catalog.prefill, *catalog.decode
         return [f"{bucket}: {catalog.is_warmed(bucket)}" for bucket in buckets]

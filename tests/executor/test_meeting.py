@@ -30,7 +30,7 @@ def meetings_of_two() -> list[Rendezvous]:
 
 
 def lose_patience(meeting: Rendezvous) -> None:
-    """Let it wait for 0.5 s only, from now on: a busy machine may need longer to connect."""
+    """Let a rank wait for only 0.5 s from now on: a busy machine may need longer to connect."""
     meeting.store.set_timeout(timedelta(seconds=0.5))
     meeting.timeout_s = 0.5
     for descriptor in _own_sockets():
@@ -104,7 +104,7 @@ class Wire:
             self._ended.recv(1)  # both ends of the connection stay open, and no data arrives
 
     def cut(self) -> None:
-        """From here on nothing arrives."""
+        """Cut the connection: from now on nothing arrives."""
         self._end.sendall(b"c")
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class Wire:
 
 @pytest.fixture
 def wire() -> Iterator[tuple[Rendezvous, Wire]]:
-    """The meeting of a rank that reaches rank 0 through a wire."""
+    """Return the meeting of a rank that reaches rank 0 through a wire."""
     first, _ = meetings_of_two()
     assert first.store is not None
     found = Wire(first.address[1])

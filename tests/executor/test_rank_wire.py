@@ -64,7 +64,7 @@ def received(message: Any) -> Any:
 
 
 def plain_values(value: Any) -> Any:
-    """What can be compared with `==`."""
+    """Return values that can be compared with `==`."""
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, value.tolist()
     if isinstance(value, msgspec.Struct):

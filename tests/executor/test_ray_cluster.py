@@ -27,7 +27,7 @@ def _has_no_cluster(monkeypatch, tmp_path):
 
 @pytest.fixture
 def closed() -> Iterator[str]:
-    """An address of this machine that nothing listens at."""
+    """Return an address of this machine at which nobody listens."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{unused.getsockname()[1]}"

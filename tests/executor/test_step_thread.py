@@ -57,7 +57,7 @@ def make_step(step_id: int) -> SchedulerOutput:
 
 
 def step_threads() -> set[threading.Thread]:
-    """Those that run; an engine of another test may have one too."""
+    """Return the step threads that run; an engine of another test may have one too."""
     return {thread for thread in threading.enumerate() if thread.name == "step"}
 
 
@@ -125,7 +125,7 @@ class HoldingWorker(SlowWorker):
 
 
 def executor_of(worker: HoldingWorker) -> UniProcExecutor:
-    """An executor whose worker runs in a step thread."""
+    """Return an executor whose worker runs in a step thread."""
     config = VllmConfig(
         model=ModelConfig(model="m"),
         cache=CacheConfig(block_size=4),

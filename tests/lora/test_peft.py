@@ -79,8 +79,8 @@ def save(
     targets: dict[str, Any] | None = None,
     size: float = 0.3,
 ) -> list[Any]:
-    """Tokens and log-probabilities of peft, with the adapter beside the weights and merged; with
-    targets, beside them alone."""
+    """Save an adapter. Returns tokens and log-probabilities of peft with the adapter next to the
+    weights, and merged."""
     torch.manual_seed(seed)
     chosen = targets or {"target_modules": "all-linear"} | OTHER_TARGETS.get(family, {})
     chosen = chosen | options
@@ -150,7 +150,7 @@ def assert_outputs(
 
 
 def of_prompt(output) -> list[float]:
-    """The log-probabilities of the prompt's tokens."""
+    """Return the log-probabilities of the prompt's tokens."""
     rows = zip(PROMPT[1:], output.prompt_logprobs[1:], strict=True)
     return [row[token].logprob for token, row in rows]
 

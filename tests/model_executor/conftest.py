@@ -24,7 +24,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture
 def cpu_ops() -> Iterator[None]:
-    """The operators are those of the CPU, as programs need, for one test."""
+    """Install the operators of the CPU, as programs need, for one test."""
     before = get_ops()
     set_ops(CPUOps())
     yield

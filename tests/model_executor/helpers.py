@@ -57,7 +57,7 @@ def prompt_of(length: int, seed: int = 0) -> Tensor:
 
 @torch.inference_mode()
 def logits_of(model: CausalLM, input_ids: Tensor) -> Tensor:
-    """[T, vocab] of one prompt, without a KV cache."""
+    """Return the logits of one prompt, [T, vocab], without a KV cache."""
     return model.compute_logits(model(input_ids, torch.arange(len(input_ids))))
 
 
@@ -68,7 +68,7 @@ def _reference(folder: Path) -> Any:
 
 @torch.inference_mode()
 def reference_logits(folder: Path, input_ids: Tensor) -> Tensor:
-    """[T, vocab] by transformers in float32."""
+    """Return the logits of transformers in float32, [T, vocab]."""
     logits: Tensor = _reference(folder)(input_ids[None]).logits[0]
     return logits
 

@@ -37,7 +37,8 @@ class Model(nn.Module):
 
 
 def run(method: str, x: Tensor) -> dict[str, Any]:
-    """Scales of inputs and weights of each layer, and how far the results are from bf16's."""
+    """Return scales of inputs and weights of each layer, and how far the results are from bf16
+    results."""
     from neural_compressor.torch.quantization import (
         FP8Config,
         convert,

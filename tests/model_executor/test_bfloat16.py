@@ -58,7 +58,7 @@ def error(logits: Tensor, want: Tensor) -> float:
 @cache
 @torch.inference_mode()
 def wanted(folder: Path) -> tuple[Tensor, float]:
-    """Log-probabilities of transformers in float32, and its error in bfloat16."""
+    """Return the log-probabilities of transformers in float32, and its error in bfloat16."""
     want = load_reference(folder)(PROMPTS).logits.log_softmax(-1)
     return want, error(load_reference(folder, torch.bfloat16)(PROMPTS).logits, want)
 

@@ -113,7 +113,7 @@ class Card:
 
     @torch.inference_mode()
     def layers_of(self, model: Any) -> Iterator[tuple[str, Found]]:
-        """The quantized layers of a model, each run once."""
+        """Yield the quantized layers of a model, each run once."""
         for name, layer in model.named_modules():
             packed = getattr(getattr(layer, "method", None), "packed", None)
             if packed is None or not isinstance(layer, ParallelLinear | Experts):
@@ -263,7 +263,7 @@ CASES: dict[str, list[Callable[[Card], Any]]] = {
 
 
 def table() -> dict[str, list[str]]:
-    """The rows below the heading of the page, by their first cell."""
+    """Return the table below the heading of the page, by the first cell of each line."""
     _, _, section = PAGE.read_text().partition("## What is in the memory of a card")
     lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]

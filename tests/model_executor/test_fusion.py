@@ -161,7 +161,7 @@ def restored() -> Iterator[None]:
 
 
 def make_opt(**changes: Any) -> OPTForCausalLM:
-    """With all biases and norms, in bfloat16."""
+    """Make an OPT with all biases and norms, in bfloat16."""
     config = CONFIG | {
         "num_attention_heads": 3,
         "num_key_value_heads": 3,
@@ -240,7 +240,7 @@ class Requests:
         self.tables = ids.view(num_requests, num_blocks).int()
 
     def launch(self, counts: list[int]) -> tuple[Tensor, Tensor, RaggedMetadata]:
-        """Input ids, positions and the rest; requests of one new token come first."""
+        """Return input ids, positions and the rest; requests with one new token come first."""
         rows = [b for b, count in enumerate(counts) if count]
         rows.sort(key=lambda b: counts[b] > 1)
         new = np.array([counts[b] for b in rows], np.int32)
@@ -285,7 +285,7 @@ def run_fused(
 
 
 def run_head(head: Program, hidden_states: Tensor) -> Tensor:
-    """The logits of dense hidden states [T, hidden], as a step of decodes gets them."""
+    """Return the logits of dense hidden states [T, hidden], as a decode step gets them."""
     counts = [1] * len(hidden_states)
     _, positions, metadata = Requests(len(counts)).launch(counts)
     return run_fused(head, hidden_states, positions, metadata)
@@ -309,7 +309,8 @@ def test_embeddings_that_replace_tokens_have_the_bits_of_the_modules():
 
 @torch.inference_mode()
 def assert_same_bits(model: DecoderForCausalLM, launches: list[list[int]]) -> None:
-    """After every launch: hidden states, and the caches of all layers."""
+    """Assert after every forward pass that hidden states and the caches of all layers are the
+    same."""
     fused = fuse(model)
     assert fused is not None
     caches = [c for a in attention_layers(model) for c in caches_of(a)]
@@ -415,7 +416,7 @@ def test_weights_that_no_cache_holds_have_the_bits_of_the_modules():
 
 
 def replace_first(model: nn.Module, kind: type[nn.Module], make: Any) -> None:
-    """Put another module in the place of the first one of a type."""
+    """Replace the first module of a type."""
     path, module = next((p, m) for p, m in model.named_modules() if type(m) is kind)
     parent, _, attribute = path.rpartition(".")
     setattr(model.get_submodule(parent), attribute, make(module))

@@ -131,7 +131,8 @@ def assert_close(got: Tensor, want: Tensor) -> None:
 
 
 def assert_ranks_are_one(ranks: Ranks, one: Ranks) -> None:
-    """Modules and programs of all ranks have the same bits, near those of one rank."""
+    """Assert that modules and programs of all ranks have the same bits, near the results of one
+    rank."""
     (alone,) = map(fuse, one.models)
     programs = {id(model): fuse(model) for model in ranks.models}
     assert alone is not None and all(programs.values())

@@ -126,7 +126,8 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def torch_ops():
-    """Whatever an engine of this process has installed: the CPU kernels round inputs of int4."""
+    """Use the operators of torch: CPU kernels, which another engine may have installed, round
+    inputs of int4."""
     before = get_ops()
     set_ops(NativeOps())
     yield
@@ -162,7 +163,7 @@ def blocks_of(kind, shape):
 
 
 def write_matrices(path, kinds, shape=(7, 768), blocks_of=blocks_of):
-    """A file with a matrix of each type, and what the package reads of it."""
+    """Write a file with a matrix of each type. Returns what the package reads of it."""
     writer, want = gguf.GGUFWriter(path, "llama"), {}
     for i, kind in enumerate(kinds):
         data = blocks_of(kind, shape)

@@ -29,13 +29,13 @@ def test_blocks_are_dequantized_by_the_definition_of_the_format():
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """The same model dense, and with its experts in MXFP4."""
+    """Return the folders of the same model dense, and with its experts in MXFP4."""
     return write_gpt_oss(tmp_path_factory.mktemp("gpt_oss"))
 
 
 @pytest.fixture
 def use_ops():
-    """Installs operators; afterwards those are back that were there."""
+    """Return a function that installs operators; afterwards the earlier ones are restored."""
     before = get_ops()
     yield set_ops
     set_ops(before)

@@ -24,7 +24,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def little_memory():
-    """An attempt to take 4 GiB more than the process has fails."""
+    """Let an attempt to allocate 4 GiB more than the process has fail."""
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     limits = resource.getrlimit(resource.RLIMIT_AS)

@@ -246,7 +246,7 @@ def test_the_settings_of_the_library_are_read(tmp_path):
 
 @pytest.fixture(scope="module")
 def measured(tiny_model, tmp_path_factory):
-    """A measured tiny Llama: its folder, and the nodes that were written."""
+    """Return the folder of a measured tiny Llama, and the nodes that were written."""
     folder = tiny_model("llama")
     return folder, measure(folder, tmp_path_factory.mktemp("measured"))
 
@@ -420,7 +420,7 @@ def test_scales_of_a_wider_range_than_the_device_has_are_refused(monkeypatch, tm
         Inc(config).start(TPGroup())
 
 
-# ---- steps of a calibration that need no model ---------------------------------------------------
+# ---- steps of a calibration that need no model --------------------------------------------
 
 
 def test_ranks_are_unified_by_their_largest_values_in_neighbours(tmp_path):

@@ -24,7 +24,7 @@ def measured_mixture(tiny_model, tmp_path_factory):
 
 @pytest.fixture
 def mixture(measured_mixture):
-    """The same of a tiny Mixtral, to be loaded with the kernels of the CPU."""
+    """Return the same for a tiny Mixtral, to be loaded with the kernels of the CPU."""
     if load_cpu_kernels() is None:
         pytest.skip("the kernels are not built")
     before = get_ops()

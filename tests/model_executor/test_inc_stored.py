@@ -26,7 +26,8 @@ def kernels():
 
 @pytest.fixture(scope="module", params=["deepseek_v3", "llama"])
 def folders(request, tiny_model, tmp_path_factory) -> tuple[Path, Path]:
-    """A checkpoint with blocks of 128 x 128, its head too, and a dense one of the same numbers."""
+    """Return a checkpoint with blocks of 128 x 128, including its head, and a dense checkpoint of
+    the same weights."""
     folder = tmp_path_factory.mktemp("stored")
     return write("fp8-block", folder, tiny_model(request.param), stores_head=True)
 

@@ -24,7 +24,7 @@ IDS = torch.tensor([0, 5, 4095, 77])
 
 
 def load_as(folder: Path, asked: str, quantization: str | None = None) -> CausalLM:
-    """As the worker of the CPU loads a model in bfloat16."""
+    """Load a model in bfloat16, as the worker of the CPU does."""
     config = make_config(folder, "bfloat16")
     model = replace(config.model, lm_head_quantization=asked, quantization=quantization)
     config = replace(config, model=model)
@@ -34,7 +34,7 @@ def load_as(folder: Path, asked: str, quantization: str | None = None) -> Causal
 
 
 def tied_copy(name: str, folder: Path) -> Path:
-    """A quantized checkpoint of the bundled model, whose head is the embedding."""
+    """Return a quantized checkpoint of the bundled model, whose head is the embedding."""
     return write(name, folder, Path(BUNDLED_MODEL), skipped=("lm_head", "down_proj"))[0]
 
 

@@ -32,7 +32,7 @@ INPUT_IDS = prompt_of(20)
 
 @pytest.fixture
 def llama(tiny_model, tmp_path):
-    """A copy of the tiny Llama that a test may change."""
+    """Return a copy of the tiny Llama that a test may change."""
     return shutil.copytree(tiny_model("llama"), tmp_path / "llama")
 
 
@@ -50,7 +50,7 @@ def put(folder, tensors):
 
 
 def shard(folder, suffix, save):
-    """Replace the single file by two and an index."""
+    """Replace the single file by two files and an index."""
     tensors = tensors_of(folder)
     (folder / "model.safetensors").unlink()
     stem = {"safetensors": "model", "bin": "pytorch_model"}[suffix]

@@ -13,7 +13,7 @@ from vllm.errors import ConfigError
 
 
 def as_transformers_4(config: dict) -> dict:
-    """The same config as transformers 4.5x spells it."""
+    """Return the same config as transformers 4.5x spells it."""
     config = dict(config)
     if "dtype" in config:
         config["torch_dtype"] = config.pop("dtype")
@@ -26,7 +26,7 @@ def as_transformers_4(config: dict) -> dict:
 
 
 def as_transformers_5(config: dict) -> dict:
-    """The same config as transformers 5 spells it."""
+    """Return the same config as transformers 5 spells it."""
     config = dict(config)
     if "torch_dtype" in config:
         config["dtype"] = config.pop("torch_dtype")

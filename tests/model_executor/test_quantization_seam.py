@@ -51,7 +51,7 @@ class MLPOnly(Quantization):
 
 @pytest.fixture
 def quantized(tiny_model, tmp_path):
-    """The tiny Llama with int8 MLPs, and the same rounded weights as a dense checkpoint."""
+    """Return the tiny Llama with int8 MLPs, and the same rounded weights as a dense checkpoint."""
     folders = [shutil.copytree(tiny_model("llama"), tmp_path / n) for n in ("int8", "dense")]
     int8, dense = {}, {}
     for name, tensor in load_file(folders[0] / "model.safetensors").items():
@@ -134,7 +134,8 @@ class WholeModel(Quantization):
 
 @pytest.fixture
 def scaled(tiny_model, tmp_path):
-    """Tiny Llama with int8 layers and half of its head, and the same as a dense checkpoint."""
+    """Return a tiny Llama with int8 layers and half of its head, and the same as a dense
+    checkpoint."""
     folders = [shutil.copytree(tiny_model("llama"), tmp_path / n) for n in ("int8", "dense")]
     int8, dense = {}, {}
     for name, tensor in load_file(folders[0] / "model.safetensors").items():

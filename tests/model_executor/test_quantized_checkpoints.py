@@ -33,7 +33,7 @@ def ops(request, monkeypatch):
 
 
 def weight_of(layer):
-    """[out, in] float32, as the layer multiplies with it."""
+    """Return the weight [out, in] in float32, as the layer multiplies with it."""
     packed = layer.method.packed
     if hasattr(packed, "rows"):
         return packed.rows(torch.arange(packed.out_features), torch.float32)
@@ -201,7 +201,7 @@ GATE = "model.layers.1.mlp.gate_proj"
 
 
 def changed(*path, to):
-    """A change of `quantization_config`."""
+    """Return a function that changes `quantization_config`."""
 
     def change(settings, tensors):
         for key in path[:-1]:
@@ -212,7 +212,7 @@ def changed(*path, to):
 
 
 def filled(tensor, value):
-    """A change of the first number of a tensor."""
+    """Return a function that changes the first value of a tensor."""
 
     def change(settings, tensors):
         tensors[f"{GATE}.{tensor}"].flatten()[0] = value

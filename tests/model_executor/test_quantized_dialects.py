@@ -30,7 +30,7 @@ FILE = "model.safetensors"
 
 
 def changed_settings(folder, tmp_path, change, *, key="quantization_config", file=None):
-    """A copy of a checkpoint with other settings, which may be in a file of their own."""
+    """Return a copy of a checkpoint with other settings, which may be in a file of their own."""
     copy = shutil.copytree(folder, tmp_path / "changed")
     config = json.loads((copy / "config.json").read_text())
     settings = change(config.pop("quantization_config"))

@@ -37,7 +37,7 @@ def checkpoint(tmp_path_factory):
 
 
 def load_for_cpu(folder, dtype="bfloat16", **model):
-    """As the worker of the CPU does: dense layers are packed, too."""
+    """Load a model as the worker of the CPU does: dense layers are packed, too."""
     config = make_config(folder, dtype)
     config = replace(config, model=replace(config.model, **model))
     return load_model(config, TPGroup(), torch.device("cpu"), CPUPacked())

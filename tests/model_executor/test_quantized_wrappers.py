@@ -68,7 +68,7 @@ CASES = [*((f, entry, dense) for f in KEYS for entry, dense in ENTRIES), *PATTER
 
 
 def layers_of(architecture: str, model_impl: str, folder: Path) -> tuple[ModelConfig, Any]:
-    """The language model without memory, dense."""
+    """Return the layers of the language model, dense and without memory."""
     model_type, text, _ = _WHOLE[architecture]
     text = {"model_type": TEXT_TYPES[architecture], **text, "intermediate_size": 192}
     config = {"architectures": [architecture], "model_type": model_type, "text_config": text}

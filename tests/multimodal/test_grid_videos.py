@@ -50,7 +50,7 @@ def video(count, height, width, fps=2.0):
 
 
 def runs_of(expansion, start=0):
-    """(index, n) of the embeddings of an expansion."""
+    """Return (index, n) of the embeddings of an expansion."""
     found = []
     for index, is_embedding in enumerate(expansion.is_embedding, start):
         if is_embedding and found and sum(found[-1]) == index:

@@ -47,7 +47,7 @@ def animation(format):
 
 
 def png(width, height, *chunks, depth=8, color=2):
-    """A PNG file with these chunks between its header and its end."""
+    """Return a PNG file with these chunks between its header and its end."""
     header = (b"IHDR", struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0))
     parts = [
         struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -128,7 +128,7 @@ LEFT = np.broadcast_to(np.arange(WIDTH) < WIDTH // 2, (HEIGHT, WIDTH))
 
 
 def clear_left(mode="RGBA"):
-    """The picture, clear on the left side, where its hidden color is black."""
+    """Return the image with a transparent left side, where its hidden color is black."""
     alpha = np.where(LEFT, 0, 255).astype(np.uint8)
     return Image.fromarray(np.dstack([np.where(LEFT[..., None], 0, PIXELS), alpha])).convert(mode)
 
@@ -236,7 +236,7 @@ def test_damaged_metadata_does_not_matter():
 
 
 def circular_tiff():
-    """A file whose first directory names itself as the next one."""
+    """Return a file whose first directory names itself as the next one."""
     data = bytearray(save(PICTURE, "TIFF"))
     (first,) = struct.unpack_from("<I", data, 4)
     (count,) = struct.unpack_from("<H", data, first)

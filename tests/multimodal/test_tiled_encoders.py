@@ -222,7 +222,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def case(request):
-    """Family, model of transformers, encoder, images."""
+    """Return the family, the model of transformers, the encoder and images."""
     family, make, options = FAMILIES[request.param]
     model = make(**options)
     tiles = [3, 1, 5] if family in ("idefics3", "internvl") else [1, 1, 1]

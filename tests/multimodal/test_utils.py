@@ -31,7 +31,7 @@ def data_url(data, head="data:image/png;base64"):
 
 @pytest.fixture
 def web(tmp_path):
-    """The address of a server of the files in `tmp_path`."""
+    """Return the address of a server of the files in `tmp_path`."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *args):
@@ -75,7 +75,7 @@ def test_an_image_is_fetched_where_an_event_loop_runs():
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Sets variables for one test."""
+    """Set variables for one test."""
 
     def set_variables(**values):
         for name, value in values.items():

@@ -21,7 +21,7 @@ def read(data, **choice):
 
 
 def shown(found):
-    """The number of each frame, by its brightness."""
+    """Return the number of each frame, by its brightness."""
     return np.rint(found.pixels.mean((1, 2, 3)) / 6).astype(int).tolist()
 
 
@@ -80,7 +80,7 @@ def cut(name, part):
 
 
 def with_size(data, width, height):
-    """An MP4 file whose description of the track claims another size."""
+    """Return an MP4 file whose description of the track has another size."""
     edited = bytearray(data)
     at = edited.index(b"avc1") + 4 + 24
     edited[at : at + 4] = width.to_bytes(2, "big") + height.to_bytes(2, "big")

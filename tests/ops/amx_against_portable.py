@@ -97,7 +97,7 @@ def prompts() -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 
 def differing() -> tuple[int, list[str]]:
-    """How many kernels were compared, and where the bits differ."""
+    """Return how many kernels were compared, and where the bits differ."""
     cases = [*linear_layers(), *experts(), *prompts()]
     wrong = []
     for number, (name, run) in enumerate(cases):
@@ -121,8 +121,8 @@ class Emulator:
         self._functions.amx_emulator_is_configured.restype = ctypes.c_bool
 
     def start(self, *, refuses: int = 0, errs: bool = False) -> str:
-        """The instruction set that is chosen where the request for tiles fails with this errno, or
-        the products are wrong."""
+        """Return the instruction set that is chosen when the request for tiles fails with this
+        errno, or when products are wrong."""
         self._functions.amx_emulator_behave(refuses, errs)
         ctypes.CDLL(str(LIBRARY_PATH)).vllm_cpu_assume_amx()
         return CPUKernels(LIBRARY_PATH).isa
@@ -132,7 +132,7 @@ class Emulator:
         return dict(zip(names, self._functions.amx_emulator_counters()[: len(names)], strict=True))
 
     def is_configured(self) -> bool:
-        """Whether this thread still has tiles."""
+        """Return whether this thread still has tiles."""
         return bool(self._functions.amx_emulator_is_configured())
 
 

@@ -111,7 +111,7 @@ def write_iso(target: Path, program: list[str], files: dict[Path, Path]) -> None
 
 
 def system_files() -> dict[Path, Path]:
-    """This Python, its packages, and the libraries of the system that they load."""
+    """Return this Python, its packages, and the libraries of the system that they load."""
     code = "import ctypes, multiprocessing, numpy, pytest, sqlite3, ssl, torch"
     code += "; print(open('/proc/self/maps').read())"
     maps = subprocess.check_output([sys.executable, "-c", code], text=True)
@@ -128,7 +128,7 @@ def system_files() -> dict[Path, Path]:
 
 
 def checkout_files() -> dict[Path, Path]:
-    """What git knows here or does not ignore, and the kernel library."""
+    """Return the files that git knows or does not ignore, and the kernel library."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.check_output(command, cwd=ROOT, text=True)
     paths = [*(ROOT / name for name in listed.split("\0") if name), *ROOT.glob("vllm/ops/*.so")]
@@ -136,7 +136,7 @@ def checkout_files() -> dict[Path, Path]:
 
 
 def find_kernel(root: Path) -> tuple[Path, Path]:
-    """The newest kernel under this folder, and the folder of its modules."""
+    """Return the newest kernel under this folder, and the folder of its modules."""
     for kernel in sorted(root.glob("boot/vmlinuz-*"), reverse=True):
         version = kernel.name.removeprefix("vmlinuz-")
         for modules in (root / "lib/modules" / version, root / "usr/lib/modules" / version):
@@ -146,7 +146,7 @@ def find_kernel(root: Path) -> tuple[Path, Path]:
 
 
 def unpacked(module: Path) -> bytes:
-    """A module of the kernel, which may be compressed."""
+    """Return a module of the kernel, which may be compressed."""
     data = module.read_bytes()
     if module.suffix == ".zst":
         return subprocess.check_output(["zstd", "-dc"], input=data)
@@ -154,7 +154,7 @@ def unpacked(module: Path) -> bytes:
 
 
 def write_initrd(target: Path, modules: Path) -> None:
-    """The file system in which the machine starts: busybox, and the modules of the disks."""
+    """Write the file system in which the machine starts: busybox, and the modules of the disks."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         for name in ("bin", "modules", *FOLDERS):
@@ -172,7 +172,7 @@ def write_initrd(target: Path, modules: Path) -> None:
 
 
 def write_images(options: argparse.Namespace, folder: Path) -> None:
-    """Everything that Bochs reads."""
+    """Write everything that Bochs reads."""
     kernel, modules = find_kernel(options.kernel_root)
     path = f"PATH={Path(sys.executable).parent}:/bin"
     environment = [path, f"PYTHONPATH={ROOT}", "HOME=/root", "USER=root", "LANG=C.UTF-8"]

@@ -18,7 +18,8 @@ CXX = shutil.which("c++")
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `amx_against_portable.py` says, its log, and whether it ran without the emulator."""
+    """Return what `amx_against_portable.py` prints, its log, and whether it ran without the
+    emulator."""
     library = load_cpu_kernels()
     if library is None:
         pytest.skip("the C++ kernels are not built")

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def setup_module() -> ModuleType:
-    """setup.py as a module; it builds only when it is run."""
+    """Import setup.py as a module; it builds only when it is run."""
     spec = importlib.util.spec_from_file_location("vllm_setup", ROOT / "setup.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -26,7 +26,7 @@ def setup_module() -> ModuleType:
 
 
 def run_python(code: str, **env: str) -> str:
-    """Standard output of a fresh interpreter that sees this checkout."""
+    """Return the standard output of a new interpreter that imports from this checkout."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(ROOT), **env},

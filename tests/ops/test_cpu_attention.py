@@ -36,7 +36,7 @@ def seeded() -> None:
 
 @pytest.fixture
 def ops(isa: str) -> Ops:
-    """The C++ kernels, once for each instruction set that this machine can run."""
+    """Run the C++ kernels, once for each instruction set of this machine."""
     return CPUOps()
 
 
@@ -104,7 +104,7 @@ class Prompts:
         return list(out[: starts[-1]].split(lens))
 
     def decode(self, ops: Ops, options: dict[str, Any]) -> Tensor:
-        """[requests, H, D] of the last token of each request."""
+        """Return the result [requests, H, D] of the last token of each request."""
         return ops.paged_attention_decode(
             torch.stack([query[-1] for query in self.queries]),
             self.keys,
@@ -115,7 +115,7 @@ class Prompts:
         )
 
     def last_of_formula(self, options: dict[str, Any]) -> Tensor:
-        """What `decode` should be."""
+        """Return what `decode` should return."""
         rows = [self.formula(b, n - 1, n, **options) for b, n in enumerate(self.seq_lens)]
         return torch.cat(rows)
 
@@ -131,7 +131,7 @@ class Prompts:
         chunk_size: int | None = None,
         last_keys: Tensor | None = None,
     ) -> Tensor:
-        """[end - begin, H, D]: these tokens of request b."""
+        """Return the formula for these tokens of request b, [end - begin, H, D]."""
         heads = self.heads
         keys, values = (
             cache.flatten(0, 1)[self.slots(b)[:end]]
@@ -263,7 +263,8 @@ def last_keys_of(chunks: list[tuple[int, int, int]], last_keys: list[Tensor]) ->
 
 
 def with_images(num_tokens: int, *images: tuple[int, int]) -> Tensor:
-    """The last key that each token sees, where the tokens of images (first, end) see each other."""
+    """Return the last key that each token sees, where the tokens of each image (first, end) see
+    each other."""
     last_keys = torch.arange(num_tokens)
     for first, end in images:
         last_keys[first:end] = end - 1

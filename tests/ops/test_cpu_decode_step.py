@@ -72,7 +72,7 @@ class Setting:
         return [array.copy() for array in vars(self.arrays).values()]
 
     def tokens_of_parts(self, rows: list[int]) -> torch.Tensor:
-        """What the decoder, the head and the sampler give one after the other."""
+        """Return the tokens that the decoder, the head and the sampler give one after the other."""
         arrays = self.arrays
         chosen, indices, _ = self.launch(rows)
         tables = torch.from_numpy(arrays.block_tables[0][chosen])
@@ -151,7 +151,7 @@ def test_tokens_are_those_of_the_parts_and_are_noted(num_random, num_threads):
 
 
 def single_steps(rows: list[int], count: int) -> list[list[int]]:
-    """The next tokens of each row, one step after the other."""
+    """Return the next tokens of each row, one step after the other."""
     setting = make_setting()
     step = setting.step()
     steps = [step.run(*setting.launch(rows))[0].tolist() for _ in range(count)]

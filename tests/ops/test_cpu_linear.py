@@ -41,7 +41,7 @@ def packed_of(weight: Tensor, weight_format: WeightFormat | None) -> PackedWeigh
 
 
 def to_int8(x: Tensor) -> Tensor:
-    """Rows rounded to 127 steps on each side, in float64."""
+    """Return rows rounded to 127 steps on each side, in float64."""
     largest = x.float().abs().amax(-1, keepdim=True)
     steps = (x.float() * torch.where(largest > 0, torch.tensor(127.0) / largest, 0.0)).round()
     return steps.double() * (largest / 127).double()

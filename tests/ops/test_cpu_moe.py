@@ -30,13 +30,13 @@ def seeded() -> None:
 
 
 def experts_of(num: int, hidden: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """gate_up and down, scaled so that results are about 1."""
+    """Return gate_up and down, scaled so that results are about 1."""
     gate_up = torch.randn(num, 2 * size, hidden) * 2 * hidden**-0.5
     return gate_up.to(dtype), (torch.randn(num, hidden, size) * size**-0.5).to(dtype)
 
 
 def choices_of(num_tokens: int, num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """Different experts for each token; the last quarter of them is never chosen."""
+    """Choose different experts for each token; the last quarter of the experts is never chosen."""
     num_used = max(top_k, num_experts * 3 // 4)
     topk_ids = torch.rand(num_tokens, num_used).topk(top_k, dim=-1).indices
     return topk_ids, torch.rand(num_tokens, top_k).softmax(-1)
@@ -132,7 +132,7 @@ def test_parts_of_the_experts_add_up_to_all(isa, dtype, weight_format, scales_in
 
 
 def composed(experts: list[list[PackedWeight]], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """The same product of packed weights, expert by expert."""
+    """Return the same result from packed weights, expert by expert."""
     gate, up, down = experts
     out = torch.zeros(x.shape)
     for token in range(len(x)):

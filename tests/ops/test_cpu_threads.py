@@ -27,7 +27,7 @@ def build(source: str, program: Path, *flags: str) -> None:
 
 @pytest.fixture(scope="module")
 def team(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Loops on a team of threads, under ThreadSanitizer where the compiler has it."""
+    """Build loops on a team of threads, under ThreadSanitizer where the compiler supports it."""
     program = tmp_path_factory.mktemp("team") / "team"
     try:
         build("thread_driver.cpp", program, "-O1", "-fsanitize=thread")
@@ -61,7 +61,8 @@ def test_64_threads_have_the_bits_of_one(restore_threads):
 
 @pytest.fixture(scope="module")
 def shares(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[tuple[str, int], float]]:
-    """Number of threads -> (what, rows) -> the largest share of a thread over the mean share."""
+    """Return number of threads -> (what, rows) -> the largest share of a thread over the mean
+    share."""
     program = tmp_path_factory.mktemp("shares") / "shares"
     build("work_shares.cpp", program, "-O0")
     found: dict[int, dict[tuple[str, int], float]] = {}
@@ -112,7 +113,7 @@ def test_threads_have_equal_shares_of_a_prompt_on_matrix_tiles(shares, model, nu
 def share_of_a_layer(
     shares: dict[tuple[str, int], float], model: str, rows: int, kind: str = ""
 ) -> float:
-    """The largest share of a thread over the mean share, by the sizes of the weights."""
+    """Return the largest share of a thread over the mean share, by the sizes of the weights."""
     sizes = SIZES[model]
     time = sum(size * shares[f"{model} {name}{kind}", rows] for name, size in sizes.items())
     return time / sum(sizes.values())

@@ -21,7 +21,7 @@ SCALES = (0.5, 1.7)  # scales of keys and of values
 
 
 def scales_of(num_kv_heads: int) -> dict[str, Tensor]:
-    """Of keys and of values, another one for each head."""
+    """Return scales of keys and of values, another one for each head."""
     by_head = 1 + torch.arange(num_kv_heads) / 4
     return {f"{of}_scales": s * by_head for of, s in zip(("key", "value"), SCALES, strict=True)}
 
@@ -33,7 +33,7 @@ def seeded() -> None:
 
 @pytest.fixture
 def ops(isa: str) -> Ops:
-    """The C++ kernels, once for each instruction set that this machine can run."""
+    """Run the C++ kernels, once for each instruction set of this machine."""
     return CPUOps()
 
 

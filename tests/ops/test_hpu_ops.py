@@ -330,7 +330,7 @@ def assert_products(
 def grouped_experts(
     num_out: int, num_in: int, bits: int, has_order: bool = False
 ) -> list[GroupedWeight]:
-    """Of groups of 8 inputs."""
+    """Return experts with groups of 8 inputs."""
     order = torch.randperm(num_in) // 8
     return [
         GroupedWeight(
@@ -350,7 +350,7 @@ def int8_experts(num_out: int, num_in: int) -> list[Int8Weight]:
 
 
 def mxfp4_experts(num_out: int, num_in: int) -> list[Mxfp4Weight]:
-    """Every element with every scale."""
+    """Return experts in which every element occurs with every scale."""
     return [
         Mxfp4Weight(
             blocks=torch.randint(256, (num_out, num_in // 32, 16), dtype=torch.uint8),

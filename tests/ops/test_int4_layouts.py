@@ -60,7 +60,7 @@ class Checkpoint:
         )
 
     def dense(self) -> Tensor:
-        """[out_features, in_features] float64."""
+        """Return the weight, [out_features, in_features] float64."""
         steps = self.q - self.zeros[self.groups]
         return (steps * self.scales.double()[self.groups]).T
 

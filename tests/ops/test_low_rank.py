@@ -17,7 +17,8 @@ RANKS = (1, 8, 13, 64, 256)
 
 
 def adapters(dtype: torch.dtype, *, seed: int = 0) -> list[list[LoRAWeights | None]]:
-    """One of each rank; some leave a projection as it is, or share A between several."""
+    """Return an adapter of each rank; some leave a projection unchanged, or share A between
+    several."""
     rng = torch.Generator().manual_seed(seed)
     found = []
     for number, rank in enumerate(RANKS):

@@ -41,14 +41,14 @@ def seeded() -> None:
 
 @pytest.fixture
 def ops(isa: str) -> Ops:
-    """The C++ kernels, once for each instruction set that this machine can run."""
+    """Run the C++ kernels, once for each instruction set of this machine."""
     return CPUOps()
 
 
 def packed_qkv(
     num_tokens: int, num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as a model has them: slices of one tensor, strided in dimension 0."""
+    """Return q, k and v as a model has them: slices of one tensor, strided in dimension 0."""
     qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_size, dtype=dtype)
     q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     return q, k, v
@@ -484,7 +484,7 @@ def test_reference_rotary_embedding_is_that_of_hugging_face_llama(dtype):
     assert torch.equal(got[1], want[1])
 
 
-# ---- refused inputs and fallbacks ----------------------------------------------------------------
+# ---- refused inputs and fallbacks ----------------------------------------------------------
 
 
 def test_other_dtypes_run_on_the_reference(ops):
@@ -579,7 +579,7 @@ def test_indices_out_of_range_are_refused_before_memory_is_touched(ops):
             cache.decode(ops, query, None)
 
 
-# ---- the table of operators ----------------------------------------------------------------------
+# ---- the table of operators ----------------------------------------------------------------
 
 
 def test_layers_get_the_operators_that_were_installed():

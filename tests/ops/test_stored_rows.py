@@ -24,7 +24,7 @@ SOME_ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 127, 128, 200, 
 
 
 def stored(name: str) -> tuple[StoredWeight, torch.Tensor]:
-    """A weight of a checkpoint's format, and what it means."""
+    """Return a weight in the format of a checkpoint, and its dense weight."""
     torch.manual_seed(0)
     weight = torch.randn(NUM_OUT, NUM_IN) * 0.08
     tensors, dense = FORMATS[name].quantize(weight)

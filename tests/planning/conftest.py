@@ -5,4 +5,4 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="module")
 def removed(plans_removed: None) -> None:
-    """Remove it; see `plans_removed`."""
+    """Remove what planned engines leave; see `plans_removed`."""

@@ -79,7 +79,7 @@ LLAMA_8B: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Callable[[str], str]:
-    """The folder of a tiny checkpoint, by the name of a family or of a format."""
+    """Return the folder of a tiny checkpoint, by the name of a family or of a format."""
     folder = tmp_path_factory.mktemp("checkpoints")
     quantized = made_once(folder)
 
@@ -420,7 +420,7 @@ def test_a_machine_that_is_too_small_is_refused(checkpoint):
         start_on_host(args, 1, 2 * MIB)
 
 
-# ---- the first buckets ------------------------------------------------------------------------
+# ---- the first buckets ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def strict() -> SimBridge:
 
 @pytest.fixture
 def vendor(lazy: SimBridge, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The stand-in `habana_frameworks`, importable while the test runs, over a lazy card."""
+    """Make the stand-in `habana_frameworks` importable while the test runs, over a lazy card."""
     monkeypatch.syspath_prepend(str(STUBS))
     importlib.invalidate_caches()
     yield importlib.import_module("habana_frameworks")
@@ -46,7 +46,7 @@ def vendor(lazy: SimBridge, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleT
 
 @pytest.fixture
 def hlml(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The stand-in for the vendor's package of sensors, importable as `pyhlml`."""
+    """Make the stand-in for the vendor's package of sensors importable as `pyhlml`."""
     monkeypatch.syspath_prepend(str(STUBS))
     importlib.invalidate_caches()
     module = importlib.import_module("pyhlml")
@@ -57,7 +57,7 @@ def hlml(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 @pytest.fixture
 def facade() -> Iterator[None]:
-    """The simulated card as `habana_frameworks`, without a stand-in."""
+    """Make the simulated card importable as `habana_frameworks`, without a stand-in."""
     install_vendor()
     yield
     uninstall_vendor()
@@ -65,7 +65,7 @@ def facade() -> Iterator[None]:
 
 @pytest.fixture
 def card(vendor: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with the vendor package and a device node."""
+    """Simulate a machine with the vendor package and a device node."""
     (tmp_path / "accel").mkdir()
     (tmp_path / "accel" / "accel0").touch()
     monkeypatch.setattr(hpu, "_DEV", tmp_path)

@@ -88,7 +88,8 @@ def test_cores_are_written_as_ranges(cores, text):
 
 
 def machine(folder: Path, rows: list[tuple[int, int, int, str]]) -> Path:
-    """What the system says of cores: (node, socket, physical core, hardware threads of it) each."""
+    """Simulate what the system shows of cores: (node, socket, physical core, hardware threads of
+    it) each."""
     for core, (node, package, physical, siblings) in enumerate(rows):
         topology = folder / "cpu" / f"cpu{core}" / "topology"
         topology.mkdir(parents=True)
@@ -167,7 +168,7 @@ def test_variables_arrive_in_the_config(monkeypatch, variables, bound, counts):
 
 
 def run_worker(variables, **device):
-    """Threads and cores of a process that has loaded a model."""
+    """Return threads and cores of a process that has loaded a model."""
     code = (
         "import dataclasses, json, os, sys\n"
         "from vllm.engine.arg_utils import EngineArgs\n"

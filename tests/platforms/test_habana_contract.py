@@ -282,7 +282,7 @@ PEERS = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "3", "HABANA_VISIBLE_MODU
 
 
 def open_card(environment, monkeypatch, **variables: str) -> HabanaBridge:
-    """The real card of a process with these variables."""
+    """Open the real card of a process with these environment variables."""
     for name in ("HLS_MODULE_ID", "PT_HPU_ENABLE_LAZY_COLLECTIVES", TENSOR_CACHE):
         # Set and delete the variable, so that monkeypatch undoes later changes.
         monkeypatch.setenv(name, "")

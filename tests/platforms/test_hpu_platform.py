@@ -17,7 +17,7 @@ GIB = 2**30
 
 @pytest.fixture
 def resolve():
-    """Without what earlier calls have found."""
+    """Resolve the platform without the cached results of earlier calls."""
     return registry.resolve_platform.__wrapped__
 
 

@@ -55,7 +55,7 @@ def group_of_one(backend: str, store: Path) -> Iterator[None]:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
-    """A group of this process only."""
+    """Make a group of this process only."""
     with group_of_one("gloo", tmp_path / "store"):
         yield
 

@@ -12,7 +12,7 @@ def on_card(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def step(bridge: SimBridge, run) -> int:
-    """Compilations of one step."""
+    """Return the number of compilations of one step."""
     before = bridge.counters().compilations
     run()
     bridge.mark_step()

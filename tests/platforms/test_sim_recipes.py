@@ -12,7 +12,7 @@ from vllm.errors import ConfigError
 
 
 def compilations_of(config: str, *, model: str = "gaudi2", is_strict: bool = False) -> int:
-    """Of two steps, in what stands for a process of its own: a new card."""
+    """Return the numbers of compilations of two steps on a new card, as in a new process."""
     bridge = SimBridge(model, is_lazy=True, is_strict=is_strict, recipe_cache=config)
     x = torch.ones(4).to("hpu")
     with bridge.warmed_section():

@@ -148,7 +148,8 @@ def test_large_results_take_no_memory_of_the_host(lazy):
 
 
 def warm_up_and_run(mode: dict[str, bool], block: str) -> tuple[object, ...]:
-    """Warm up on two sizes inside `block` of the bridge, then run; all that can be compared."""
+    """Warm up on two sizes inside `block` of the bridge, then run. Returns everything that can be
+    compared."""
     bridge = SimBridge("gaudi2", **mode)
     layer, cache, peaks = make_layer(), bridge.zeros((8, 8), torch.float32), []
     wrapped = bridge.wrap_in_hpu_graph(layer) if bridge.is_lazy else layer

@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def num_compiled() -> int:
-    """Graphs of torch.compile in this process."""
+    """Return the number of graphs of torch.compile in this process."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 

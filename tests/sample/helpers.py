@@ -28,7 +28,7 @@ def make_request(
     bad_words: Sequence[Sequence[int]] = (),
     **params: Any,
 ) -> EngineRequest:
-    """A request; `params` are of SamplingParams."""
+    """Make a request; `params` are arguments of SamplingParams."""
     return EngineRequest(
         request_id="a",
         prompt_token_ids=list(prompt),
@@ -48,7 +48,7 @@ def make_state(
     outputs: Sequence[Sequence[int]] | None = None,
     **options: Any,
 ) -> SamplingState:
-    """Request i in row i, with the output it has so far."""
+    """Make a state with request i in row i, with the output it has so far."""
     state = SamplingState(len(requests), vocab_size, CPU, **options)
     for row, request in enumerate(requests):
         state.add(row, request, list(outputs[row]) if outputs else [])
@@ -66,7 +66,7 @@ def sample(
     *,
     pass_elements: int | None = 2**20,
 ) -> SamplerOutput:
-    """One launch of all requests, in order."""
+    """Sample once for all requests, in order."""
     n = len(requests)
     state = make_state(requests, logits.shape[-1], outputs)
     done = [len(output) for output in outputs] if outputs else [0] * n
@@ -75,7 +75,7 @@ def sample(
 
 
 def draws(logits: Tensor, num_draws: int, **params: Any) -> np.ndarray:
-    """Tokens of one request at positions 0, 1, ..., always from the same logits [V]."""
+    """Return the tokens of one request at positions 0, 1, ..., always from the same logits [V]."""
     state = make_state([make_request(**params)], len(logits))
     metadata = state.metadata(np.zeros(num_draws, np.int32), np.arange(num_draws, dtype=np.int32))
     output = Sampler()(logits.expand(num_draws, -1), metadata)
@@ -91,7 +91,7 @@ def reference_probs(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> np.ndarray:
-    """The distribution [V] that the parameters define, in float64; no ties at any edge."""
+    """Return the distribution [V] that the parameters define, in float64; no ties at any limit."""
     scaled = logits.double().numpy() / temperature
     probs = np.exp(scaled - scaled.max())
     probs /= probs.sum()

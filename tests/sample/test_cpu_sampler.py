@@ -32,7 +32,7 @@ def random_logits(num_rows: int, vocab_size: int, scale: float = 2.0) -> torch.T
 
 
 def sample_with(make, requests, logits, position: int = 3, outputs=(4, 5, 8)):
-    """Output of one launch of all requests, and its state."""
+    """Return the output of one step of all requests, and their state."""
     n = len(requests)
     state, sampler = make(n, logits.shape[-1], CPU)
     for row, request in enumerate(requests):
@@ -46,7 +46,7 @@ def make_torch(num_rows: int, vocab_size: int, device: torch.device):
 
 
 def mixed_requests(num_rows: int, vocab_size: int):
-    """Every feature, and each of them with many random numbers."""
+    """Return requests with every feature, and each of them with many random numbers."""
     rng = np.random.default_rng(vocab_size)
     prompts = rng.integers(0, vocab_size, (num_rows, 20)).tolist()
     return [
@@ -155,7 +155,7 @@ def test_bad_logits_are_flagged_and_hurt_no_other_row(isa, params, bad, dtype):
 
 @pytest.fixture
 def restored() -> Iterator[None]:
-    """The instruction set and the number of threads are as before after the test."""
+    """Restore the instruction set and the number of threads after the test."""
     library, num_threads = load_cpu_kernels(), torch.get_num_threads()
     best = library.isa
     yield

@@ -228,7 +228,7 @@ def test_sampling_never_reads_a_value_back_from_the_device():
 
 
 def shapes_of(value) -> dict[str, object]:
-    """Shapes of all tensors, and the host fields that choose operators."""
+    """Return the shapes of all tensors, and the host fields that choose operators."""
     if isinstance(value, torch.Tensor):
         return {"": tuple(value.shape)}
     if is_dataclass(value):

@@ -27,7 +27,8 @@ VOCAB_SIZE = 40
 
 
 def preference(*token_ids: int) -> torch.Tensor:
-    """[1, V] logits under which a greedy row takes the first of these that is allowed."""
+    """Return logits [1, V] with which a greedy row chooses the first of these tokens that is
+    allowed."""
     logits = torch.zeros(1, VOCAB_SIZE)
     for rank, token_id in enumerate(token_ids):
         logits[0, token_id] = 10.0 - rank

@@ -83,7 +83,7 @@ def random_logits(rng: np.random.Generator, num_rows: int) -> torch.Tensor:
 
 
 def warm_up(bridge: SimBridge, state: SamplingState, padded_size: int) -> Sampler:
-    """Compile all there is for bfloat16 logits of this many rows."""
+    """Compile everything that exists for bfloat16 logits of this many rows."""
     sampler = Sampler(pass_elements=None, end_stage=bridge.mark_step)
     logits = bridge.zeros((padded_size, state.shapes.vocab_size), torch.bfloat16)
     for launch in warmup_launches(state, padded_size):
@@ -114,7 +114,7 @@ class Mixture:
         self.launch_done[self.places] = self.done
 
     def check(self, state: SamplingState, got: SamplerOutput) -> None:
-        """That `got` is what the requests get on a CPU."""
+        """Check that `got` is the result that the requests get on a CPU."""
         plain = make_state(self.requests, VOCAB_SIZE, self.outputs)
         logits = self.logits[torch.from_numpy(self.places)]
         want = Sampler()(logits, plain.metadata(self.order, self.done))
@@ -266,7 +266,7 @@ def test_padding_rows_are_greedy_wherever_they_are_and_report_nothing():
 
 
 def distributions():
-    """Parameters of one row that choose its distribution."""
+    """Return parameters of one row that choose its distribution."""
     return st.fixed_dictionaries(
         {},
         optional={

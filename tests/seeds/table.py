@@ -58,7 +58,7 @@ class Statement:
 
     @property
     def tests(self) -> tuple[str, ...]:
-        """Node ids of everything that proves the row."""
+        """Return the node ids of all tests that prove the statement."""
         named = (self.test,) if isinstance(self.test, str) else tuple(self.test)
         ours = (
             (_COMMANDS, bool(self.command)),
@@ -71,7 +71,7 @@ class Statement:
 
 @cache
 def read_table() -> tuple[Statement, ...]:
-    """All rows, in the order of the page."""
+    """Return all statements, in the order of the page."""
     rows = []
     for path in sorted(_FOLDER.glob("*.yaml")):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -80,7 +80,7 @@ def read_table() -> tuple[Statement, ...]:
 
 
 def compatibility() -> Iterator[str]:
-    """The lines of docs/compatibility.md below its note."""
+    """Return the lines of docs/compatibility.md below its note."""
     rows = read_table()
     yield "# Compatibility"
     yield ""

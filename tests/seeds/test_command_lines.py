@@ -24,7 +24,7 @@ BLOCKS = 4108
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
-    """A folder for each example's model, by what makes it."""
+    """Make a folder for each example's model."""
     folder = tmp_path_factory.mktemp("models")
     kinds = {kind(row): row for row in EXAMPLES}
     return {
@@ -38,7 +38,7 @@ def kind(row: Statement) -> str:
 
 
 def resolve(row: Statement, model: Path) -> VllmConfig:
-    """The config of an example's engine, for the tiny model."""
+    """Return the config of an example's engine, for the tiny model."""
     words = shlex.split(row.command)
     if words[:3] == SERVER:
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(words[3:])

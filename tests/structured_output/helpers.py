@@ -56,7 +56,8 @@ def open_matcher(grammar: Grammar) -> BackendMatcher:
 
 
 def walk(matcher: BackendMatcher, rng: random.Random, max_tokens: int = 400) -> str | None:
-    """A random output; None when it did not end in time. Prefers what JSON is made of."""
+    """Return a random output, made mostly of what JSON is made of; None if it did not end in
+    time."""
     mask = np.empty(BYTES.num_words, np.int32)
     output = bytearray()
     for _ in range(max_tokens):
@@ -78,12 +79,12 @@ def walk(matcher: BackendMatcher, rng: random.Random, max_tokens: int = 400) -> 
 
 
 def allowed(mask: np.ndarray) -> list[int]:
-    """The token ids of a mask."""
+    """Return the token ids of a mask."""
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
 def make_request(grammar: Grammar | None, **params: Any) -> EngineRequest:
-    """A request whose output has a form; `eos`, `stop` and `model_ends` are its end
+    """Return a request whose output has a form; `eos`, `stop` and `model_ends` are its end
     tokens."""
     eos, stop = params.pop("eos", END), params.pop("stop", ())
     model_ends = params.pop("model_ends", ())
@@ -109,7 +110,7 @@ def row_matcher(kind: str, source: Any, output: bytes = b"", **params: Any) -> R
 
 
 def next_tokens(matcher: RowMatcher) -> list[int]:
-    """What may come; fails when the matcher has failed."""
+    """Return the tokens that may come next; fails when the matcher has failed."""
     mask = np.empty(BYTES.num_words, np.int32)
     matcher.fill(mask)
     assert matcher.error is None, matcher.error

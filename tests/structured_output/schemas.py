@@ -9,7 +9,7 @@ _FORMATS = ["date-time", "time", "ipv4", "uuid", "email"]
 
 
 def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A schema of every kind, with constraints that do not contradict each other."""
+    """Return a schema of any kind, with constraints that do not contradict each other."""
     kinds = [_integer, _number, _string, _fixed, _simple]
     if depth < 3:
         kinds += [_object, _object, _array, _any_of]
@@ -19,7 +19,7 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def random_pattern(rng: random.Random, depth: int = 0) -> str:
-    """A regular expression of what patterns are made of."""
+    """Return a regular expression made of the usual parts of patterns."""
     atoms = [r"\d", r"\w", "[a-f]", "[^,;]", "x", "foo", r"\.", "é", "."]
     if depth < 2:
         atoms += [f"(?:{random_pattern(rng, depth + 1)})" for _ in range(3)]

@@ -54,7 +54,7 @@ def make_compiler(**config) -> GrammarCompiler:
 
 @pytest.fixture(autouse=True)
 def processes_of_its_own(monkeypatch):
-    """Engines of other tests share the process that forks; here it is what is looked at."""
+    """Use another forking process than the engines of other tests, since these tests look at it."""
     monkeypatch.setattr("vllm.structured_output.compiler.make_server", make_server)
 
 
@@ -82,7 +82,7 @@ class FakeWorker(DeadlineWorker):
 
 
 def with_worker(answer, monkeypatch, **config) -> tuple[GrammarCompiler, FakeWorker]:
-    """A compiler that has one worker."""
+    """Return a compiler that has one worker."""
     worker = FakeWorker(answer)
     monkeypatch.setattr("vllm.structured_output.compiler.NUM_WORKERS", 1)
     monkeypatch.setattr("vllm.structured_output.compiler.DeadlineWorker", lambda server: worker)
@@ -90,7 +90,7 @@ def with_worker(answer, monkeypatch, **config) -> tuple[GrammarCompiler, FakeWor
 
 
 def packed(text: str) -> bytes:
-    """The answer that there is no grammar, and why."""
+    """Return the answer that there is no grammar, and why."""
     return msgspec.msgpack.encode(text)
 
 

@@ -63,7 +63,7 @@ def matcher_of(backend, start, regex="a[ab]*{?", output=(), **params):
 
 
 def tokens_of(text):
-    """Names of special tokens, and texts that become one token for each byte."""
+    """Return the token ids of special tokens by name, and of texts, one token for each byte."""
     return [text] if isinstance(text, int) else list(text)
 
 

@@ -119,7 +119,7 @@ def test_what_cannot_be_enforced_is_refused_with_the_reason(pattern, reason):
 
 
 def category(prefix: str):
-    """Whether a character is of a category, as far as Python's tables know it."""
+    """Return whether a character is of a category, as far as Python's tables know it."""
     return lambda c: unicodedata.category(c).startswith(prefix) or unicodedata.category(c) == "Cn"
 
 

@@ -26,7 +26,7 @@ def test_tokens_are_the_bytes_they_are_decoded_to(make):
 
 
 def normalized():
-    """A tokenizer with a token that its normalizer changes."""
+    """Return a tokenizer with a token that its normalizer changes."""
     tokenizer = copy.deepcopy(tokenizers.sentencepiece())
     tokenizer.add_tokens(["<think>"])
     return tokenizer

@@ -44,7 +44,7 @@ init_error: Exception | None = None
 
 
 def reset() -> None:
-    """Two cards as a driver lists them, and nothing called."""
+    """Reset to two cards as a driver lists them, and no recorded calls."""
     global init_error
     calls.clear()
     init_error = None

@@ -78,7 +78,7 @@ def test_a_byte_level_tokenizer_is_that_of_the_model(bundled):
 
 
 def make_pieces(prefix: bool) -> tuple[Tokenizer, dict]:
-    """A SentencePiece tokenizer as the library tokenizers has it, and its metadata."""
+    """Return a SentencePiece tokenizer as the library tokenizers has it, and its metadata."""
     made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     steps = [normalizers.Replace(" ", "\u2581")]
     after = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -323,7 +323,7 @@ EMBEDDING = b"token_embd.weight"
 
 
 def with_list(count: int, kind: int = 0, item_bytes: int = 1) -> bytes:
-    """A file whose only metadata is a list of so many zeros (8: texts)."""
+    """Write a file whose only metadata is a list of so many zeros (8: texts)."""
     key = b"tokenizer.ggml.tokens"
     head = struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, len(key)) + key
     return head + struct.pack("<IIQ", 9, kind, count) + bytes(count * item_bytes)

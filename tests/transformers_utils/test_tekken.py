@@ -120,7 +120,7 @@ TEXTS = (
 def write_tekken(
     folder: Path, version: str = "v3", lists_special: bool = True, **changes: Any
 ) -> Path:
-    """A folder with a small tekken.json."""
+    """Write a folder with a small tekken.json."""
     folder.mkdir(parents=True, exist_ok=True)
     tokens = [bytes([i]) for i in range(256)] + [word.encode() for word in WORDS]
     content: dict[str, Any] = {
@@ -415,7 +415,7 @@ def test_tokenizer_json_is_read_unless_the_mode_is_mistral(tmp_path):
 
 
 def published_and_small(folder: Path) -> list[Path]:
-    """Files to compare: small ones of all versions, and the first that was published."""
+    """Return files to compare: small ones of all versions, and the first that was published."""
     import mistral_common
 
     data = Path(mistral_common.__file__).parent / "data" / "tekken_240718.json"

@@ -15,7 +15,7 @@ PARTS = ["the cat ", " " * 300, "import os\n", "é", "e\u0301", JAMO * 40, "\U00
 
 
 def byte_level_with(normalizer=None, pre_tokenizer=None) -> PreTrainedTokenizerFast:
-    """Byte-level BPE that knows all bytes, runs of spaces and syllables."""
+    """Return a byte-level BPE that knows all bytes, runs of spaces and syllables."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(

@@ -22,7 +22,7 @@ from vllm.utils.process.memory_file import memory_file
 
 @pytest.fixture
 def worker():
-    """In a program with time-outs of its own."""
+    """Return a worker of a program that has time-outs of its own."""
     worker = DeadlineWorker(make_server("tests.utils.workers:echo", b"<"), max_memory_bytes=2**28)
     socket.setdefaulttimeout(0.01)
     yield worker

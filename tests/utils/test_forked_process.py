@@ -20,7 +20,7 @@ from vllm.utils.process.forked_process import ForkedProcess, can_fork
 
 
 def run_program(text: str, *arguments: str, code: int = 0, **variables: str) -> str:
-    """What a program writes to its standard output."""
+    """Return what a program writes to its standard output."""
     done = subprocess.run(
         [sys.executable, "-c", HEAD + textwrap.dedent(text), *arguments],
         env=os.environ | variables,

@@ -16,7 +16,7 @@ PAGE = mmap.PAGESIZE
 
 
 def resident_bytes() -> int:
-    """Memory of this process."""
+    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 

@@ -19,7 +19,7 @@ def saved(value, **options) -> bytes:
 
 
 def rewritten(data: bytes, change, compression=zipfile.ZIP_STORED, suffix="/data.pkl") -> bytes:
-    """A file of torch.save with one of its entries changed."""
+    """Return a file of torch.save with one of its entries changed."""
     file = io.BytesIO()
     with (
         zipfile.ZipFile(io.BytesIO(data)) as old,

@@ -8,7 +8,7 @@ from vllm.utils.text.text_stream import Markers, TextStream
 
 
 def run(read, pieces):
-    """The result of a reader and its stream, when the text comes in these pieces."""
+    """Return the result of a reader and its stream, when the text arrives in these pieces."""
     stream = TextStream()
     steps = read(stream)
     results = []

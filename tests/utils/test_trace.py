@@ -34,7 +34,7 @@ def writer(tmp_path):
 
 
 def closed(writer: TraceWriter) -> list[dict]:
-    """The events of the file, except the one that says when it began."""
+    """Return the events of the file, except the event that says when the file began."""
     writer.close()
     # Python's json module accepts NaN and Infinity, but trace viewers do not.
     events = json.loads(writer.path.read_text(), parse_constant=pytest.fail)
@@ -192,7 +192,7 @@ def test_a_process_that_ends_without_closing_leaves_a_trace(tmp_path, code, lack
 
 @pytest.fixture
 def log(caplog, monkeypatch):
-    """What the module logs, whether or not the `vllm` logger passes it on."""
+    """List what the module logs, whether or not the `vllm` logger passes it on."""
     monkeypatch.setattr(trace.logger, "propagate", False)
     monkeypatch.setattr(trace.logger, "handlers", [caplog.handler])
     caplog.set_level("INFO", logger=trace.logger.name)

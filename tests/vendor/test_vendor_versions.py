@@ -103,7 +103,7 @@ def test_a_triton_outside_of_the_range_does_not_fit(triton, torch_version, fits)
 
 
 def find_unions(tree: ast.AST) -> Iterator[int]:
-    """Lines with `isinstance(x, A | B)`."""
+    """Return lines with `isinstance(x, A | B)`."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Call)
@@ -134,7 +134,7 @@ def find_nested_unions(tree: ast.AST) -> Iterator[int]:
 
 
 def find_tuple_properties(tree: ast.AST) -> Iterator[int]:
-    """Lines of properties of named tuples."""
+    """Return lines of properties of named tuples."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and "NamedTuple" in map(ast.unparse, node.bases):
             for method in node.body:
@@ -157,7 +157,7 @@ def find_untraced_defaults(tree: ast.Module) -> Iterator[int]:
 
 
 def find_torch_names(tree: ast.AST) -> Iterator[str]:
-    """Dotted names that begin with `torch.`, and what is imported from there."""
+    """Return dotted names that begin with `torch.`, and what is imported from there."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             text = ast.unparse(node)
@@ -168,7 +168,7 @@ def find_torch_names(tree: ast.AST) -> Iterator[str]:
 
 
 def exists(name: str) -> bool:
-    """Whether this torch has a dotted name, of a module or of what one holds."""
+    """Return whether this torch has a dotted name, of a module or of a member of a module."""
     value: object = torch
     path = "torch"
     for part in name.split(".")[1:]:

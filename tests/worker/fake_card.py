@@ -59,7 +59,7 @@ class FakeCard:
         self.last_token_ids[row] = NEVER
 
     def run(self, packed: IntArray, shape: PaddedShape) -> list[RowRun]:
-        """One launch: all of it is written before any of it is read."""
+        """Run one forward pass: everything is written before anything is read."""
         if shape.bucket.phase is Phase.DECODE:
             runs = list(self._decodes(packed, shape))
         elif shape.merged_prompts:

@@ -49,7 +49,7 @@ _SCHEDULER_FIELDS = {
 def make_config(
     *, block_size: int = 4, enable_prefix_caching: bool = True, **settings: Any
 ) -> VllmConfig:
-    """A configuration; settings are fields of SchedulerConfig or of HPUConfig."""
+    """Make a configuration; settings are fields of SchedulerConfig or of HPUConfig."""
     limits = {"max_model_len": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     scheduler = {key: settings.pop(key) for key in _SCHEDULER_FIELDS & settings.keys()}
     return VllmConfig(
@@ -60,7 +60,7 @@ def make_config(
     )
 
 
-# ---- random configurations ------------------------------------------------------------------
+# ---- random configurations -----------------------------------------------------------------------
 
 
 def random_plan(rng: random.Random, folder: Path) -> tuple[VllmConfig, int, BucketPlan]:
@@ -87,7 +87,8 @@ def random_plan(rng: random.Random, folder: Path) -> tuple[VllmConfig, int, Buck
 
 
 def shrunk_plan(rng: random.Random, plan: BucketPlan) -> BucketPlan:
-    """What is left of a plan when there is no memory for some of its buckets; mostly all of it."""
+    """Return what is left of a plan when there is no memory for some of its buckets; mostly all of
+    it."""
     phase = rng.choice([plan.catalog.prefill, plan.catalog.decode])
     given_up = phase[-rng.randint(1, len(phase)) :]
     if rng.random() < 0.8 or len(given_up) == len(phase):
@@ -97,7 +98,7 @@ def shrunk_plan(rng: random.Random, plan: BucketPlan) -> BucketPlan:
 
 
 def random_config(rng: random.Random, folder: Path) -> VllmConfig:
-    """Small numbers of everything, so that every limit is met soon."""
+    """Return a config with small values for everything, so that every limit is met soon."""
     max_model_len = rng.choice([rng.randint(4, 24), rng.randint(16, 64), rng.randint(48, 96)])
     max_num_seqs = rng.choice([1, 2, 3, 4, 6, 8, 8, 12])
     is_chunked = rng.random() < 0.6
@@ -138,7 +139,7 @@ def random_config(rng: random.Random, folder: Path) -> VllmConfig:
 
 
 def random_variables(rng: random.Random) -> tuple[tuple[str, int], ...]:
-    """Some of the twelve: sizes up to far below what a step may have."""
+    """Return some of the twelve variables, with sizes up to far below the size of a step."""
     high = {"PROMPT_BS": 6, "PROMPT_SEQ": 48, "DECODE_BS": 8, "DECODE_BLOCK": 40}
     return tuple(
         (f"VLLM_{key}_BUCKET_{part}", rng.randint(1, max(1, most // 4 if part == "MIN" else most)))
@@ -149,7 +150,7 @@ def random_variables(rng: random.Random) -> tuple[tuple[str, int], ...]:
 
 
 def random_bucket_file(rng: random.Random) -> str:
-    """A few buckets, perhaps of one phase only."""
+    """Write a few buckets into a file, perhaps of one phase only."""
     prompts = [f"({rng.randint(1, 4)}, {rng.randint(2, 40)}, {rng.randint(0, 8)})" for _ in "abc"]
     decodes = [f"({rng.randint(1, 8)}, 1, range(1, {rng.randint(2, 24)}, 3))" for _ in "ab"]
     return "\n".join(rng.choice([prompts, decodes, prompts + decodes]))
@@ -251,7 +252,7 @@ def joined(rows: Rows) -> Rows:
 
 @cache
 def warmed_shapes(bucket: Bucket, limits: StepLimits, merged_prompts: int) -> list[PaddedShape]:
-    """`launch_shapes`, made once."""
+    """Return `launch_shapes`, computed once."""
     return launch_shapes(bucket, limits, merged_prompts)
 
 

@@ -111,7 +111,7 @@ def test_log_probabilities_of_prompts_are_those_of_torch_without_its_operators(
     make_tiny_model("llama", tmp_path)
 
     def of_prompt() -> tuple[list[Any], list[float]]:
-        """(token, rank) of each token of the prompt, and all log-probabilities."""
+        """Return (token, rank) of each token of the prompt, and all log-probabilities."""
         positions = outputs(make_llm(tmp_path))[0][2][1:]
         given = [next(iter(position.items())) for position in positions]
         numbers = [entry.logprob for position in positions for entry in position.values()]

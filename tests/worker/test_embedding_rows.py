@@ -30,7 +30,8 @@ def make_model(*modules) -> nn.Module:
 
 
 def request_with(row: int, *spans: tuple[int, int]) -> NewRequest:
-    """Embeddings at (start, count) in a row; each is 100 plus its position."""
+    """Return a request with embeddings at (start, count) in a row; each is 100 plus its
+    position."""
     embeddings = []
     for start, count in spans:
         values = np.repeat(np.arange(start, start + count, dtype=np.float32) + 100, SIZE)

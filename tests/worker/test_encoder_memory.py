@@ -22,7 +22,7 @@ from vllm.worker.cpu.worker import CPUWorker
 
 @contextmanager
 def calls_of(*paths: str) -> Iterator[list[str]]:
-    """Note the calls of functions of files."""
+    """List the calls of functions of these files."""
     found: list[str] = []
 
     def note(frame, event, _):

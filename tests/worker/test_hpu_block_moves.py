@@ -11,7 +11,7 @@ from vllm import LLM, SamplingParams
 
 
 def churn(llm: LLM) -> list[list[int]]:
-    """Rounds of requests of different lengths, some with a prompt that came before."""
+    """Run rounds of requests of different lengths, some with a prompt that came before."""
     rng, tokens = random.Random(1), []
     stems = [[rng.randrange(20, 90) for _ in range(64)] for _ in range(6)]
     for _ in range(4):

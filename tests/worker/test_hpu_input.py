@@ -27,7 +27,8 @@ PADDING_ROW = 8
 
 
 def filled_batch() -> InputBatch:
-    """Row 5 has 6 tokens in blocks 3 and 1, row 2 has 4 in block 2, row 7 has 9 in 4, 6 and 5."""
+    """Return a batch: row 5 has 6 tokens in blocks 3 and 1, row 2 has 4 in block 2, row 7 has 9 in
+    4, 6 and 5."""
     batch = InputBatch(max_num_seqs=PADDING_ROW, max_model_len=64, max_blocks=16)
     batch.update(
         step(
@@ -212,7 +213,7 @@ def test_sizes_depend_on_the_shape_and_padding_alone_is_a_launch(shape, sizes):
 
 
 def sampled_on_device() -> tuple[InputBatch, HPUInputBuilder]:
-    """Rows 5 and 2 have sampled a token, which the host knows by now."""
+    """Return a batch in which rows 5 and 2 have sampled a token, which the host knows by now."""
     batch = filled_batch()
     builder = HPUInputBuilder(batch, SIZE)
     builder.mark_sampled(int_array(5, 2))
@@ -245,7 +246,8 @@ def test_a_new_request_in_a_row_has_nothing_on_the_device():
 
 
 def rows_with_positions(num_positions: int) -> PositionRows:
-    """Row 7 has 9 tokens of its prompt at positions of its own, and row 5 three."""
+    """Return a batch in which row 7 has 9 tokens of its prompt at positions of its own, and row 5
+    has three."""
     rows = PositionRows(SimpleNamespace(num_positions=num_positions), 8, torch.device("cpu"))
     for row, count, offset in ((7, 9, -2), (5, 3, 4)):
         positions = 10 * row + np.arange(num_positions * count, dtype="<i4")

@@ -51,7 +51,7 @@ def run(model, value=1.0):
     return model(torch.full((4,), value)).tolist()
 
 
-# ---- which layers are offloaded ------------------------------------------------------------------
+# ---- which layers are offloaded -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,8 @@ def generate(llm):
 
 @pytest.fixture(scope="module")
 def whole(folder):
-    """What the model gives with all of its weights on the card, and their bytes."""
+    """Return the output of the model with all of its weights on the card, and the bytes of these
+    weights."""
     with simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
         llm = LLM(str(folder), **ENGINE)
         ledger = worker_of(llm).ledger

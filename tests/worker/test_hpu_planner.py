@@ -312,7 +312,7 @@ def test_an_image_that_is_longer_than_a_launch_may_be_runs_in_its_own_shape():
 
 
 def with_images(row: int, runs: list[tuple[int, int]]) -> Any:
-    """A request with images of these tokens, as (first, number)."""
+    """Return a request with images of these tokens, as (first, number)."""
     items = [MediaItem(modality="image", key="", runs=(run,), tensors=()) for run in runs]
     return SimpleNamespace(row=row, request=SimpleNamespace(media=items))
 

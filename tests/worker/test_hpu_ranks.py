@@ -33,7 +33,7 @@ LARGE_MIB, SMALL_MIB = 130, 72
 
 
 def use_card(bridge: SimBridge) -> None:
-    """Let the device of this process be this card."""
+    """Make this card the device of this process."""
     install(
         bridge.card,
         execute=execute,
@@ -71,7 +71,7 @@ class TwoCards(ListExecutor):
 
 @contextmanager
 def two_workers(*pools_mib: int) -> Iterator[list[HPUWorker]]:
-    """Workers of one engine on cards of so much memory."""
+    """Start workers of one engine on cards with these sizes of memory."""
     with simulated_hpu(pool_bytes=pools_mib[0] * MIB, **VARIABLES):
         config = EngineArgs(**LONG_PROMPTS | {"max_num_seqs": 8}).create_engine_config()
         first = HPUWorker(config)
@@ -80,12 +80,12 @@ def two_workers(*pools_mib: int) -> Iterator[list[HPUWorker]]:
 
 
 def num_blocks(worker: HPUWorker) -> int:
-    """Blocks that the worker could have."""
+    """Return the number of blocks that the worker could have."""
     return worker._report.num_blocks
 
 
 def generate(core: EngineCore, lengths: list[int], num_tokens: int) -> int:
-    """Serve random prompts of these lengths; the number of tokens that came back."""
+    """Serve random prompts of these lengths. Returns the number of tokens of the outputs."""
     rng = random.Random(1)
     for length in lengths:
         core.add_request(

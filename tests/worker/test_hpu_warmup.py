@@ -49,7 +49,7 @@ LARGE_BUCKETS = {
 
 @pytest.fixture(scope="module")
 def load():
-    """Prompts of up to 500 tokens, and what the CPU generates from them."""
+    """Return prompts of up to 500 tokens, and the tokens that the CPU generates from them."""
     rng = random.Random(2)
     lengths = [1, 100, 256, 257, 500, 499, 40, 300]
     prompts = [{"prompt_token_ids": rng.choices(range(16, 4000), k=n)} for n in lengths]
@@ -104,7 +104,7 @@ def test_whatever_memory_there_is_a_start_serves_or_says_why_not(pool_mib, is_ea
 
 
 def make_warm_up(bridge, *, workspace: int, **settings) -> WarmUp:
-    """A worker with its cache, about to warm up, and a ledger without memory for graphs."""
+    """Make a worker with its cache, about to warm up, and a ledger without memory for graphs."""
     worker = HPUWorker(EngineArgs(**SMALL_ENGINE | settings).create_engine_config())
     worker.load(0)
     memory, block_bytes = bridge.memory_info(), worker._block_bytes()
@@ -156,7 +156,7 @@ def test_without_memory_for_the_smallest_launch_the_error_names_what_to_lower():
 
 
 def graph_lines(log: list[str]) -> list[str]:
-    """Phase, batch and size of each graph, in the order in which they were begun."""
+    """Return phase, batch and size of each graph, in the order in which they were begun."""
     pattern = re.compile(
         r"\[Warmup\]\[Graph/(\w+)\]\[.*\] batch_size:(\d+) seq_len:(\d+)(?: num_blocks:(\d+))?"
     )

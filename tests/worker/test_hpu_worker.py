@@ -164,7 +164,8 @@ def test_what_is_free_once_the_cache_is_there_is_what_was_reported(mode):
 
 
 def check_sleep(worker: HPUWorker) -> None:
-    """The memory of a worker goes and comes back, and its launches are known as before."""
+    """Check that the memory of a worker is freed and comes back, and that its shapes are known as
+    before."""
     memory, bridge = worker.bridge.card.memory, worker.bridge
     awake, compilations = memory.in_use_bytes, bridge.counters().compilations
     for level in (1, 2):
@@ -246,7 +247,7 @@ SHAPE = r"is_prompt: (\w+), num_seqs: (\d+), max_context_len: (\d+), max_num_blo
 
 
 def step_reports(lines: list[str], tag: str) -> list[tuple[str, ...]]:
-    """Count, is_prompt, num_seqs, max_context_len and max_num_blocks of each report."""
+    """Return count, is_prompt, num_seqs, max_context_len and max_num_blocks of each report."""
     pattern = re.compile(rf"VLLM_HPU_STEP_{tag}: {STATS}, {SHAPE}")
     return [found.groups() for line in lines if (found := pattern.fullmatch(line))]
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def rates_of(*, dense_s=(4.0, 4.0), int8_s=(2.0, 2.0), dense_bytes=2, read=float("inf"), threads=1):
-    """Rates with seconds for a decode and for a prompt."""
+    """Return rates with seconds for a decode and for a prompt."""
     dense = LinearRates(*dense_s, num_bytes=dense_bytes)
     return MachineRates(dense, LinearRates(*int8_s, num_bytes=1), read, threads)
 

@@ -47,7 +47,7 @@ class Launcher:
         self.compiled: list[PaddedShape] = []
 
     def run(self, *rows: tuple[int, int, int]) -> list[PaddedShape]:
-        """Plan and run a step: the shapes of its launches."""
+        """Plan and run a step. Returns the shapes of its forward passes."""
         columns = [np.array(column, np.int32) for column in zip(*rows, strict=True)]
         shapes = [launch.shape for launch in self.planner.plan(make_step(*columns))]
         for shape in shapes:

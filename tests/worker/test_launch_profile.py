@@ -16,7 +16,7 @@ from vllm.errors import ConfigError
 
 
 def start(mode: str, folder: Path, **variables: object) -> tuple[str, list[str]]:
-    """What a start says that profiles: its error, and its log."""
+    """Start an engine that profiles. Returns its error, and its log."""
     is_lazy, is_eager = MODES[mode]
     variables |= {"PT_HPU_LAZY_MODE": is_lazy, "VLLM_TORCH_PROFILER_DIR": folder, **FEW_BUCKETS}
     with simulated_hpu(**variables), captured_log() as lines:

@@ -37,7 +37,7 @@ def compile_something(length: int) -> None:
 
 
 def fall_back() -> None:
-    """A stable sort has no kernel on the card."""
+    """Run a stable sort, for which the card has no kernel."""
     torch.ones(3, 64).to("hpu").sort(stable=True, dim=1)
 
 

@@ -33,7 +33,7 @@ def test_tokens_count_up_to_the_first_that_is_not_its_draft(sampled, drafts, cou
 
 
 def draft_step(rows: dict[int, list[int]], **changes) -> SchedulerOutput:
-    """One token and drafts of each row."""
+    """Return a step with one token and drafts for each row."""
     fields = {
         "rows": int_array(*rows),
         "num_draft_tokens": int_array(*map(len, rows.values())),

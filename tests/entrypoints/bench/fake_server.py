@@ -128,12 +128,12 @@ def plain(status: int, text: str) -> bytes:
 
 
 def chunk(data: bytes) -> bytes:
-    """One chunk of a chunked body."""
+    """Return one chunk of a chunked body."""
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
 def event(data: object) -> bytes:
-    """One server-sent event, as a chunk."""
+    """Return one server-sent event, as a chunk."""
     text = data if isinstance(data, str) else json.dumps(data)
     return chunk(f"data: {text}\n\n".encode())
 
@@ -151,7 +151,7 @@ END = event("[DONE]") + b"0\r\n\r\n"
 
 
 def stream(*pieces: bytes | float) -> Pieces:
-    """A whole stream of these events."""
+    """Return a whole stream of these events."""
     return [STREAM_HEAD, *pieces, END]
 
 

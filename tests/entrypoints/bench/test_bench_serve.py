@@ -35,7 +35,7 @@ def flags(server, *args):
 
 
 def bench(capsys, server, *args, code=0):
-    """The result as JSON, and what was shown on stderr."""
+    """Return the result as JSON, and what was shown on stderr."""
     assert main(flags(server, "--output-json", "-", *args)) == code
     captured = capsys.readouterr()
     return json.loads(captured.out), captured.err
@@ -45,7 +45,7 @@ def delta(content, finish_reason=None):
     return event({"choices": [{"delta": {"content": content}, "finish_reason": finish_reason}]})
 
 
-# ---- what is measured ---------------------------------------------------------------------
+# ---- what is measured ----------------------------------------------------------------------------
 
 
 def test_a_load_is_counted_by_the_servers_usage(capsys):

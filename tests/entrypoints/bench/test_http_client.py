@@ -21,7 +21,8 @@ from vllm.errors import ConfigError
 
 
 def post(server, count=1, on_body=None, **options):
-    """The results of `count` requests, one after the other; an exception is a result."""
+    """Return the results of `count` requests, sent one after the other; an exception is a
+    result."""
 
     async def run():
         client = HttpClient(server.url, headers={"X-Key": "1"}, **options)

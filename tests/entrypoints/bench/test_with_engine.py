@@ -13,7 +13,7 @@ SMALL = ["--max-model-len", "256", "--num-gpu-blocks-override", "256"]
 
 
 def bench(capsys, *args):
-    """The result, which is all that is on stdout."""
+    """Return the result, which is all that is written to stdout."""
     assert main(["bench", *args, "--output-json", "-"]) == 0
     return json.loads(capsys.readouterr().out)
 

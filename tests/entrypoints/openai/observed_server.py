@@ -50,7 +50,7 @@ class ObservedEngine(AsyncLLM):
     def work(
         self, num_tokens: int = 64, num_waiting: int = 3, stats: SchedulerStats | None = None
     ) -> None:
-        """A step of a busy Gaudi, or one with other figures."""
+        """Report a step of a busy Gaudi, or a step with other figures."""
         stats = stats or SchedulerStats(
             num_running=6,
             num_waiting=num_waiting,
@@ -74,7 +74,7 @@ class ObservedEngine(AsyncLLM):
         self.core_metrics.record_output(stats, IterationStats(10, num_tokens, [0.03], [0.012] * 5))
 
     def finish(self, request_id: str, reason: str = "stop") -> None:
-        """A request ends."""
+        """Report that a request ends."""
         now = time.time()
         self.core_metrics.record_finished(
             FinishedRequestStats(
@@ -95,7 +95,7 @@ class ObservedEngine(AsyncLLM):
 
 
 def make_app(engine: ObservedEngine, keys: tuple[str, ...] = ()) -> FastAPI:
-    """The server; POST /v1/things/{number} answers with that status."""
+    """Return the server's application; POST /v1/things/{number} answers with this status."""
     app = FastAPI()
     app.state.context = ServerContext(ServerArgs(), engine, created=time.time() - 4000)
     things = APIRouter()
@@ -117,7 +117,7 @@ def make_app(engine: ObservedEngine, keys: tuple[str, ...] = ()) -> FastAPI:
 
 @contextlib.contextmanager
 def served(app: FastAPI, port: int = 0) -> Iterator[str]:
-    """The address of a live server on this machine."""
+    """Return the address of a live server on this machine."""
     config = uvicorn.Config(app, host="127.0.0.1", port=port, log_config=None, ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
@@ -133,7 +133,7 @@ def served(app: FastAPI, port: int = 0) -> Iterator[str]:
 
 
 def ready_engine(device: Device = "cpu") -> ObservedEngine:
-    """One that takes requests."""
+    """Return an engine that accepts requests."""
     engine = ObservedEngine(device)
     engine.startup.set_ready()
     return engine

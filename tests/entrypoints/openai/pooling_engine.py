@@ -20,12 +20,13 @@ class InlineEngine(CoreInProcess):
 
 
 def pooling_client(engine: InlineEngine, **settings: Any) -> TestClient:
-    """A client of a server with this engine; entering it starts both."""
+    """Return a client of a server with this engine; entering the client starts both."""
     app = make_app(engine, chat_template=None, **settings)
     return TestClient(app, raise_server_exceptions=False)
 
 
 def make_pooling_client(llm: LLM, **settings: Any) -> tuple[TestClient, InlineEngine]:
-    """A client of a server with this model until the end of the test, and the server's engine."""
+    """Return a client of a server with this model until the end of the test, and the server's
+    engine."""
     engine = InlineEngine(llm)
     return clients.enter_context(pooling_client(engine, **settings)), engine

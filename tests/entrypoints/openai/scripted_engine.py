@@ -93,7 +93,7 @@ class ScriptedEngine(FakeCoreLLM):
         self.core.hold_after = 1
 
     def release(self) -> None:
-        """Go on; from any thread."""
+        """Let the requests continue; may be called from any thread."""
         self.core.hold_after = None
         self.loop.call_soon_threadsafe(self.client.turn)
 
@@ -108,7 +108,7 @@ class ScriptedEngine(FakeCoreLLM):
 
     @property
     def requests(self) -> dict[str, tuple[str, SamplingParams]]:
-        """Text of the prompt, and parameters, of all requests by their ids."""
+        """Return the text of the prompt and the parameters of all requests, by their ids."""
         decode = self.given_tokenizer.decode
         return {
             request_id: (decode(prompt["prompt_token_ids"]), params)
@@ -117,12 +117,13 @@ class ScriptedEngine(FakeCoreLLM):
 
     @property
     def aborted(self) -> list[str]:
-        """Ids of requests whose consumer left before their end."""
+        """Return the ids of requests whose consumer left before their end."""
         return [request_id.rpartition("-")[0] for request_id in self.core.aborted]
 
 
 def make_app(engine: CoreInProcess, **settings: Any) -> FastAPI:
-    """The whole server around an engine, which runs during the lifespan of the server."""
+    """Return the application of the whole server around an engine, which runs during the lifespan
+    of the server."""
     args = ServerArgs(**{"chat_template": TEMPLATE, "disable_uvicorn_access_log": True, **settings})
     app = build_app(ServerContext(args, engine, created=0.0))
     app.router.lifespan_context = lambda app: running(engine)
@@ -134,7 +135,7 @@ clients = contextlib.ExitStack()
 
 
 def make_client(engine: CoreInProcess, **settings: Any) -> TestClient:
-    """A client of `make_app` that sees errors as responses, until the end of the test."""
+    """Return a client of `make_app` that sees errors as responses, until the end of the test."""
     client = TestClient(make_app(engine, **settings), raise_server_exceptions=False)
     return clients.enter_context(client)
 
@@ -143,7 +144,8 @@ def make_client(engine: CoreInProcess, **settings: Any) -> TestClient:
 async def open_stream(
     app: FastAPI, path: str, body: bytes, *, content_type: bytes = b"application/json"
 ) -> AsyncIterator["OpenStream"]:
-    """A POST whose answer is read piece by piece; leaving the block is leaving as a client."""
+    """Send a POST whose answer is read piece by piece; leaving the block closes the connection of
+    the client."""
     stream = OpenStream()
     scope = {
         "type": "http",
@@ -174,7 +176,7 @@ class OpenStream:
         self.outbox: asyncio.Queue[Any] = asyncio.Queue()
 
     async def read_until(self, text: bytes) -> bytes:
-        """What came up to and with the message that holds this text."""
+        """Return everything up to and including the message that contains this text."""
         read = b""
         while text not in read:
             read += (await asyncio.wait_for(self.outbox.get(), 120)).get("body", b"")

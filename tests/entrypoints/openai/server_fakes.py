@@ -65,7 +65,7 @@ class ControlledEngine(AsyncLLM):
 
 
 def make_app(*, is_ready: bool = True, **settings: Any) -> tuple[FastAPI, ServerContext]:
-    """The application, with two routes to try it with: /echo and /fail."""
+    """Return the application, with two routes for tests: /echo and /fail."""
     context = ServerContext(
         ServerArgs(**settings), ControlledEngine(is_ready=is_ready), created=0.0
     )
@@ -84,6 +84,6 @@ def make_app(*, is_ready: bool = True, **settings: Any) -> tuple[FastAPI, Server
 
 
 def make_client(*, is_ready: bool = True, **settings: Any) -> TestClient:
-    """A client of `make_app` that sees 500 in place of the exception."""
+    """Return a client of `make_app` that sees status 500 instead of the exception."""
     app, _ = make_app(is_ready=is_ready, **settings)
     return TestClient(app, raise_server_exceptions=False)

@@ -5,14 +5,14 @@ from typing import Any
 
 
 def chunks_of(text: str) -> list[dict[str, Any]]:
-    """The data of all events of a stream that ends as the OpenAI API says."""
+    """Return the data of all events of a stream that ends as the OpenAI API says."""
     *events, last, rest = text.split("\n\n")
     assert (last, rest) == ("data: [DONE]", "")
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 def text_of(chunks: list[dict[str, Any]], index: int = 0) -> str:
-    """The content of one choice, put together from its deltas."""
+    """Return the content of one choice, put together from its deltas."""
     pieces = []
     for chunk in chunks:
         for choice in chunk["choices"]:

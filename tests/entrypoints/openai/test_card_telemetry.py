@@ -20,7 +20,7 @@ READING = CardReading(index=0, module=2, power_watts=300.0)
 
 @pytest.fixture
 def real_card(environment, card, hlml, monkeypatch):  # noqa: F811
-    """A machine whose cards have sensors; the package."""
+    """Simulate a machine whose cards have sensors. Returns the package."""
     monkeypatch.delenv("HABANA_VISIBLE_MODULES", raising=False)
     environment()
     resolve_platform.cache_clear()
@@ -29,7 +29,7 @@ def real_card(environment, card, hlml, monkeypatch):  # noqa: F811
 
 
 def card_samples(engine: ObservedEngine) -> dict[tuple[str, str, str], float]:
-    """Metric, card and module -> value."""
+    """Return (metric, card and module) -> value."""
     text = TestClient(make_app(engine)).get("/metrics").text
     return {
         (s.name.removeprefix("vllm:hpu_"), s.labels["card"], s.labels["module"]): s.value

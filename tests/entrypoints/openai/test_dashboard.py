@@ -33,7 +33,7 @@ LABELS = re.compile(r"(\b(?:vllm:|http_|process_)\w+)\{([^}]*)\}")
 
 @pytest.fixture(scope="module")
 def exposed() -> dict[str, set[str]]:
-    """Sample -> names of its labels, of a server that has done something of everything."""
+    """Return sample -> names of its labels, of a server that has used all of its features."""
     engine = ready_engine()
     engine.work()
     engine.finish("cmpl-1")

@@ -11,7 +11,7 @@ PROFILE = {"can_profile": True}
 
 
 def send(path, *, answer=None, body=None, method="POST", settings=DEV):
-    """The response, and what the engine was asked to do."""
+    """Return the response, and the calls that the engine got."""
     app, context = make_app(**settings)
     context.engine.answer = answer
     client = TestClient(app, raise_server_exceptions=False)

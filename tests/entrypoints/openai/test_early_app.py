@@ -31,7 +31,7 @@ async def real_app(scope, receive, send):
 
 
 def run(path, decide, root_path=""):
-    """(status before `decide`, status after it, last message)."""
+    """Return (status before `decide`, status after it, last message)."""
 
     async def test():
         app = StartupApp(root_path)

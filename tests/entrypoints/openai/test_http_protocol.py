@@ -33,7 +33,7 @@ async def app(scope, receive, send):
 
 @contextlib.asynccontextmanager
 async def serve(application=app, protocol=BoundedHttpProtocol):
-    """The port of a server."""
+    """Return the port of a server."""
     config = uvicorn.Config(application, http=protocol, ws="none", lifespan="off", log_config=None)
     config.load()
     state = uvicorn.server.ServerState()
@@ -51,7 +51,7 @@ async def serve(application=app, protocol=BoundedHttpProtocol):
 
 
 async def talk(*parts, pause_s=0.0, **options):
-    """What a server answers to the parts, to the end of the connection."""
+    """Return everything that a server answers to the parts, until the connection ends."""
     async with serve(**options) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for part in parts:
@@ -64,8 +64,8 @@ async def talk(*parts, pause_s=0.0, **options):
 
 
 async def trickle(head, piece, **options):
-    """What a server answers to a client that sends a piece, or each of some pieces, until nobody
-    takes them."""
+    """Return the answer of a server to a client that sends a piece, or several pieces, until nobody
+    reads them."""
     answer = b""
 
     async def read(reader):
@@ -157,7 +157,7 @@ def test_a_connection_that_sends_no_request_is_closed(monkeypatch):
 
 
 async def refuse_at_once(scope, receive, send):
-    """As a missing key is refused: the body is not read."""
+    """Refuse the request without reading its body, as for a missing key."""
     await send(
         {"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]}
     )
@@ -165,7 +165,7 @@ async def refuse_at_once(scope, receive, send):
 
 
 async def never_answer(scope, receive, send):
-    """As the server does while it is being loaded."""
+    """Never answer, like a server that is still being loaded."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -180,7 +180,7 @@ CHUNKED_REQUEST = (
 
 
 def send_and_read(port, data):
-    """As a plain client does: send everything, then read to the end."""
+    """Send everything, then read to the end, as a plain client does."""
     with socket.create_connection(("127.0.0.1", port)) as client:
         client.sendall(data)
         answer = b""

@@ -57,7 +57,7 @@ class ImageEngine(ScriptedEngine):
 
     @property
     def images(self) -> list[bytes]:
-        """Content of the images of the newest prompt."""
+        """Return the content of the images of the newest prompt."""
         return [each.data for each in self.prompts[-1].get("multi_modal_data", {}).get("image", ())]
 
 

@@ -20,7 +20,7 @@ CLOSED = TEMPLATE + "<think>\n\n</think>\n\n"
 
 
 def ask(engine, settings, **body):
-    """The message, its stream's text, and the parameters that the engine was given."""
+    """Return the message, the text of its stream, and the parameters that the engine got."""
     content = "What does <think> do?" if type(engine) is ScriptedEngine else "x"
     messages = [{"role": "user", "content": content}]
     body = {"model": "", "messages": messages, **body}

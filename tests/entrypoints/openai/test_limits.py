@@ -51,7 +51,7 @@ def test_a_request_without_a_body_needs_no_type():
 
 
 def run(messages, *, headers=(), timeout_s=120.0, max_bytes=100):
-    """(what was sent, body that the application behind got or None)."""
+    """Return (what was sent, the body that the application behind got or None)."""
     sent, bodies = [], []
 
     async def app(scope, receive, send):

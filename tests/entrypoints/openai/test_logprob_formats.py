@@ -27,7 +27,7 @@ def positions_of(tokenizer, token_ids):
 
 
 def make(tokenizer, token_ids, num_prompt_tokens, *, step, **fields):
-    """The log-probabilities in pieces of some tokens, joined; the prompt is one piece."""
+    """Return the joined log-probabilities of pieces of some tokens; the prompt is one piece."""
     logprobs = CompletionLogprobs(
         as_token_ids=False,
         text_of=lambda i: tokenizer.decode([i]),

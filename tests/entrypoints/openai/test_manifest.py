@@ -16,7 +16,7 @@ ONE, SEVERAL = (FOLDER / name for name in ("vllm.yaml", "several-machines.yaml")
 
 
 def read_pods(manifest: Path) -> list[dict]:
-    """The pods of the deployments; the first one has the server."""
+    """Return the pods of the deployments; the first one has the server."""
     return [
         document["spec"]["template"]["spec"]
         for document in yaml.safe_load_all(manifest.read_text())
@@ -25,7 +25,7 @@ def read_pods(manifest: Path) -> list[dict]:
 
 
 def server_command(container: dict) -> list[str]:
-    """As a list, also where it is the last command of a script."""
+    """Return the server's command as a list, also if it is the last command of a script."""
     command = [*container["command"], *container["args"]]
     if command[:2] == ["sh", "-c"]:
         script = command[2].replace("\\\n", " ")
@@ -34,7 +34,7 @@ def server_command(container: dict) -> list[str]:
 
 
 def read_flags(container: dict):
-    """(engine, server)"""
+    """Return the parsed arguments (engine, server)."""
     program, command, *flags = server_command(container)
     assert (program, command) == ("vllm", "serve")
     return read_args(make_arg_parser(FlexibleArgumentParser()).parse_args(flags))

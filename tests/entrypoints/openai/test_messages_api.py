@@ -48,7 +48,7 @@ def read_events(response):
 
 
 def accumulate(events):
-    """The message that the official client makes of a stream."""
+    """Return the message that the official client makes of a stream."""
     snapshot, buffers = None, {}
     for event in events:
         if event["type"] != "ping":

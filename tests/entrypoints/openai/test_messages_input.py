@@ -154,7 +154,7 @@ def test_what_the_servers_of_the_api_did_is_left_out_of_a_turn():
 
 @pytest.fixture
 def log():
-    """Lines of the log, which notes everything anew."""
+    """Return the lines of the log, in which no earlier message is suppressed."""
     forget_ignored()
     lines = []
     handler = logging.Handler()

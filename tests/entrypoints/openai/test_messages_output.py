@@ -21,7 +21,7 @@ def call(index, arguments, **first):
 
 
 def write(writer, *parts, stop=("end_turn", None)):
-    """Events of a message; a part is ("text" | "reasoning" | "call", delta)."""
+    """Return the events of a message; a part is ("text" | "reasoning" | "call", delta)."""
     add = {
         "text": writer.add_text,
         "reasoning": writer.add_reasoning,
@@ -34,7 +34,7 @@ def write(writer, *parts, stop=("end_turn", None)):
 
 
 def accumulate(events):
-    """The message that the official client makes of a stream."""
+    """Return the message that the official client makes of a stream."""
     snapshot, buffers = None, {}
     for event in events:
         if event["type"] != "ping":

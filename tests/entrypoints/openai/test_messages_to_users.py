@@ -287,7 +287,7 @@ WRONG_VALUES = [
 
 
 def is_place(location: tuple[int | str, ...], value: Any, kind: str) -> bool:
-    """Whether a location is a path of keys and entries of a value, as its user sees it."""
+    """Return whether a location is a path of keys and entries of a value, as its user sees it."""
     for position, part in enumerate(location):
         is_last = position == len(location) - 1
         if is_last and (kind == "missing" or part == "[key]"):
@@ -322,7 +322,7 @@ def test_what_is_wrong_with_a_field_is_told_in_the_words_of_the_user(model, name
 
 
 def unions_of(annotation: Any, is_told: bool = False) -> list[bool]:
-    """Of every union in an annotation, whether `accepts` stands around it."""
+    """Return, for every union in an annotation, whether `accepts` is applied to it."""
     if (inner := getattr(annotation, "__metadata__", None)) is not None:
         known = any(type(each).__name__ in ("WrapValidator", "Discriminator") for each in inner)
         return unions_of(typing.get_args(annotation)[0], is_told or known)

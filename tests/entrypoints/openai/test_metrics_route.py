@@ -15,7 +15,7 @@ def client_of(engine: ObservedEngine, keys: tuple[str, ...] = ()) -> TestClient:
 
 
 def scrape(client: TestClient, **headers: str) -> dict[str, float]:
-    """Name and values of labels -> value; without the labels of the engine."""
+    """Return (name and values of labels) -> value, without the labels of the engine."""
     response = client.get("/metrics", headers=headers)
     assert response.status_code == 200
     return {

@@ -93,7 +93,7 @@ Wrap = Callable[[Any], Any]
 
 
 def places_of(annotation: Any) -> Iterator[Wrap]:
-    """Where a value of this type may hold a number."""
+    """Yield where a value of this type may contain a number."""
     if annotation is JsonValue:
         yield from (lambda number: number, lambda number: {"1": [number]})
         return
@@ -119,7 +119,7 @@ def places_of(annotation: Any) -> Iterator[Wrap]:
 
 
 def fields_of(model: type[BaseModel]) -> list[tuple[str, Wrap]]:
-    """The fields of a model that may hold a number."""
+    """Return the fields of a model that may contain a number."""
     hints = typing.get_type_hints(model, include_extras=True)
     return [
         (field.alias or name, wrap)
@@ -130,7 +130,7 @@ def fields_of(model: type[BaseModel]) -> list[tuple[str, Wrap]]:
 
 
 def least_of(model: type[BaseModel]) -> dict[str, Any]:
-    """Values for the fields that a model must have."""
+    """Return values for the required fields of a model."""
     found: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         if field.is_required():
@@ -141,7 +141,7 @@ def least_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def body_models(route: APIRoute) -> list[type[BaseModel]]:
-    """What a route takes: one model, or one of several."""
+    """Return the models that a route accepts: one model, or several."""
     if route.body_field is None:
         return []
     annotation: Any = route.body_field.field_info.annotation
@@ -159,12 +159,12 @@ ROUTES = {
 """Path -> its fields with numbers."""
 
 
-# ---- the server -------------------------------------------------------------------------------
+# ---- the server ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, TestClient]]:
-    """A server per kind of model."""
+    """Run a server for each kind of model."""
     limits: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "num_gpu_blocks_override": 256}
 
     def tiny(architecture: str, **config: Any) -> str:
@@ -186,7 +186,7 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Test
 
 
 def check(clients: dict[str, TestClient], path: str, kind: str, body: dict[str, Any]) -> int:
-    """The status of the answer, which is no failure of the server."""
+    """Return the status of the answer, which must not be a failure of the server."""
     answer = clients[kind].post(
         path, content=json.dumps(body), headers={"content-type": "application/json"}
     )

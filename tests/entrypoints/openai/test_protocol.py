@@ -19,7 +19,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
 
 def describes(model: type, body: dict) -> bool:
-    """Every field of a body is one of the model, with a value of its type."""
+    """Check that every field of a body is a field of the model, with a value of its type."""
     return model.model_validate(body).model_dump(exclude_unset=True) == body
 
 

@@ -35,7 +35,7 @@ REQUESTS = [
 
 
 def reported(usage):
-    """The reasoning tokens and all output tokens of a usage."""
+    """Return the reasoning tokens and all output tokens of a usage."""
     if "completion_tokens" in usage:
         number = usage["completion_tokens_details"]["reasoning_tokens"]
         return number, usage["completion_tokens"]

@@ -460,7 +460,7 @@ def test_prompts_with_too_many_log_probabilities_are_refused(fields, count):
 
 
 def holds_many(annotation: Any) -> bool:
-    """Whether a field of this type can be a list or an object of any size."""
+    """Return whether a field of this type can be a list or an object of any size."""
     origin = get_origin(annotation)
     if origin in (list, dict) or annotation in (list, dict):
         return True

@@ -41,7 +41,7 @@ def finished(request_id):
 
 
 def trace(path="/v1/completions", *, status=200):
-    """The spans of one request with the id `abc`."""
+    """Return the spans of one request with the id `abc`."""
     recent = deque([finished("cmpl-abc-0"), finished("cmpl-other"), finished("cmpl-abc-1")])
     engine = SimpleNamespace(metrics=SimpleNamespace(recent=recent))
     tracer = FakeTracer()

@@ -34,7 +34,7 @@ def post(client, **fields):
 
 
 def read_events(response):
-    """Events of a stream; each has its type as its name."""
+    """Return the events of a stream; each has its type as its name."""
     events = []
     for block in response.text.strip().split("\n\n"):
         name, data = block.split("\n")
@@ -45,7 +45,7 @@ def read_events(response):
 
 
 def without_ids(value):
-    """A response without what differs from one to the next."""
+    """Return a response without the fields that differ from one response to the next."""
     if isinstance(value, dict):
         changing = ("id", "created_at", "completed_at", "call_id")
         return {k: without_ids(v) for k, v in value.items() if k not in changing}
@@ -358,7 +358,7 @@ def test_an_error_in_between_ends_the_stream_as_failed():
     assert post(client).status_code == 500
 
 
-# ---- clients that disconnect, and background responses -------------------------------------------
+# ---- clients that disconnect, and background responses ------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -36,7 +36,7 @@ def call(index, arguments, **first):
 
 
 def write(writer, *parts, status="completed", **ending):
-    """Events of a response; a part is ("text" | "reasoning" | "call", delta)."""
+    """Return the events of a response; a part is ("text" | "reasoning" | "call", delta)."""
     add = {
         "text": writer.add_text,
         "reasoning": writer.add_reasoning,

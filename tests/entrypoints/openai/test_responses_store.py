@@ -171,5 +171,5 @@ def test_a_cancelled_job_closes_its_source_and_tells_its_followers(is_begun):
 
 
 async def collect(events):
-    """The types of events as they are sent."""
+    """Return the types of the events as they are sent."""
     return [json.loads(event.split(b"data: ")[1])["type"] async for event in events]

@@ -205,7 +205,7 @@ class FileServer(BaseHTTPRequestHandler):
         self.wfile.write(b"one\ntwo\n")
 
     def log_message(self, *_):
-        """Stay silent."""
+        """Log nothing."""
 
 
 @pytest.fixture

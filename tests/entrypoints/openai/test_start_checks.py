@@ -28,7 +28,7 @@ def check(*flags):
 
 @pytest.fixture
 def model(tmp_path):
-    """A copy of the bundled model, without its weights, that a test may change."""
+    """Return a copy of the bundled model, without its weights, that a test may change."""
     folder = tmp_path / "model"
     shutil.copytree(BUNDLED_MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     return folder

@@ -77,7 +77,7 @@ def openai_client(url):
 
 
 def read(stream):
-    """What a loop over a stream has got before it raised, and the error."""
+    """Return what a loop over a stream got before it raised an error, and the error."""
     got = []
     with pytest.raises((openai.APIError, anthropic.APIError)) as raised:
         for event in stream:

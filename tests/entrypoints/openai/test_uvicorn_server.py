@@ -61,11 +61,11 @@ class Life:
         self.args = ServerArgs(**LOCAL, **settings)
         self.errors = []
         self.may_end = threading.Event()
-        """Until it is set, requests to /slow run."""
+        """Requests to /slow run until this is set."""
         self._act = act
 
     def run(self):
-        """The exit code. Raises what `serve` or `act` raises."""
+        """Return the exit code. Raises what `serve` or `act` raises."""
         with bind(self.args) as listener:
             self.port = listener.getsockname()[1]
             thread = threading.Thread(target=self._run_act)
@@ -229,7 +229,7 @@ def make_certificate(tmp_path):
         pytest.skip("needs the program openssl")
 
     def make(name):
-        """Write key and certificate for `name`; returns their paths."""
+        """Write key and certificate for `name`. Returns their paths."""
         key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
         subprocess.run(
             [

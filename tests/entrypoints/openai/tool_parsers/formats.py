@@ -178,7 +178,7 @@ SAMPLES = {
 
 
 def read(name, pieces):
-    """(content, [[name, arguments], ...]) of an output that comes in pieces."""
+    """Return (content, [[name, arguments], ...]) of an output that arrives in pieces."""
     parser = ToolParserManager.get(name)()
     deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
     calls = []
@@ -193,7 +193,7 @@ def read(name, pieces):
 
 
 def extract(name, text, request=None):
-    """The same of a whole output."""
+    """Return the same for an output that arrives as a whole."""
     found = ToolParserManager.get(name)().extract_tool_calls(text, request)
     assert found.tools_called == bool(found.tool_calls)
     calls = [[call.function.name, call.function.arguments] for call in found.tool_calls]

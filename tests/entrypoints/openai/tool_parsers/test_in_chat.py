@@ -15,7 +15,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def answer(text, body, **args):
-    """(message, message put together from a stream) of a model that says this text."""
+    """Return (message, message put together from a stream) of a model whose output is this text."""
     tokens = byte_level().encode(text, add_special_tokens=False)
     engine = FakeCoreLLM(lambda request: tokens, max_model_len=2048)
     body = {

@@ -16,7 +16,7 @@ DOCUMENTATION = Path(__file__).parents[4] / "docs" / "tool_calling.md"
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
-    """Names that a test registers are forgotten after it."""
+    """Forget the names that a test registers, after the test."""
     monkeypatch.setattr(ToolParserManager, "_parsers", dict(ToolParserManager._parsers))
 
 

@@ -131,7 +131,7 @@ FLAGS = {"enable_auto_tool_choice": True, "tool_call_parser": "bang", "reasoning
 
 @pytest.fixture(autouse=True)
 def plugins(monkeypatch, tmp_path):
-    """Both plug-ins are loaded; what they register is forgotten after the test."""
+    """Load both plug-ins, and forget after the test what they register."""
     for manager in (ToolParserManager, ReasoningParserManager):
         monkeypatch.setattr(manager, "_parsers", manager.snapshot())
     tools, reasoning = tmp_path / "tools.py", tmp_path / "reasoning.py"
@@ -143,7 +143,7 @@ def plugins(monkeypatch, tmp_path):
 
 
 def ask(text, how, flags=FLAGS, **body):
-    """(message, finish reason) of an answer, by either way."""
+    """Return (message, finish reason) of an answer, streamed or whole."""
     with client_of(engine_that_says(text), router, **flags) as client:
         if how == "streamed":
             return message_of(stream(client, **body))
@@ -235,7 +235,8 @@ def test_a_parser_of_ours_can_be_called_as_vllms_are():
 
 
 def streamed(read, text, size):
-    """The deltas of a parser that is called as vLLM's are; one token per character."""
+    """Return the deltas of a parser that is called as vLLM's parsers are, with one token per
+    character."""
     for end in range(0, len(text), size):
         before, now = text[:end], text[: end + size]
         ids = [list(range(len(part))) for part in (before, now, now[end:])]
