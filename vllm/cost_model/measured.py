@@ -33,7 +33,7 @@ class _Rate:
     published: Callable[[CardSpec], float]
     """Returns the published value for a card of this kind."""
     constants: tuple[str, ...]
-    """They are longer on a slower card."""
+    """Names of constants of the cost model that are larger on a slower card."""
     is_time: bool = False
     """Whether a slower card has more of it."""
 

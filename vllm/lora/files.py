@@ -112,7 +112,7 @@ class AdapterConfig:
     alpha_pattern: Mapping[str, float]
     uses_rslora: bool
     is_transposed: bool
-    """The weights that it changes are [inputs, outputs] in the checkpoint."""
+    """Whether the weights that the adapter changes are [inputs, outputs] in the checkpoint."""
     parameters: tuple[str, ...] = ()
     """Ends of the names of parameters that have the matrices of all experts of a layer."""
     base: str = ""

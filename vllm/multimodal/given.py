@@ -36,7 +36,7 @@ class NamedItem:
     """An item that a program passes as an object in a conversation."""
 
     where: str
-    """Its name in error messages."""
+    """Name of the item in error messages."""
     item: Any
 
 

@@ -85,7 +85,8 @@ class StageRoom:
     launch_bytes: int
     """Bytes of the forward passes."""
     num_blocks: int
-    """KV blocks that it has room for; the engine has as many as the stage with the fewest."""
+    """KV blocks that the stage has room for; the engine has as many as the stage with the
+    fewest."""
 
 
 class EnginePlan:

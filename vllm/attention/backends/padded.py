@@ -33,7 +33,7 @@ class LayerKind(NamedTuple):
     """Properties of a layer that decide its mask, and whether a kernel needs a different input."""
 
     sight: tuple[int | None, ...]
-    """Positions that each query sees, from `AttentionOptions`."""
+    """`AttentionOptions.sight` of the layers."""
     adjusts_scores: bool
     has_alibi: bool
     has_sinks: bool

@@ -10,7 +10,7 @@ class StopMatch:
 
     string: str
     start: int
-    """Index of its first character."""
+    """Index of the first character of the string."""
 
     @property
     def end(self) -> int:

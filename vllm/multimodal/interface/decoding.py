@@ -46,7 +46,7 @@ class Decoders(NamedTuple):
     names: Sequence[str]
     """Names in FFmpeg."""
     codecs: str
-    """Formats that they decode, for messages."""
+    """Formats that the decoders read, for messages."""
 
     def open(self, data: bytes, reader: str, av: Any) -> "InputContainer":
         """Open a file from memory, so that it cannot refer to other files or URLs.

@@ -85,7 +85,7 @@ class Symbol:
     """
 
     is_cpu = False
-    """Operators check it before they read memory, and there is none."""
+    """Operators check this before they read memory, and a symbol has no memory."""
 
     def __init__(self, recorder: SymbolRecorder) -> None:
         self.recorder = recorder

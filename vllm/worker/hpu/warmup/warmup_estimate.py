@@ -61,7 +61,7 @@ class Kind(NamedTuple):
     """`compile` is also a launch that compiles what it runs."""
     phase: Runs
     samples: bool
-    """The sampling of its batch size is compiled, run or captured with it."""
+    """Whether sampling of the same batch size is compiled, run or captured together with it."""
 
     @property
     def prior_s(self) -> float:
