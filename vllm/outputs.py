@@ -13,7 +13,7 @@ class Logprob:
     Attributes:
         logprob: natural logarithm, of the raw distribution of the model.
         rank: 1 for the most likely token of the vocabulary.
-        decoded_token: its text; None without a tokenizer, or with `detokenize=False`.
+        decoded_token: text of the token; None without a tokenizer, or with `detokenize=False`.
     """
 
     logprob: float
@@ -172,7 +172,7 @@ class EmbeddingOutput:
     """The embedding of a prompt.
 
     Attributes:
-        embedding: its values.
+        embedding: values of the embedding.
     """
 
     embedding: list[float]

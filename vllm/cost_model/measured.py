@@ -66,7 +66,7 @@ class Measured:
     Attributes:
         card: a key of `cards.CARDS`.
         is_simulated: nothing ran on hardware.
-        rates: by name.
+        rates: measured rates by name.
         run: measurements of a running engine instead of rates; None: nothing.
     """
 

@@ -405,7 +405,7 @@ def find_adapter(request: LoRARequest, max_rank: int, rest: Rest = no_rest) -> A
     Args:
         request: names the adapter.
         max_rank: largest allowed rank.
-        rest: as in `content_key`.
+        rest: called between two pieces of a file, as in `content_key`.
 
     Raises:
         RequestError: files are missing or wrong.

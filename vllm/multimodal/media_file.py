@@ -28,7 +28,7 @@ class MediaFile:
     ended, or when nothing refers to this object; the system closes the files of a killed process.
 
     Args:
-        tensors: by name.
+        tensors: tensors by name.
 
     Attributes:
         tensors: descriptions of the tensors, which a request contains instead of their data.

@@ -326,8 +326,8 @@ class Worker(WorkerForUsers, Protocol):
         Args:
             name: name; see `AdapterRef`.
             path: path; see `AdapterRef`.
-            key: see `AdapterRef`.
-            number: see `AdapterRef`.
+            key: key; see `AdapterRef`.
+            number: number; see `AdapterRef`.
 
         Returns:
             "" if it is loaded, the reason if it cannot be, or None while it is being loaded.

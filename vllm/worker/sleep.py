@@ -96,7 +96,7 @@ class Sleep:
     """Releases and restores the memory of a worker's parts.
 
     Args:
-        parts: by tag.
+        parts: parts by tag.
     """
 
     def __init__(self, parts: Mapping[str, SleepPart]) -> None:

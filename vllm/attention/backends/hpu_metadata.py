@@ -211,7 +211,7 @@ def build_prefill_metadata(
         padded_query_len: Q.
         padded_context_blocks: C; 0 if no request of the batch has context.
         block_size: S.
-        last_keys: see `HPUPrefillMetadata`; None: F is 0.
+        last_keys: `last_keys` of `HPUPrefillMetadata`; None: F is 0.
 
     Raises:
         ValueError: the requests do not fit the padded sizes or their tables.

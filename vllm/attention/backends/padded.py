@@ -102,8 +102,8 @@ def _takes_window(kernel: SDPAKernel, kind: LayerKind, window: int | None, query
 
 
 PromptMask = Tensor | SlicedMask | None
-"""Of all layers of a kind; None where causality says it all, or with the window that the kernel
-gets."""
+"""Mask for all layers of a kind; None where causality says it all, or with the window that the
+kernel gets."""
 
 
 def _masks(

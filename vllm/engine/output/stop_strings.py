@@ -22,7 +22,7 @@ class StopStrings:
     """The stop strings of one request.
 
     Args:
-        strings: at least one string, none empty.
+        strings: the strings, at least one, none of them empty.
         is_shown: the stop string remains in the text, so no text is held back.
     """
 

@@ -98,7 +98,7 @@ def advance_windows(conv: Convolution, x: Tensor, rows: StateRows, windows: Tens
 
     Args:
         conv: the convolution.
-        x: its inputs [B, L, D].
+        x: inputs of the convolution [B, L, D].
         rows: the cache rows of the sequences.
         windows: [rows, K - 1, D], the last inputs of each sequence.
     """

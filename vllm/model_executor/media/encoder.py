@@ -53,7 +53,8 @@ class MediaEncoder(nn.Module, ABC):
         """Return the parameter name of a checkpoint tensor; None if the encoder does not need it.
 
         Args:
-            name: in the checkpoint, without the prefix `model.`; begins with one of `prefixes`.
+            name: name in the checkpoint, without the prefix `model.`; begins with one of
+                `prefixes`.
         """
         return name
 

@@ -104,7 +104,7 @@ def resample(
 
     Args:
         samples: [n], n > 0.
-        rate: their samples per second.
+        rate: samples per second of the input.
         sampling_rate: samples per second of the result.
         max_seconds: limit of their length.
         where: name of the sound in error messages.

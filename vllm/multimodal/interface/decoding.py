@@ -26,7 +26,7 @@ def import_av(items: str, extra: str) -> Any:
 
     Args:
         items: items that need it, for the message.
-        extra: of this package, which installs it.
+        extra: extra of this package that installs the library.
 
     Raises:
         RequestError: it is not installed.

@@ -45,8 +45,8 @@ class SpeechRules(ABC):
         sampling_rate: samples per second that the model reads; other rates are resampled.
         languages: codes of the languages that it transcribes; only "en" if it knows no other.
         max_previous_tokens: how many tokens of earlier text `prompt` keeps.
-        no_speech_token: its probability as the next token after `start_prompt` is the probability
-            that nobody speaks. None: the model does not provide it.
+        no_speech_token: token id; its probability as the next token after `start_prompt` is the
+            probability that nobody speaks. None: the model does not provide it.
     """
 
     seconds_per_piece: float

@@ -361,7 +361,7 @@ class FusedKernels(Protocol):
             gate_up_scales: per expert [2 * I] float32.
             down: per expert [hidden, I] float8_e4m3fn.
             down_scales: per expert [hidden] float32.
-            first_expert: as in `moe`.
+            first_expert: index of the first expert of this rank, as in `moe`.
 
         Returns:
             [tokens, hidden] bfloat16

@@ -182,7 +182,7 @@ class WarmUpEstimate:
         """End the step, if there is one. A step that was given up before it ran took no time.
 
         Args:
-            has_run: it has run.
+            has_run: whether the step has run.
             seconds: seconds that it has taken; None: measured since `begin`.
         """
         if not self._step:
