@@ -50,7 +50,7 @@ class CompletionOutput:
     is_refused: bool = field(default=False, repr=False)
 
     def finished(self) -> bool:
-        """Return whether it has a finish reason."""
+        """Return whether the output has a finish reason."""
         return self.finish_reason is not None
 
 

@@ -230,7 +230,7 @@ class SimulatedCard:
         self.host_sync(cause)
 
     def cpu_fallback(self, op_name: str, num_bytes: int) -> None:
-        """Add the time of an operator without a kernel: flush, copy, compute on the host, copy back."""
+        """Add the time of an operator without a kernel, which is computed on the host."""
         if self.capture is not None:
             raise SimulationError(
                 f"cpu fallback is not supported during hpu graph capturing: {op_name}"

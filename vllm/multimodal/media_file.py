@@ -47,7 +47,7 @@ class MediaFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether it can be read."""
+        """Whether the file can be read."""
         return self._close.alive
 
     def __enter__(self) -> "MediaFile":

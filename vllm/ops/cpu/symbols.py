@@ -205,7 +205,7 @@ class Rows(Symbol):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it contains all elements of the buffer."""
+        """Whether the tensor contains all elements of the buffer."""
         return self.head_stride is None and self.width == self.buffer.width
 
     @property

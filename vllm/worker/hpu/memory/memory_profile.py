@@ -107,7 +107,7 @@ class Attempt:
 
     @property
     def needed_bytes(self) -> int:
-        """Device memory that it needs at a time; a minimum if it did not complete."""
+        """Device memory that the forward pass needs at a time; a minimum if it did not complete."""
         return max(0, self.peak_bytes) + (self.refused_bytes or 0)
 
     @property
