@@ -253,7 +253,7 @@ class SimulatedKernels(BridgeKernels):
 
         Args:
             device: where trials run; None: the host, whose tensors the kernels accept as well.
-            card: its name.
+            card: name of the card.
             is_lazy: whether the bridge is in lazy mode; see `BridgeKernels`.
             release: release of the bridge; parts of later releases are missing.
             absent: further missing parts.

@@ -1,8 +1,9 @@
 """Runs the operators of the simulated device.
 
-It refuses what a card refuses, charges the card with the operator's cost, and computes on the CPU
-unless the card only compiles. Results that depend only on the operator and on shapes, dtypes and
-numbers are cached, since this module's overhead slows down every test in simulation.
+The module refuses what a card refuses, adds the operator's cost to the time of the card, and
+computes on the CPU unless the card only compiles. Results that depend only on the operator and on
+shapes, dtypes and numbers are cached, since this module's overhead slows down every test in
+simulation.
 """
 
 from collections.abc import Callable

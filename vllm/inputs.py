@@ -70,7 +70,8 @@ class ExplicitEncoderDecoderPrompt(TypedDict):
     """Both prompts of a model with an encoder and a decoder, such as Whisper."""
 
     encoder_prompt: TextPrompt
-    """Its `multi_modal_data` is what the encoder reads; its text is empty."""
+    """Prompt of the encoder: its `multi_modal_data` is what the encoder reads, and its text is
+    empty."""
     decoder_prompt: str | list[int] | TextPrompt | TokensPrompt
     mm_processor_kwargs: NotRequired[dict[str, Any]]
 

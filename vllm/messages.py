@@ -123,9 +123,9 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 
     modality: str
     key: str
-    """Identifies its content and all settings that decide its embeddings."""
+    """Identifies the content of the item and all settings that decide its embeddings."""
     where: str = ""
-    """Its position in the request, such as `messages[2].content[1]`, for errors."""
+    """Position of the item in the request, such as `messages[2].content[1]`, for errors."""
     runs: tuple[tuple[int, int], ...] = ()
     """(index, n): n tokens from this index of the prompt take the next n embeddings of the image.
     In order of the indices. Empty where cross-attention layers read it."""
@@ -238,7 +238,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Embeddings of the prompt, in order of their positions. The tokens that they replace are
     placeholders, and `cache_extra_keys` has a key of each."""
     positions: TokenPositions | None = None
-    """`cache_extra_keys` has keys of them; None: the position of a token is its index."""
+    """Positions of the tokens; `cache_extra_keys` has keys of them. None: the position of a token
+    is its index."""
     media: tuple[MediaItem, ...] = ()
     """Images, sounds and videos of the prompt, in order of their tokens. `cache_extra_keys` has a
     key of each."""
@@ -304,7 +305,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_token_ids: list[int]
     """Tokens sampled before a preemption; empty at first admission."""
     block_ids: list[int]
-    """Its block tables, one per group of layers, concatenated; all are equally long."""
+    """Block tables of the request, one per group of layers, concatenated; all are equally long."""
 
 
 class BlockMoves(msgspec.Struct, frozen=True, kw_only=True):
@@ -368,7 +369,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """(row, n): the row keeps the first n blocks of its table; the others belonged to rejected
     drafts."""
     block_moves: BlockMoves | None = None
-    """All other block numbers of this message are those after the moves."""
+    """Moves of blocks. All other block ids in this message are the ids after the moves."""
     restored_states: IntArray | None = None
     """[k, 2] (row, kept state): rows that begin with a copy of a kept state; None: no row does."""
     kept_states: IntArray | None = None
@@ -425,7 +426,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
     rows: IntArray
     """[m] rows that sampled, in the order of `SchedulerOutput.rows`."""
     token_ids: IntArray
-    """[sum of `num_tokens`] their next tokens, row by row."""
+    """[sum of `num_tokens`] next tokens of the requests, row by row."""
     num_tokens: IntArray | None = None
     """[m] tokens of each row; None: one each. A row without drafts has one. A row with d drafts
     has 0 to 1 + d; with 0 it runs its newest token again. With several decodes a row has at least
@@ -528,7 +529,7 @@ class MediaStats(msgspec.Struct, frozen=True, kw_only=True):
     num_queries: int = 0
     """Images that prompts needed, each counted once for each request."""
     num_hits: int = 0
-    """Images among them whose embeddings were kept. The others were encoded."""
+    """Images that were needed and whose embeddings were kept. The others were encoded."""
 
 
 class DraftStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ class Logprob:
     Attributes:
         logprob: natural logarithm, of the raw distribution of the model.
         rank: 1 for the most likely token of the vocabulary.
-        decoded_token: its text; None without a tokenizer, or with `detokenize=False`.
+        decoded_token: text of the token; None without a tokenizer, or with `detokenize=False`.
     """
 
     logprob: float
@@ -50,7 +50,7 @@ class CompletionOutput:
     is_refused: bool = field(default=False, repr=False)
 
     def finished(self) -> bool:
-        """Return whether it has a finish reason."""
+        """Return whether the output has a finish reason."""
         return self.finish_reason is not None
 
 
@@ -172,7 +172,7 @@ class EmbeddingOutput:
     """The embedding of a prompt.
 
     Attributes:
-        embedding: its values.
+        embedding: values of the embedding.
     """
 
     embedding: list[float]

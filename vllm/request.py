@@ -22,8 +22,8 @@ class Request:
         num_prompt_tokens: how many of them are the prompt.
         status: waiting, running or finished.
         row: index in the per-request arrays while running, else -1.
-        block_ids: its block table while running, for the first group of layers.
-        more_block_ids: its block tables for the other groups, equally long.
+        block_ids: block table of the request while running, for the first group of layers.
+        more_block_ids: block tables of the request for the other groups, equally long.
         block_hashes: content hash of each full block of known tokens, as far as computed.
         num_cached_blocks: leading blocks that are in the prefix cache.
         num_cached_tokens: prompt tokens found cached at first admission; -1 before it.
@@ -34,8 +34,8 @@ class Request:
             drafts were copied; 0: they were not copied.
         num_undrafted: consecutive decodes without drafts although drafts were searched, or after
             which searching was stopped.
-        draft_accuracy: by evidence, the fraction of its drafts that were accepted, 0 to 1; recent
-            ones have more weight.
+        draft_accuracy: by kind of evidence, the fraction of its drafts that were accepted, 0 to 1;
+            recent ones have more weight.
         sort_key: requests with smaller keys are scheduled first.
         state_ends: lengths of prefixes whose recurrent states are still to be kept.
         num_kept_tokens: number of leading tokens covered by the recurrent state that it owns in the

@@ -230,7 +230,7 @@ class SimulatedCard:
         self.host_sync(cause)
 
     def cpu_fallback(self, op_name: str, num_bytes: int) -> None:
-        """Charge an operator without a kernel: flush, copy out, compute on the host, copy back."""
+        """Add the time of an operator without a kernel, which is computed on the host."""
         if self.capture is not None:
             raise SimulationError(
                 f"cpu fallback is not supported during hpu graph capturing: {op_name}"
@@ -264,7 +264,7 @@ class SimulatedCard:
         self.clock.copy(num_bytes)
 
     def copy_to_host(self, num_bytes: int, cause: str, *, waits: bool) -> None:
-        """Charge a copy to the host.
+        """Add the time of a copy to the host.
 
         If it does not wait it is not a sync, but ends the recorded graph.
         """
@@ -279,8 +279,9 @@ class SimulatedCard:
             self.clock.sync()
 
     def collective(self, num_bytes: int) -> None:
-        """Charge an exchange with other cards that is not part of a recipe; it ends the recorded
-        graph.
+        """Add the time of an exchange with other cards that is not part of a recipe.
+
+        The exchange ends the recorded graph.
         """
         if self.capture is not None:
             raise SimulationError(

@@ -168,7 +168,7 @@ def wrap_in_hpu_graph(
 
     Args:
         module: module to wrap.
-        card: that captures.
+        card: card that captures.
         max_graphs: limit of captured signatures; others run without a graph, none is evicted.
     """
     graphs: dict[int, CapturedGraph] = {}

@@ -28,7 +28,7 @@ class AudioAsset:
 
     @property
     def audio_and_sample_rate(self) -> tuple[Samples, int]:
-        """Its samples (several channels mixed to one), and the samples per second.
+        """The samples of the sound (several channels mixed to one), and the samples per second.
 
         Raises:
             RequestError: there is no such file, or it is not a WAV file.

@@ -30,7 +30,7 @@ class VideoAsset:
 
     @property
     def np_ndarrays(self) -> Frames:
-        """Its frames, [frames, height, width, 3] in RGB.
+        """The frames of the video, [frames, height, width, 3] in RGB.
 
         Raises:
             RequestError: there is no such file, it is not a video, or OpenCV is not installed.

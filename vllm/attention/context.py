@@ -205,7 +205,7 @@ class LaunchContext:
     """One forward pass of T tokens, as the layers of the model see it."""
 
     attention: AttentionMetadata | None
-    """Attention metadata of its tokens; None: all of them are one prompt, and there is no KV
+    """Attention metadata of the tokens; None: all tokens are one prompt, and there is no KV
     cache."""
     positions: Tensor
     """[P, T] positions of the tokens, by which queries and keys rotate. P is 1, or the number of
@@ -221,9 +221,9 @@ class LaunchContext:
     adapters: LaunchAdapters | None = None
     """LoRA adapters of the tokens; None: no token has one."""
     states: StateMetadata | None = None
-    """Recurrent states of its tokens; None: no layer of the model has any."""
+    """Recurrent states of the tokens; None: no layer of the model has any."""
     items: SeenItems | None = None
-    """Items that its tokens see by cross-attention; None: no token sees one."""
+    """Items that the tokens see by cross-attention; None: no token sees one."""
 
 
 class ContextHolder:

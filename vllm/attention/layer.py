@@ -53,7 +53,8 @@ class Attention(CachedLayer, ReadsContext):
     measured_scales: tuple[float, float] | None = None
     """Scales of queries and of the weights of the softmax in fp8; None: not measured."""
     has_calculated_scales: bool = False
-    """They were measured when the engine started, and stay when other weights are read."""
+    """Whether the scales were measured when the engine started, and stay when other weights are
+    read."""
 
     def __init__(
         self,

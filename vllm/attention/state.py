@@ -181,7 +181,8 @@ class PaddedReplays:
     counts: Tensor
     """[B] tokens that are replayed."""
     before: Tensor | None
-    """[B] those before the state that is kept; None: there is no prefix cache."""
+    """[B] tokens that are replayed before the state that is kept; None: there is no prefix
+    cache."""
     kept_rows: Tensor
     """[B] int64 rows of the caches to which that state is copied, a row of padding where none is
     kept; no effect without `before`."""

@@ -202,7 +202,7 @@ class TrafficTable:
 
         Args:
             content: content of the file.
-            source: its name, for errors.
+            source: name of the file, for errors.
 
         Raises:
             ConfigError: the content is damaged, of another kind, or of a newer version.

@@ -84,9 +84,9 @@ class VllmConfig:
 
     @property
     def has_dense_cache(self) -> bool:
-        """Whether blocks of running requests are kept at the low end of the cache.
+        """Whether blocks of running requests are kept at the beginning of the cache.
 
-        This is done if decodes on a card read slices, cached blocks would be in between, and no
+        They are if decodes on a card read slices, cached blocks would be in between, and no
         connector or draft model stores block ids.
         """
         return (

@@ -1,4 +1,4 @@
-"""Keep the blocks of running requests at the low end of the cache.
+"""Keep the blocks of running requests at the beginning of the cache.
 
 A device that reads the cache as one slice reads it up to the highest block of a running request. So
 a block that lies too high and an unused low block exchange their contents. Cached content that

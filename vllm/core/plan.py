@@ -43,7 +43,7 @@ class Plan:
     num_decodes: int = 1
     """Number of decodes of each request, as in `SchedulerOutput`."""
     drafts: dict[int, list[int]] = field(default_factory=dict)
-    """row -> guesses of its next tokens, which `num_tokens` includes."""
+    """row -> guesses of the next tokens of its request, which `num_tokens` includes."""
     num_drafts: IntArray | None = None
     """Number of drafts of each request. None: no request has any."""
 

@@ -164,7 +164,7 @@ class RunningBatch:
 
         Args:
             rows: batch indices of all running requests, each with one token to run.
-            most: at least 1.
+            most: maximum number, at least 1.
         """
         if most == 1 or self.num_with_one_decode or not len(rows):
             return 1

@@ -52,13 +52,13 @@ class Step:
     admitted: list[Request]
     """Requests that are admitted for the first time in this step."""
     started_at: float
-    """When it was scheduled, in seconds of `time.time()`; 0 without `admitted`."""
+    """Time when the step was scheduled, in seconds of `time.time()`; 0 without `admitted`."""
     prompt_chunks: dict[int, tuple[Request, int]]
     """row -> request and first position, where a prompt's log-probabilities are wanted."""
     begun_at: float
-    """When it was scheduled, by the scheduler's clock."""
+    """Time when the step was scheduled, by the scheduler's clock."""
     work: StepWork | None
-    """Its work; None: nobody measures it."""
+    """Work of the step; None: nobody measures it."""
     removed_rows: dict[int, Request] = field(default_factory=dict)
     """Rows whose request has left since, and the request; a row may belong to another request by
     now."""

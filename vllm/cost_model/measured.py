@@ -33,7 +33,7 @@ class _Rate:
     published: Callable[[CardSpec], float]
     """Returns the published value for a card of this kind."""
     constants: tuple[str, ...]
-    """They are longer on a slower card."""
+    """Names of constants of the cost model that are larger on a slower card."""
     is_time: bool = False
     """Whether a slower card has more of it."""
 
@@ -66,7 +66,7 @@ class Measured:
     Attributes:
         card: a key of `cards.CARDS`.
         is_simulated: nothing ran on hardware.
-        rates: by name.
+        rates: measured rates by name.
         run: measurements of a running engine instead of rates; None: nothing.
     """
 

@@ -17,14 +17,14 @@ from vllm.cost_model.throughput import ModelFigures, ServingCost
 from vllm.errors import ConfigError
 
 FIELD = "measured"
-"""Of a file of recorded traffic."""
+"""Field of a file of recorded traffic."""
 
 BucketTimes = dict[tuple[int, int, int, int], tuple[float, float]]
 """Phase, batch, query length and blocks of a bucket -> forward passes in it, and their seconds."""
 
 _LEAST_PASSES = 100
 _PRIOR_WEIGHT = 1e-3
-"""Of the published constants, where 1 is the weight of all that was measured."""
+"""Weight of the published constants, where 1 is the weight of all that was measured."""
 _SMALLEST, _LARGEST = 0.05, 20.0
 """Range of the factor of a constant."""
 _PHASES = ("prefill", "decode")
@@ -131,7 +131,7 @@ def parse_run_times(data: Mapping[str, Any], source: str) -> RunTimes | None:
 
     Args:
         data: content of the file.
-        source: its name, for errors.
+        source: name of the file, for errors.
 
     Raises:
         ConfigError: they are damaged.
@@ -159,7 +159,7 @@ def read_run_times(data: Mapping[str, Any], source: str) -> RunTimes:
 
     Args:
         data: content of a file of recorded traffic.
-        source: its name, for errors.
+        source: name of the file, for errors.
 
     Raises:
         ConfigError: there are none, or too few.

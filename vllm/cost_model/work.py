@@ -42,7 +42,7 @@ def work_of(op: Any, operands: Sequence[Any], results: Sequence[Any]) -> Work:
 
     Args:
         op: the overload of the operator (`torch._ops.OpOverload`).
-        operands: its tensors, in the order of its arguments.
+        operands: tensors of the operator, in the order of its arguments.
         results: the tensors that it returns.
     """
     if op.is_view:

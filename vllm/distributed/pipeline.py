@@ -250,7 +250,7 @@ def place_in_engine(tp: TPGroup, stage: Stage | None) -> tuple[int, int]:
 
     Args:
         tp: ranks that share the layers.
-        stage: their pipeline stage; None: there is only one.
+        stage: pipeline stage of the ranks; None: there is only one.
     """
     if stage is None:
         return tp.rank, tp.size

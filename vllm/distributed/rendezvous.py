@@ -51,7 +51,7 @@ class Rendezvous:
     """Memory through which ranks on the CPU exchange tensors: for each stage a header, and two
     buffers for each of its ranks. None: they were not started by one process."""
     has_whole_stage: bool = False
-    """Without such memory: all ranks of the stage are on this machine."""
+    """Whether all ranks of the stage are on this machine, if they have no shared memory."""
     has_joined: bool = False
     """Whether `join` has made the default process group of torch.distributed."""
     _link: CardLink | GlooLink | None = None

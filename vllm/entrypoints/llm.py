@@ -233,7 +233,7 @@ class LLM(PoolingMethods):
         Args:
             prompts: prompts of text or token ids.
             params: width, length and scoring.
-            lora_request: as in `generate`.
+            lora_request: adapter, as in `generate`.
 
         Raises:
             RequestError: (a ValueError) a prompt, an adapter or the parameters are not valid.

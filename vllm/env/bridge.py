@@ -16,12 +16,12 @@ class BridgeSetting:
     value: str
     why: str
     source: str
-    """Other software that sets it to this value, or documentation of it."""
+    """Other software that sets the variable to this value, or documentation of it."""
     is_for_lazy: bool = True
     """False: it is for eager mode and torch.compile."""
     is_early: bool = True
-    """The bridge may read it while it is imported, before it can say in which mode it is. An early
-    setting that is not for lazy mode changes nothing there."""
+    """The bridge may read the variable while the bridge is imported, before it can say in which
+    mode it is. An early setting that is not for lazy mode changes nothing there."""
 
     @property
     def modes(self) -> str:

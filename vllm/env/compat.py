@@ -18,7 +18,8 @@ class CompatVariable:
 
     name: str
     reason: str
-    """Reason why it has none, or feature that is missing; a clause without a full stop."""
+    """Reason why the variable has no effect, or feature that is missing; a clause without a full
+    stop."""
     available: bool = True
     """True: accepted with a warning. False: an engine does not start while it is set."""
     same_as: bool | None = None

@@ -43,9 +43,9 @@ def parse(name: str, raw: str, annotation: Any, metadata: Mapping[str, Any]) -> 
 
     Args:
         name: name of the variable.
-        raw: its text.
-        annotation: its type, or one of its type and None.
-        metadata: of `env`.
+        raw: text of the variable.
+        annotation: type of the variable, or a union of this type and None.
+        metadata: metadata from `env`.
 
     Raises:
         ConfigError: it does not parse; names variable, value and accepted form.

@@ -177,7 +177,7 @@ class Executor(ABC):
         """Call a method of every worker by name, after the steps that were started before.
 
         Args:
-            method: its name, or a function whose first argument is the worker.
+            method: name of the method, or a function whose first argument is the worker.
             timeout: seconds to wait; None: no limit. The call itself is not aborted.
             args, kwargs: arguments of the call.
 

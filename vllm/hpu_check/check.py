@@ -30,9 +30,9 @@ class Outcome:
 
     status: Status
     detail: str
-    """Observation, or reason why it failed or was not tried; one line."""
+    """Observation, or reason why the check failed or was not tried; one line."""
     rates: Mapping[str, float] = field(default_factory=dict)
-    """Rates that it has measured, of `vllm.cost_model.measured.RATES`."""
+    """Rates that the check has measured, of `vllm.cost_model.measured.RATES`."""
 
 
 @dataclass(frozen=True)

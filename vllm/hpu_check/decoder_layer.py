@@ -40,7 +40,7 @@ class _Launched:
     cache_bytes: int
     seconds: float
     launch_bytes: int
-    """Memory while it ran, in addition to the memory that was in use before."""
+    """Memory while the layer ran, in addition to the memory that was in use before."""
     trouble: tuple[str, ...]
     """Host fallbacks and copies of tensors, in words."""
 

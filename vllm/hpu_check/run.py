@@ -45,7 +45,7 @@ class Check:
     """Function of the card and the name of a model that runs the check."""
     expected: str
     advice: str = _KERNEL
-    """Advice if it fails."""
+    """Advice if the check fails."""
 
 
 def _of_card(

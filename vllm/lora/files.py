@@ -112,7 +112,7 @@ class AdapterConfig:
     alpha_pattern: Mapping[str, float]
     uses_rslora: bool
     is_transposed: bool
-    """The weights that it changes are [inputs, outputs] in the checkpoint."""
+    """Whether the weights that the adapter changes are [inputs, outputs] in the checkpoint."""
     parameters: tuple[str, ...] = ()
     """Ends of the names of parameters that have the matrices of all experts of a layer."""
     base: str = ""
@@ -405,7 +405,7 @@ def find_adapter(request: LoRARequest, max_rank: int, rest: Rest = no_rest) -> A
     Args:
         request: names the adapter.
         max_rank: largest allowed rank.
-        rest: as in `content_key`.
+        rest: called between two pieces of a file, as in `content_key`.
 
     Raises:
         RequestError: files are missing or wrong.

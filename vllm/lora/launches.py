@@ -305,8 +305,8 @@ class DeviceSlots:
             adapter.
 
     Attributes:
-        a: for each stack [G, S, P * R, in_features].
-        b: for each stack and projection [G, S, R, size].
+        a: weights a for each stack [G, S, P * R, in_features].
+        b: weights b for each stack and projection [G, S, R, size].
     """
 
     def __init__(

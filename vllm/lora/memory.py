@@ -22,7 +22,7 @@ class _Entry:
     adapter: AdapterRef
     content: Any = None
     reason: str | None = None
-    """Reason why it cannot be loaded."""
+    """Reason why the adapter cannot be loaded."""
     is_done: bool = False
     """Loaded, or failed."""
     holds: "list[_Hold]" = field(default_factory=list)

@@ -13,7 +13,7 @@ class LoRATargets:
     layers: list[AdaptedLayer] = field(default_factory=list)
     """The layers, in the order of their numbers."""
     num_parts: int = 0
-    """Projections of all of them."""
+    """Number of projections in all layers."""
     of_head: list[AdaptedLayer] = field(default_factory=list)
     """Layers that compute logits: the output head, and the layers before it; none: they are on
     another rank."""

@@ -36,7 +36,7 @@ class NamedItem:
     """An item that a program passes as an object in a conversation."""
 
     where: str
-    """Its name in error messages."""
+    """Name of the item in error messages."""
     item: Any
 
 
@@ -70,7 +70,7 @@ def as_source(
     Args:
         modality: "image", "audio" or "video".
         item: item in any of the usual types; embeddings in the form of `GivenEmbeddings.divide`.
-        where: its name in error messages.
+        where: name of the item in error messages.
         uuid: id of the item from the client.
         overrides: settings of the processor for the request.
         sampling_rate: sampling rate of samples whose rate is not given.

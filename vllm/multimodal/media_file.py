@@ -28,7 +28,7 @@ class MediaFile:
     ended, or when nothing refers to this object; the system closes the files of a killed process.
 
     Args:
-        tensors: by name.
+        tensors: tensors by name.
 
     Attributes:
         tensors: descriptions of the tensors, which a request contains instead of their data.
@@ -47,7 +47,7 @@ class MediaFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether it can be read."""
+        """Whether the file can be read."""
         return self._close.alive
 
     def __enter__(self) -> "MediaFile":

@@ -105,7 +105,7 @@ class MediaWorkers:
             for an item that is not accepted.
         settings: keyword arguments of this function: numbers, strings, lists and dictionaries.
         num_workers: number of processes.
-        memory_limit_bytes: by how much items may enlarge the address space of a process.
+        memory_limit_bytes: bytes by which items may enlarge the address space of a process.
         timeout_s: seconds for one item, without the wait for a free process.
     """
 

@@ -312,7 +312,7 @@ class Ops(AttentionOps):
         """Compute x * scale in `dtype`.
 
         Args:
-            x: of one of `attention_interface.FP8_DTYPES`, any shape.
+            x: tensor of one of `attention_interface.FP8_DTYPES`, any shape.
             scale: [1] float32.
             dtype: data type of the result.
         """

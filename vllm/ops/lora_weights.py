@@ -27,7 +27,8 @@ class AdaptedLayer:
     number: int
     """Index of the layer among the layers of its model."""
     first_part: int
-    """Index of its first projection among the projections of all layers; the others follow."""
+    """Index of the layer's first projection among the projections of all layers; the others
+    follow."""
     in_features: int
     parts: tuple[tuple[int, int], ...]
     """(first output feature, output features) of each projection."""

@@ -49,7 +49,7 @@ def search_cards(
 
     Args:
         make_plan: makes the plan for a number of cards; raises ConfigError if it does not fit.
-        goals: at least one.
+        goals: the goals, at least one.
         lengths: length of each request.
         numbers_of_cards: numbers of cards to try, in ascending order.
         fitted: constants of the card; None: those of published runs.

@@ -85,7 +85,8 @@ class StageRoom:
     launch_bytes: int
     """Bytes of the forward passes."""
     num_blocks: int
-    """KV blocks that the stage has room for; the engine has as many as the stage with the fewest."""
+    """KV blocks that the stage has room for; the engine has as many as the stage with the
+    fewest."""
 
 
 class EnginePlan:
@@ -99,7 +100,7 @@ class EnginePlan:
     Attributes:
         config: config of the engine.
         spec: description of its cards.
-        stages: its pipeline stages in order; one without a pipeline.
+        stages: pipeline stages of the engine in order; one without a pipeline.
         report: results of the profiling run, and how the memory is divided.
         ledger: memory of the card by class, with its KV cache.
 

@@ -125,7 +125,7 @@ def describe(engine: EnginePlan, device: str, measured: Measured | None = None) 
     """Describe a planned engine as plain values.
 
     Args:
-        engine: on a card.
+        engine: plan of an engine on a card.
         device: the card.
         measured: measured rates of a card of this kind.
     """

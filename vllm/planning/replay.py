@@ -56,7 +56,7 @@ class ScheduleLoop:
     Attributes:
         token_ids: token ids of each request.
         new_names: ids of the requests that got tokens in the last call of `step`.
-        finished: for each request that was not cancelled, how it finished.
+        finished: how each request finished that was not cancelled.
     """
 
     def __init__(

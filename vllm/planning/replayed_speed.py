@@ -100,7 +100,7 @@ class RateChoice:
     """The highest arrival rate at which a replay meets goals.
 
     Attributes:
-        speed: at this rate, or at the lowest one if none meets the goals.
+        speed: speed at this rate, or at the lowest one if none meets the goals.
         misses: goals that are not met; empty if all are.
         is_highest_tried: whether a higher rate might meet them as well.
     """
@@ -136,7 +136,7 @@ def highest_rate(run: RunAt, goals: Goals, start: float) -> RateChoice:
 
     Args:
         run: replays the requests at a rate.
-        goals: at least one for a time.
+        goals: the goals, with at least one for a time.
         start: the first rate that is tried, in requests per second.
     """
     start = min(max(start, _LOWEST), _HIGHEST)

@@ -109,7 +109,8 @@ def read_lengths(path: Path, max_requests: int = MAX_REQUESTS) -> RequestLengths
     Args:
         path: path of a file with the columns or keys input_tokens, output_tokens and, if it has
             times, timestamp; other usual names are accepted as well.
-        max_requests: of a longer file every n-th request is used, and `notes` says so.
+        max_requests: maximum number of requests; of a longer file every n-th request is used, and
+            `notes` says so.
 
     Raises:
         ConfigError: the file cannot be read, has no request, or has a bad line, which is named.

@@ -47,9 +47,10 @@ class StartPlan:
     num_first_buckets: int
     """Number of buckets with which a server begins."""
     first_compile_s: float
-    """Compiling these, without recipes on disk."""
+    """Seconds to compile the first buckets, without recipes on disk."""
     first_run_s: float
-    """Running them, and capturing as many graphs of them as the memory holds."""
+    """Seconds to run the first buckets, and to capture as many of their graphs as the memory
+    holds."""
 
     def with_slower_compilations(self, factor: float) -> "StartPlan":
         """Return the plan for a card whose compilations take this factor longer."""

@@ -131,7 +131,7 @@ def plan_traffic(
         source: name of its file.
         num_buckets: number of buckets of each phase.
         cost: cost of its steps.
-        goals: for the requests; None: none.
+        goals: goals for the requests; None: none.
 
     Raises:
         ConfigError: the traffic has another block size.

@@ -106,12 +106,12 @@ class Platform(ABC):
 
     @property
     def can_run_draft_models(self) -> bool:
-        """Whether its worker can run a second model for drafts."""
+        """Whether the worker of the platform can run a second model for drafts."""
         return False
 
     @property
     def can_run_speculators(self) -> bool:
-        """Whether its runner can pass hidden states of the model to a network for drafts."""
+        """Whether the runner can pass hidden states of the model to a network for drafts."""
         return False
 
     def max_lookup_drafts(self, max_num_seqs: int) -> int:

@@ -48,7 +48,7 @@ class ReasoningParser:
     starts: ClassVar[tuple[str, ...]] = ("<think>",)
     """Markers with which thoughts begin, after white space."""
     ends: ClassVar[tuple[str, ...]] = ("</think>",)
-    """Markers with which they end."""
+    """Markers with which thoughts end."""
     is_start_optional: ClassVar[bool] = False
     """Whether a text without a marker at its beginning begins with thoughts."""
     answer_starts: ClassVar[tuple[str, ...]] = ()

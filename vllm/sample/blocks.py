@@ -95,7 +95,7 @@ def top_values(logits: Tensor, maxima: Tensor, k: int) -> Tensor:
     Args:
         logits: [n, V], V a multiple of the block size.
         maxima: [n, B], result of `block_max(logits)`.
-        k: at most V.
+        k: number of values, at most V.
     """
     candidates = _candidates(maxima, k)
     if candidates is not None:

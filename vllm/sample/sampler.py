@@ -67,9 +67,10 @@ class Sampler:
     """Samples one token for each request. It has no state except buffers.
 
     Args:
-        pass_elements: on a CPU, requests are sampled in passes of about this many logits, so that
-            temporaries stay in the cache and no request pays for features of others. None: one pass
-            over all requests, for a device with static shapes. The tokens are the same.
+        pass_elements: logits per pass; on a CPU, requests are sampled in passes of about this many
+            logits, so that temporaries stay in the cache and no request pays for features of
+            others. None: one pass over all requests, for a device with static shapes. The tokens
+            are the same.
         end_stage: called before the first stage and after each one, for a device that compiles the
             operators recorded until then: its `mark_step`. None: there are no stages.
     """

@@ -65,8 +65,8 @@ class SamplingState:
         max_num_seqs: maximum number of requests.
         vocab_size: V of the logits.
         device: device of the logits.
-        static_shapes: for a device that compiles shapes: batches belong to the finite set that
-            `static_shapes` describes.
+        static_shapes: limits for a device that compiles shapes: batches belong to the finite set
+            that `static_shapes` describes.
         max_model_len: tokens of the longest request; limits this set.
         max_logprobs: largest number that a request may ask for; limits this set. None: the
             vocabulary size.

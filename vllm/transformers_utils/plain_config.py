@@ -47,7 +47,7 @@ _SECTIONS = ("mrope_section", "mrope_interleaved")
 
 
 def complete_plain_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Add the defaults of its model type to config.json; None if transformers is needed.
+    """Add the defaults of the model type to config.json; None if transformers is needed.
 
     Args:
         raw: config.json, with overrides applied.

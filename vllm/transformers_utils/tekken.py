@@ -36,7 +36,7 @@ _OLD_SPECIAL_TOKENS = (
 """Special tokens of files from before November 2024, which do not list them."""
 _TEMPLATE_VERSIONS = {"v3": 3, "v7": 7, "v11": 11, "v13": 13}
 _MAX_TOKENS = 2**24
-"""A file that says it has more is refused before they are made."""
+"""Maximum number of tokens. A file that claims more is refused before they are created."""
 
 
 def load_tekken(folder: Path) -> "PreTrainedTokenizerBase":

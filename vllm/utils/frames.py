@@ -77,7 +77,7 @@ def read_header(read: Callable[[int], bytes], max_bytes: int = MAX_BYTES) -> tup
     """Read the header of the next frame.
 
     Args:
-        read: as for `read_exactly`.
+        read: function that reads, as for `read_exactly`.
         max_bytes: largest accepted content.
 
     Returns:
@@ -94,7 +94,7 @@ def read_frame(read: Callable[[int], bytes], max_bytes: int = MAX_BYTES) -> tupl
     """Read the next frame and return its kind and content.
 
     Args:
-        read: as for `read_exactly`.
+        read: function that reads, as for `read_exactly`.
         max_bytes: largest accepted content.
 
     Raises:

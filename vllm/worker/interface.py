@@ -81,10 +81,10 @@ class WarmUpStep(msgspec.Struct, frozen=True, kw_only=True):
     """Estimated seconds until the end of the whole warm-up, as this rank has measured it; None:
     unknown. While the engine serves: seconds of the rest, without the time for requests."""
     expected_s: float | None = None
-    """Seconds that it will take by those like it; None: unknown."""
+    """Seconds that the step is expected to take, according to similar steps; None: unknown."""
     must_wait: bool = False
-    """It is not to run now, as all that is left takes longer than was allowed; `warm_up` is not
-    called. `expected_s` is the time of the one that is wanted most."""
+    """Whether the step must wait, because all remaining steps take longer than was allowed; then
+    `warm_up` is not called. `expected_s` is the time of the step that is wanted most."""
     num_warm: int = 0
     """Buckets that are in use."""
     num_wanted: int = 0
@@ -326,8 +326,8 @@ class Worker(WorkerForUsers, Protocol):
         Args:
             name: name; see `AdapterRef`.
             path: path; see `AdapterRef`.
-            key: see `AdapterRef`.
-            number: see `AdapterRef`.
+            key: key; see `AdapterRef`.
+            number: number; see `AdapterRef`.
 
         Returns:
             "" if it is loaded, the reason if it cannot be, or None while it is being loaded.

@@ -73,12 +73,12 @@ class ModelWithDrafter:
         self._have_one_folder = have_one_folder
 
     def release(self, *, keep: bool) -> None:
-        """Release the memory of both."""
+        """Release the memory of both parts."""
         self._model.release(keep=keep)
         self._drafter.release(keep=keep)
 
     def restore(self) -> None:
-        """Allocate the memory of both again."""
+        """Allocate the memory of both parts again."""
         self._model.restore()
         self._drafter.restore()
 
@@ -96,7 +96,7 @@ class Sleep:
     """Releases and restores the memory of a worker's parts.
 
     Args:
-        parts: by tag.
+        parts: parts by tag.
     """
 
     def __init__(self, parts: Mapping[str, SleepPart]) -> None:

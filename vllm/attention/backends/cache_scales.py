@@ -93,4 +93,4 @@ class PromptScales:
     cache: CacheScales
     """Keys and values are rounded as they are for the cache."""
     weights: CacheScale
-    """Of the softmax."""
+    """Scale of the weights of the softmax."""

@@ -72,9 +72,11 @@ class HPUPrefillMetadata(Generic[Array]):
     query_lens: Array = packed("B")
     """[B] new tokens of each row; 0 for a padded row."""
     context_lens: Array = packed("B")
-    """[B] tokens before them: an earlier chunk, a prefix hit. Need not fill a block."""
+    """[B] tokens before the new ones, of an earlier chunk or a prefix hit. They need not fill a
+    block."""
     context_blocks: Array = packed("B C")
-    """[B, C] where they are; NULL_BLOCK_ID for padding. C is 0 in a launch without context."""
+    """[B, C] blocks that contain the tokens of `context_lens`; NULL_BLOCK_ID for padding. C is 0 in
+    a forward pass without context."""
     slot_mapping: Array = packed("B Q")
     """[B, Q] where new keys and values go; slots of padding are in the null block."""
     last_keys: Array = packed("F Q")
@@ -209,7 +211,7 @@ def build_prefill_metadata(
         padded_query_len: Q.
         padded_context_blocks: C; 0 if no request of the batch has context.
         block_size: S.
-        last_keys: see `HPUPrefillMetadata`; None: F is 0.
+        last_keys: `last_keys` of `HPUPrefillMetadata`; None: F is 0.
 
     Raises:
         ValueError: the requests do not fit the padded sizes or their tables.

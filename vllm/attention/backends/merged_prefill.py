@@ -81,7 +81,7 @@ def build_merged_prefill_metadata(
         padded_tokens: Q, at least the sum of `query_lens`.
         padded_context_blocks: C, at least the blocks with context of all prompts.
         block_size: S.
-        last_keys: see `HPUPrefillMetadata`; None: F is 0.
+        last_keys: `last_keys` of `HPUPrefillMetadata`; None: F is 0.
 
     Raises:
         ValueError: a prompt has no new token, or the prompts do not fit the padded sizes or their

@@ -33,7 +33,7 @@ class LayerKind(NamedTuple):
     """Properties of a layer that decide its mask, and whether a kernel needs a different input."""
 
     sight: tuple[int | None, ...]
-    """Positions that each query sees, from `AttentionOptions`."""
+    """`AttentionOptions.sight` of the layers."""
     adjusts_scores: bool
     has_alibi: bool
     has_sinks: bool
@@ -102,8 +102,8 @@ def _takes_window(kernel: SDPAKernel, kind: LayerKind, window: int | None, query
 
 
 PromptMask = Tensor | SlicedMask | None
-"""Of all layers of a kind; None where causality says it all, or with the window that the kernel
-gets."""
+"""Mask for all layers of a kind; None where causality says it all, or with the window that the
+kernel gets."""
 
 
 def _masks(

@@ -118,9 +118,10 @@ class FusedSDPA:
 
     kernels: FusedKernels
     window_multiple: int | None = None
-    """It takes windows where the number of new tokens is a multiple of this; None: it does not."""
+    """The kernel accepts windows if the number of new tokens is a multiple of this; None: it
+    accepts no windows."""
     has_sinks: bool = False
-    """It takes sinks."""
+    """Whether the kernel accepts sinks."""
     has_fp8: bool = False
     """Layers with measured scales attend in fp8."""
     slicing: PromptSlicing = UNSLICED

@@ -27,7 +27,7 @@ class BucketPlan:
     limits: StepLimits
     """Limits of a launch: a larger step is launched in parts."""
     info: tuple[str, ...]
-    """Log lines, in their order."""
+    """Log lines in the order of printing."""
     warnings: tuple[str, ...]
     added: tuple[Bucket, ...] = ()
     """Buckets of the catalog that the variables, the file or the traffic do not have."""

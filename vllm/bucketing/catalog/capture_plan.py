@@ -33,7 +33,7 @@ class OmittedGraph:
 
     bucket: Bucket
     needed_bytes: int
-    """Estimated, or measured when it was captured and thrown away."""
+    """Bytes that the graph needs: estimated, or measured if it was captured and thrown away."""
     was_captured: bool
     reason: str
 
@@ -50,12 +50,13 @@ class CaptureStep:
     index: int
     """Position in the order of its phase, from 1."""
     total: int
-    """Buckets of its phase."""
+    """Number of buckets of the phase."""
     bucket: Bucket
     left_bytes: int
-    """Memory that graphs of its phase may still take."""
+    """Memory that graphs of the phase may still take."""
     refusal: str | None
-    """Reason why it must not be captured: there is no memory for it. None: it may be captured."""
+    """Reason why the graph must not be captured: there is no memory for it. None: it may be
+    captured."""
 
     def refusal_of(self, used_bytes: int) -> str | None:
         """Return why the graph takes too much memory to be kept; None: it can be kept."""
@@ -72,10 +73,10 @@ class Capture:
     """The outcome of capturing a graph: the answer to a `CaptureStep`."""
 
     used_bytes: int | None
-    """Memory that it took; None: it was not captured."""
+    """Memory that the graph took; None: it was not captured."""
     given_up: str | None = None
-    """Reason why it is not kept; its memory is free again. None: it is kept, within the rest of the
-    budget."""
+    """Reason why the graph is not kept; its memory is free again. None: it is kept, within the rest
+    of the budget."""
 
 
 CapturePlan = Generator[CaptureStep, Capture, dict[Phase, "PhaseGraphs"]]
@@ -87,7 +88,7 @@ class PhaseGraphs:
     """The outcome of capturing the graphs of one phase."""
 
     captured: tuple[Bucket, ...]
-    """Buckets in the order in which their graphs are captured."""
+    """Buckets whose graphs were captured, in the order of capture."""
     omitted: tuple[OmittedGraph, ...]
     used_bytes: int
 

@@ -47,7 +47,8 @@ def choose_first(
         num_buckets: number of buckets of each phase; more if closure and memory need more.
         traffic: traffic for which padding should be cheap.
         cost: seconds of a padded forward pass.
-        memory_sizes: for each phase, the bucket with the largest value of each function is chosen.
+        memory_sizes: functions for each phase; the bucket with the largest value of each function
+            is chosen.
         preferred: buckets that take less time to warm up; if they are enough, no others are chosen.
     """
     chosen: list[Bucket] = []
@@ -128,7 +129,7 @@ def savings(
     Args:
         candidates: the further buckets.
         catalog: the buckets in use.
-        demand: for each phase the shapes that were needed, and how often.
+        demand: for each phase, the shapes that were needed, and how often.
         cost: seconds of a padded forward pass.
     """
     found = [0.0] * len(candidates)

@@ -17,7 +17,7 @@ class Exchanges:
 
     Args:
         problem: problem to solve.
-        deadline: of `time.monotonic`, after which sets are not improved further.
+        deadline: time of `time.monotonic`, after which sets are not improved further.
     """
 
     def __init__(self, problem: Problem, deadline: float) -> None:

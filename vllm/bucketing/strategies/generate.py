@@ -39,7 +39,7 @@ class GeneratedBuckets:
 
     prefill: tuple[Bucket, ...]
     decode: tuple[Bucket, ...]
-    """Both ascending."""
+    """Decode buckets, ascending; prompt buckets are ascending too."""
     omitted: tuple[Bucket, ...] = ()
     """Prefill buckets above the token budget."""
     info: tuple[str, ...] = ()

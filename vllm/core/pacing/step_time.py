@@ -20,7 +20,8 @@ _LEAST_TOKEN_PART = 0.2
 """The part of the time of prompts that grows with their tokens is at least this fraction of it, as
 attention never takes all."""
 _LEAST_DETERMINANT = 1e-3
-"""Below it, relative to its largest value, the steps do not tell the two parts apart."""
+"""Smallest determinant, relative to its largest value, with which the steps tell the two parts
+apart."""
 
 
 @dataclass(frozen=True, slots=True)

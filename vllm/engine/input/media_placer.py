@@ -35,9 +35,9 @@ class ReadMedia:
     """Identifies the item and all settings that decide its embeddings."""
     given: EncoderInput
     where: str
-    """Its position in the request, for errors."""
+    """Position of the item in the request, for errors."""
     file: MediaFile | None = None
-    """File from which other processes read its tensors; None: the request has them."""
+    """File from which other processes read the tensors; None: the request has them."""
 
     @classmethod
     def of(cls, source: MediaSource, source_key: str, given: EncoderInput) -> "ReadMedia":

@@ -37,7 +37,7 @@ class TokenizedPrompt:
     embeddings: tuple[TokenEmbeddings, ...] = ()
     """The embeddings, or None. The tokens are placeholders then."""
     media: PlacedMedia | None = None
-    """Its media, whose tokens are among `token_ids`; None: it has none."""
+    """Media of the prompt, whose tokens are among `token_ids`; None: it has none."""
 
     def as_prompt(self) -> TokensPrompt:
         """Return a prompt with these tokens. There must be no embeddings."""

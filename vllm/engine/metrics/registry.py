@@ -211,7 +211,7 @@ class MergedMetrics(Collector):
     """Merges sets of the same metrics with different labels, so that each metric is exposed once.
 
     Args:
-        sets: at least one set.
+        sets: the sets of metrics, at least one.
     """
 
     def __init__(self, sets: Iterable[Collector]) -> None:

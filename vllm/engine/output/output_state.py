@@ -26,7 +26,7 @@ class SampleState:
     """The output of one sample, which is one request of the engine core.
 
     Attributes:
-        core_id: its id in the core.
+        core_id: id of the sample in the core.
         token_ids: output tokens so far; the caller appends.
         is_watched: text is created with each token, for streaming or stop strings.
         last_token_time: seconds of `time.time()`, if it is recorded.
@@ -217,7 +217,7 @@ class RequestState:
         num_cached_tokens: None until it is known.
         replica: index of the replica that computes the request.
         has_known_prompt: False if the tokens of the prompt only stand for embeddings.
-        lora_request: its adapter, if any.
+        lora_request: adapter of the request, if any.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ class StopMatch:
 
     string: str
     start: int
-    """Index of its first character."""
+    """Index of the first character of the string."""
 
     @property
     def end(self) -> int:
@@ -22,7 +22,7 @@ class StopStrings:
     """The stop strings of one request.
 
     Args:
-        strings: at least one string, none empty.
+        strings: the strings, at least one, none of them empty.
         is_shown: the stop string remains in the text, so no text is held back.
     """
 

@@ -44,7 +44,7 @@ class ReplicaState(NamedTuple):
     """ready, draining (gets no new requests), failed, or a phase of its start."""
     pid: int | None
     num_requests: int
-    """Requests that it has not finished."""
+    """Requests that the replica has not finished."""
     num_tokens: int
     """Tokens to compute, as the router counts them."""
     restarts: int

@@ -25,9 +25,9 @@ class CompatArgument:
 
     name: str
     off: Any
-    """Its default in the fork. Its type decides which values the flag accepts."""
+    """Default of the flag in the fork. Its type decides which values the flag accepts."""
     reason: str
-    """Reason why it has no effect, or is not available; a clause without a full stop."""
+    """Reason why the flag has no effect, or is not available; a clause without a full stop."""
     available: bool
     """True: accepted without effect. False: refused unless set to `off`."""
     also_off: tuple[Any, ...] = ()

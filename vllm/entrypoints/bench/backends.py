@@ -23,7 +23,7 @@ class BenchRequest:
     """Text, or token ids."""
     max_tokens: int
     num_prompt_tokens: int | None = None
-    """If it is known beforehand; results use the server's count."""
+    """Number of prompt tokens, if it is known beforehand; results use the server's count."""
     images: tuple[bytes, ...] = field(default=(), repr=False)
     """Files of pictures, for chats."""
 
@@ -33,7 +33,7 @@ class RequestRecord:
     """Result of one request. Times are in seconds of `time.perf_counter()`."""
 
     start_s: float
-    """When it was sent."""
+    """Time when the request was sent."""
     lag_s: float = 0.0
     """Delay against the planned arrival."""
     output_s: list[float] = field(default_factory=list)
@@ -44,9 +44,9 @@ class RequestRecord:
     num_output_tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
-    """Reason why it failed; None when it completed."""
+    """Reason why the request failed; None if it completed."""
     is_cut: bool = False
-    """Whether this side ended it early: neither completed nor failed."""
+    """Whether the benchmark ended the request early, so that it neither completed nor failed."""
     text: list[str] = field(default_factory=list)
 
     @property

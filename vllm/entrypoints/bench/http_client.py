@@ -26,7 +26,7 @@ class Response:
 
     status: int
     body: bytes
-    """Empty if it was passed to `on_body`."""
+    """Body of the response; empty if it was passed to `on_body`."""
 
 
 class HttpClient:

@@ -42,7 +42,7 @@ class CalibrationSettings:
     """Names of modules that are not quantized; none: the ones of the model's family."""
     unify_ranks: int | None = None
     unify_experts: bool = False
-    """Each rank has measured other experts."""
+    """Whether each rank has measured other experts."""
     expand_ranks: int | None = None
     warms_up: bool | None = None
     """Whether the engines warm up all buckets. None: only if VLLM_SKIP_WARMUP is set to 0. Each of

@@ -17,7 +17,7 @@ class Step:
     needs: str
     writes: str
     script_number: str | None = None
-    """Its number in the calibration scripts for Gaudi."""
+    """Number of the step in the calibration scripts for Gaudi."""
     only_with: str | None = None
     """Setting without which the step is left out."""
 

@@ -64,7 +64,7 @@ class MediaPart:
     source: Any = field(repr=False)
     """A URL (str), the bytes of a file, embeddings (dict), or an object of a program."""
     where: str
-    """Its position in the request, such as `messages[2].content[1]`, for errors."""
+    """Position of the part in the request, such as `messages[2].content[1]`, for errors."""
     uuid: str | None = None
     """Identifies the item in caches, instead of its content."""
     detail: str | None = None
@@ -93,7 +93,8 @@ class MediaRules:
     limits: Mapping[str, int]
     """Items that a conversation may have, by modality."""
     is_local: bool = False
-    """The program itself has made the conversation: relative paths of files are resolved."""
+    """Whether the program itself has made the conversation: then relative paths of files are
+    resolved."""
 
 
 @dataclass(frozen=True, slots=True)

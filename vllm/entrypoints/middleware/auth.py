@@ -20,7 +20,7 @@ class Authentication:
 
     Args:
         app: the wrapped application.
-        keys: at least one key.
+        keys: the accepted keys, at least one.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:

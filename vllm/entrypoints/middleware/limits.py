@@ -37,7 +37,7 @@ class SizeLimit(NamedTuple):
 
     max_bytes: int
     flag: str
-    """Flag that sets it."""
+    """Flag that sets the limit."""
 
 
 class BodyLimits:

@@ -25,7 +25,7 @@ class Inputs:
     hessian: Tensor
     """[in, in] x.T @ x"""
     rows: list[Tensor] = field(default_factory=list)
-    """Some of them."""
+    """Some of the inputs."""
 
     def add(self, x: Tensor) -> None:
         """Add inputs [tokens, in] to the statistics."""

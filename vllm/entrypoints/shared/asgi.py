@@ -17,7 +17,7 @@ PAGES = frozenset({"/", "/status", "/docs"})
 """Pages without data of this server. They ask for a key if the data that they load needs one."""
 
 PAGE_FIGURES = frozenset({"/chat.json", "/status.json", "/status_buckets.json"})
-"""Data that these pages request repeatedly, even before the model is loaded."""
+"""Data that the web pages request repeatedly, even before the model is loaded."""
 
 
 def route_path(scope: Scope) -> str:

@@ -19,7 +19,7 @@ def note_ignored(what: str, name: object, consequence: str) -> None:
 
     Args:
         what: ignored part, such as "tools of the type".
-        name: its name, as the client sent it.
+        name: name of the field, as the client sent it.
         consequence: what happens without it.
     """
     text = f"{what} {name!r:.{_MAX_NAME_CHARS}}"

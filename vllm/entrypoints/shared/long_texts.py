@@ -24,7 +24,7 @@ class _Long(NamedTuple):
 
     text: str
     num_bytes: int
-    """Its length in the text, where it may have escapes."""
+    """Length of the string in the text, where it may have escapes."""
 
 
 class CutJson:

@@ -170,7 +170,7 @@ def media_prompt(
 
     Args:
         chat: the rendered text.
-        media: its media, already fetched.
+        media: media of the prompt, already fetched.
         rules: media rules of the model.
         processor_kwargs: settings that override settings of the model's processor, or None.
 

@@ -92,7 +92,7 @@ class ServedAdapters:
             name: name of the adapter.
             path: path of its files.
             base: model for which it was made.
-            replaces: it may replace an adapter with this name, whose number it keeps.
+            replaces: whether it may replace an adapter with this name, whose number it keeps.
 
         Raises:
             RequestError: the name is in use, or the files are missing or wrong.

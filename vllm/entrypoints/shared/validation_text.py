@@ -54,7 +54,7 @@ _RULES = {
 }
 """Code of an error of pydantic -> the rule that a value has broken."""
 _NO_RULE = "is not a valid value"
-"""For all other codes. No field of the server's requests can have one (tested)."""
+"""Rule for all other codes. No field of the server's requests can have one (tested)."""
 _WITHOUT_VALUE = ("missing", "extra_forbidden", "too_short", "too_long", _TOO_DEEP)
 """Codes of errors whose message does not show the value."""
 _RAISED = ("value_error", "assertion_error")

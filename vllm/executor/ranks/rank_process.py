@@ -38,7 +38,8 @@ EXIT_CONFIG_ERROR = 2
 _LOOK_S = 5e-4
 """After a step, to look for the next one; an engine that generates sends it within this time."""
 _LONG_STEP_S = 5e-3
-"""After a shorter step it sleeps at once: other processes of the machine need the time more."""
+"""After a shorter step the process sleeps at once: other processes of the machine need the time
+more."""
 
 
 class RankLoop:

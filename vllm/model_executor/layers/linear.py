@@ -65,9 +65,10 @@ class ParallelLinear(MethodLayer):
     """Whether the weight keeps the model's dtype while other weights are stored in fewer bits."""
 
     is_of_head: bool = False
-    """Its rows are the hidden states whose logits are computed."""
+    """Whether the inputs of the layer are the hidden states whose logits are computed."""
     is_of_items: bool = False
-    """It runs once for each image or sound, outside of steps: adapters cannot change it."""
+    """Whether the layer runs once for each image or sound, outside of steps: adapters cannot change
+    it."""
     is_shared: bool = False
     """Several layers of the model run it. Adapters cannot change it: they have a change for each of
     these layers."""

@@ -98,7 +98,7 @@ def advance_windows(conv: Convolution, x: Tensor, rows: StateRows, windows: Tens
 
     Args:
         conv: the convolution.
-        x: its inputs [B, L, D].
+        x: inputs of the convolution [B, L, D].
         rows: the cache rows of the sequences.
         windows: [rows, K - 1, D], the last inputs of each sequence.
     """
@@ -377,8 +377,8 @@ class MambaSizes:
     has_conv_bias: bool
     activation: str
     norm_eps: float | None = None
-    """Time steps before their projection, B and C are normed, with this added to the mean of
-    squares; None: they are not."""
+    """Value added to the mean of squares when B, C and the time steps (before their projection) are
+    normed; None: these are not normed."""
     norms_have_weights: bool = True
 
     def __post_init__(self) -> None:

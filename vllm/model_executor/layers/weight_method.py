@@ -96,8 +96,8 @@ class MethodLayer(SlicedModule):
     """The layer only loads: another one takes its parameters over."""
 
     is_of_items: bool = False
-    """Its inputs are hidden states of images or sounds, which requests with different adapters
-    share."""
+    """Whether the inputs of the layer are hidden states of images or sounds, which requests with
+    different adapters share."""
 
     method: WeightMethod[Any]
     tp: TPGroup

@@ -222,7 +222,7 @@ def names_in_checkpoint(name: str, model: LoadableModel) -> list[str]:
 
     Args:
         name: name of the module in the model.
-        model: that has it.
+        model: model that has the parameter.
     """
     whole = f"{name}."  # rename only whole levels of a name
     found = {whole}

@@ -22,15 +22,15 @@ class MediaEncoder(nn.Module, ABC):
     """
 
     prefixes: ClassVar[tuple[str, ...]]
-    """Beginnings of its checkpoint names, such as `vision_tower.`, after the prefix `model.` is
-    removed."""
+    """Beginnings of the encoder's names in the checkpoint, such as `vision_tower.`, after the
+    prefix `model.` is removed."""
 
     unit: ClassVar[str]
     """The unit of `size_of`: "patches", or a name of items that all have one size, such as
     "images"."""
 
     reads: ClassVar[str] = "images"
-    """Items that it encodes, as messages name them."""
+    """Items that the encoder reads, as messages name them."""
 
     most_at_once: int | None = None
     """Parts (`divide`) that are encoded in one forward pass on the CPU; None: all of a step."""
@@ -53,7 +53,8 @@ class MediaEncoder(nn.Module, ABC):
         """Return the parameter name of a checkpoint tensor; None if the encoder does not need it.
 
         Args:
-            name: in the checkpoint, without the prefix `model.`; begins with one of `prefixes`.
+            name: name in the checkpoint, without the prefix `model.`; begins with one of
+                `prefixes`.
         """
         return name
 

@@ -58,7 +58,7 @@ class TransformersForCausalLM(CausalLM):
 
     names: CheckpointNames
     _undivided: str | None = None
-    """Reason why it cannot run only some of its layers."""
+    """Reason why the model cannot run only some of its layers."""
     _device = torch.device("cpu")
     """Device of the weights. Only the CPU packs them, which removes all parameters."""
 

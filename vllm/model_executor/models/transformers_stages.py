@@ -19,7 +19,7 @@ class LayerRanges:
 
     Args:
         decoder: decoder of transformers.
-        config: its config.
+        config: config of the model.
         num_layers: number of layers of the model.
     """
 

@@ -21,7 +21,7 @@ class CheckpointNames:
     of_module: Callable[[str], Sequence[str]] = lambda name: ()
     """Names that a module of the model may have in the checkpoint, where they differ."""
     has_tensor: Callable[[str], bool] = lambda name: False
-    """Whether its files have a tensor of this name."""
+    """Whether the files of the checkpoint have a tensor of this name."""
 
 
 class Quantization:

@@ -109,7 +109,7 @@ def quantization_of(model: ModelConfig, device_type: str = "cpu") -> Quantizatio
     """Return the format of a checkpoint, else the requested format; None: dense weights.
 
     Args:
-        model: with its settings of quantization.
+        model: config of the model, with its settings of quantization.
         device_type: type of the device that the weights are for.
 
     Raises:

@@ -33,7 +33,7 @@ class RowTensor:
     """Describes one tensor of a layer, or of each part of a packed layer."""
 
     name: str
-    """The end of its name in the checkpoint, after the module's."""
+    """The end of the tensor's name in the checkpoint, after the name of the module."""
     dtypes: tuple[torch.dtype, ...]
     """Data types that the tensor may have in checkpoints."""
     attribute: str = ""

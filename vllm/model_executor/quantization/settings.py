@@ -27,7 +27,7 @@ def choice(
 
     Args:
         settings: has the key.
-        key: its name.
+        key: name of the setting.
         accepted: values.
         default: used if the key is missing, or is null and null is not accepted.
         within: path of the settings in quantization_config, with a dot at the end.

@@ -103,7 +103,7 @@ def check_complete(name: str, data: bytes) -> None:
     """Check that a file is not truncated, as far as its structure shows it.
 
     Args:
-        name: its format, a supported one.
+        name: name of the format, which must be supported.
         data: content of the file.
 
     Raises:

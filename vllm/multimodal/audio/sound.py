@@ -46,7 +46,7 @@ _DECODERS = Decoders(
     ),
     "PCM, FLAC, ALAC, Vorbis, Opus, MP3 and AAC",
 )
-"""None of them decodes pictures."""
+"""Decoders of sound; none of them decodes pictures."""
 _ESTIMATED = ("MP3", "AAC")
 """Formats of which FFmpeg may guess the length from the bytes of a few frames."""
 _CONTAINER_UNITS = 1_000_000
@@ -104,7 +104,7 @@ def resample(
 
     Args:
         samples: [n], n > 0.
-        rate: their samples per second.
+        rate: samples per second of the input.
         sampling_rate: samples per second of the result.
         max_seconds: limit of their length.
         where: name of the sound in error messages.

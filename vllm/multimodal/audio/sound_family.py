@@ -19,7 +19,7 @@ class SoundFamily(MediaFamily):
     """Converts sounds to log-mel features.
 
     Attributes:
-        encoder: its sizes.
+        encoder: sizes of the encoder.
         sizes: sizes of the features.
     """
 

@@ -217,7 +217,7 @@ class WhisperSpeech(SpeechRules):
         return {text.removeprefix("<|").removesuffix("|>"): token for text, token in given.items()}
 
     def _known(self, texts: Mapping[str, str]) -> dict[str, int]:
-        """Return the tokens of those texts that are in the vocabulary."""
+        """Return the tokens of the texts that are in the vocabulary."""
         found = {}
         for code, text in texts.items():
             try:

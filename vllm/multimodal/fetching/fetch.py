@@ -55,7 +55,7 @@ class MediaFetcher:
         timeout_s: seconds for a whole fetch, by modality.
         max_bytes: limit of the content.
         max_redirects: limit of redirects; 0: redirects are errors.
-        resolve: for tests; None: the resolver of the system.
+        resolve: function that resolves names of hosts, for tests; None: the resolver of the system.
 
     Attributes:
         times: counts all fetches, including failed ones.

@@ -34,7 +34,7 @@ class Target:
         scheme: "http" or "https".
         host: host in the form of `normalize_host`.
         port: None: the default port.
-        path: with the query; quoted as in the URL.
+        path: path with the query; quoted as in the URL.
     """
 
     scheme: str
@@ -154,7 +154,8 @@ async def get(target: Target, addresses: Sequence[str], max_bytes: int, budget: 
     """Send a GET request and read the answer; its content only for the status 200.
 
     Args:
-        target: its name is sent as `Host`, and with TLS checked against the certificate.
+        target: server and path; the name of the server is sent as `Host`, and with TLS checked
+            against the certificate.
         addresses: addresses of the host; the next one is tried if no connection can be made.
         max_bytes: limit of the content.
         budget: budget of the request; the answer is counted.

@@ -200,7 +200,7 @@ def override_settings(settings: Mapping[str, Any], overrides: Mapping[str, Any])
     """Replace some settings by `mm_processor_kwargs`.
 
     Args:
-        settings: with defaults.
+        settings: settings with defaults.
         overrides: values that replace defaults, by key.
 
     Raises:
@@ -266,8 +266,8 @@ def setting_edges(settings: Mapping[str, Any], key: str) -> dict[str, int]:
     """Return a size setting as edge name -> pixels: height and width, shortest_edge, longest_edge.
 
     Args:
-        settings: with the key.
-        key: of an object, or of an integer for height and width.
+        settings: settings that contain the key.
+        key: name of an object, or of an integer for height and width.
 
     Raises:
         ConfigError: the name of an edge is unknown, or an edge is not a positive integer or is too
@@ -317,7 +317,7 @@ def check_resized(settings: Mapping[str, Any], usual: Mapping[str, Any]) -> None
 
     Args:
         settings: settings for the request.
-        usual: of the engine.
+        usual: usual settings of the engine.
 
     Raises:
         ConfigError: an edge would be longer than with the settings of the engine, and longer than

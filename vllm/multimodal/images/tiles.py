@@ -21,7 +21,7 @@ class TiledFamily(MediaFamily):
     """Images as one or several tiles of the size that the tower takes.
 
     Attributes:
-        tower: its sizes.
+        tower: sizes of the tower.
     """
 
     towers: ClassVar[tuple[str, ...]]

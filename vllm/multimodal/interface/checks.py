@@ -17,7 +17,7 @@ def wrong_config(key: str, value: Any, accepted: str) -> ConfigError:
     """Create the error about a value in config.json.
 
     Args:
-        key: its path, such as `vision_config.hidden_size`.
+        key: path of the setting, such as `vision_config.hidden_size`.
         value: the wrong value.
         accepted: description of accepted values.
     """
@@ -32,7 +32,7 @@ def wrong_setting(key: str, value: Any, accepted: str) -> SettingsError:
     """Create the error about a setting of an image processor or feature extractor.
 
     Args:
-        key: its name.
+        key: name of the setting.
         value: the wrong value.
         accepted: description of accepted values.
     """
@@ -70,7 +70,7 @@ def config_whole(
 
     Args:
         config: has the key.
-        key: its name.
+        key: name of the setting.
         default: used if it is missing or null.
         largest: largest accepted value.
         within: path of `config` in config.json, with a dot at the end.
@@ -105,7 +105,7 @@ def config_number(config: Mapping[str, Any], key: str, default: float, within: s
 
     Args:
         config: has the key.
-        key: its name.
+        key: name of the setting.
         default: used if it is missing or null.
         within: path of `config` in config.json, with a dot at the end.
 
@@ -125,7 +125,7 @@ def layer_indices(vision: Mapping[str, Any], key: str, default: tuple[int, ...])
 
     Args:
         vision: `vision_config` of config.json.
-        key: of the list.
+        key: name of the list.
         default: used if the list is missing or null.
 
     Raises:

@@ -26,7 +26,7 @@ def import_av(items: str, extra: str) -> Any:
 
     Args:
         items: items that need it, for the message.
-        extra: of this package, which installs it.
+        extra: extra of this package that installs the library.
 
     Raises:
         RequestError: it is not installed.
@@ -46,7 +46,7 @@ class Decoders(NamedTuple):
     names: Sequence[str]
     """Names in FFmpeg."""
     codecs: str
-    """Formats that they decode, for messages."""
+    """Formats that the decoders read, for messages."""
 
     def open(self, data: bytes, reader: str, av: Any) -> "InputContainer":
         """Open a file from memory, so that it cannot refer to other files or URLs.

@@ -55,7 +55,7 @@ class PlacedItem:
     start: int
     """Index of the first token of its expansion."""
     num_tokens: int
-    """Tokens of its expansion."""
+    """Number of tokens into which the item is expanded."""
     grid: tuple[int, ...]
     runs: tuple[tuple[int, int], ...]
     """(index, n) of the tokens of its expansion that are embeddings, one after the other."""

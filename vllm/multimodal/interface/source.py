@@ -29,7 +29,7 @@ class MediaSource:
 
     Attributes:
         modality: "image", "audio" or "video".
-        where: its name in error messages, such as "messages[2].content[1]".
+        where: name of the item in error messages, such as "messages[2].content[1]".
         data: content of the file.
         pixels: [H, W, 3] in RGB, of an image that a program has decoded.
         samples: [n] from -1 to 1, one channel, of a sound that a program has decoded.

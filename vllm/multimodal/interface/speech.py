@@ -28,12 +28,13 @@ class SpokenSegment:
     first: int
     """Index in the output of its first token; time stamps count."""
     last: int
-    """Index after its last token. The mean of the log-probabilities of these tokens is its
-    avg_logprob."""
+    """Index after the last token of the piece. The mean of the log-probabilities of these tokens is
+    its avg_logprob."""
     token_ids: tuple[int, ...]
-    """Tokens of its text, without time stamps."""
+    """Tokens of the text, without time stamps."""
     is_finished: bool
-    """The model has written its end. Otherwise the piece may end within the words."""
+    """Whether the model has written the end of the piece. Otherwise the piece may end within the
+    words."""
 
 
 class SpeechRules(ABC):
@@ -44,8 +45,8 @@ class SpeechRules(ABC):
         sampling_rate: samples per second that the model reads; other rates are resampled.
         languages: codes of the languages that it transcribes; only "en" if it knows no other.
         max_previous_tokens: how many tokens of earlier text `prompt` keeps.
-        no_speech_token: its probability as the next token after `start_prompt` is the probability
-            that nobody speaks. None: the model does not provide it.
+        no_speech_token: token id; its probability as the next token after `start_prompt` is the
+            probability that nobody speaks. None: the model does not provide it.
     """
 
     seconds_per_piece: float

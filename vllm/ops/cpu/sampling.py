@@ -92,7 +92,7 @@ class SamplingKernels:
             params: [params, n] float32 in the order of `vllm.sample.features.Param`; None: all
                 requests are greedy and have no penalty.
             numbers: random values of requests that are not greedy; None: all are greedy.
-            changes: to the logits before anything else; None: none.
+            changes: changes of the logits before anything else; None: none.
 
         Raises:
             ValueError: a shape or dtype is wrong.

@@ -85,7 +85,7 @@ class Symbol:
     """
 
     is_cpu = False
-    """Operators check it before they read memory, and there is none."""
+    """Operators check this before they read memory, and a symbol has no memory."""
 
     def __init__(self, recorder: SymbolRecorder) -> None:
         self.recorder = recorder
@@ -205,7 +205,7 @@ class Rows(Symbol):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it contains all elements of the buffer."""
+        """Whether the tensor contains all elements of the buffer."""
         return self.head_stride is None and self.width == self.buffer.width
 
     @property

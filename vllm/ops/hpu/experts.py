@@ -81,7 +81,7 @@ class CardExperts:
         """Compute the experts of each token; see `Ops.moe`.
 
         Args:
-            x: see `Ops.moe`.
+            x: inputs; see `Ops.moe`.
             ids: ids; see `Ops.moe`.
             weights: weights; see `Ops.moe`.
             gate_up: [E, 2 * I, hidden], or [E, I, hidden] without gates.

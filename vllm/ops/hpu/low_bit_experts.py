@@ -24,7 +24,7 @@ class HPULowBitExperts(CardLayer):
         gate_up: gate and up projections of all experts, gate then up, or only up.
         down: down projections of all experts.
         biases: biases; see `CardLayer`.
-        card: see `CardLayer`.
+        card: computes the experts; see `CardLayer`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ def prepare_narrow_experts(
         down: down projections; see `Ops.prepare_experts`.
         dtype: data type of the inputs.
         biases: biases; see `CardLayer`.
-        card: see `CardLayer`.
+        card: computes the experts; see `CardLayer`.
     """
     both: Sequence[StoredWeight | None] = up
     if card.options.has_gate:
@@ -113,7 +113,7 @@ class _NarrowStack(nn.Module):
 
     Args:
         rows: the matrices of the experts, one after another.
-        places: for each expert, the row of each of its inputs [in].
+        places: for each expert, index of the row of each of its inputs [in].
     """
 
     def __init__(self, rows: LowBitWeight, places: Sequence[Tensor]) -> None:

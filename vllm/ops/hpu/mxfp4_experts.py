@@ -27,7 +27,7 @@ class HPUMxfp4Experts(CardLayer):
         gate_up: gate and up projections of each expert, gate then up.
         down: down projections of each expert.
         biases: biases; see `CardLayer`.
-        card: see `CardLayer`.
+        card: computes the experts; see `CardLayer`.
     """
 
     elements: Tensor
@@ -126,7 +126,7 @@ def prepare_mxfp4_experts(
         down: down projections; see `Ops.prepare_experts`.
         dtype: data type of the inputs.
         biases: biases; see `CardLayer`.
-        card: see `CardLayer`.
+        card: computes the experts; see `CardLayer`.
     """
     options = card.options
     has_operator = (card.is_plain(biases) and card.operators.mxfp4) or (

@@ -107,7 +107,7 @@ def sum_of_experts(
 
     Args:
         ops: operators of the device.
-        x: see `Ops.moe`.
+        x: inputs; see `Ops.moe`.
         topk_ids: ids of the chosen experts; see `Ops.moe`.
         topk_weights: weights of the chosen experts; see `Ops.moe`.
         num_experts: E.

@@ -111,7 +111,7 @@ def search(goals: Goals, predictions: Iterable[tuple[int, Prediction]]) -> Choic
     smallest factor.
 
     Args:
-        goals: at least one.
+        goals: the goals, at least one.
         predictions: for each number of cards, in ascending order, the speed of every batch size
             that its KV cache can hold.
     """

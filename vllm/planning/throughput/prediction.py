@@ -33,8 +33,8 @@ class Speed:
     """Times of a request, and rates of an engine; arrays have one value per batch size.
 
     Attributes:
-        ttft_s: from the arrival of a request to its first token: the running decode, then its
-            prefill.
+        ttft_s: seconds from the arrival of a request to its first token: the running decode, then
+            its prefill.
         tpot_s: between two tokens of a request, with the prefills of others.
         tokens_per_s: tokens per second of all outputs together.
         prompt_tokens_per_s: tokens per second of a prefill, without decodes.

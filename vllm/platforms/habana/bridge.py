@@ -39,7 +39,7 @@ class DeviceCounters:
     """Synapse compilations; a recipe out of a cache is none, nor is a single eager operator."""
     compile_s: float
     cpu_fallbacks: Mapping[str, int]
-    """Operator -> how often it ran on the host: flush, copy out, compute, copy back."""
+    """Operator -> number of times that it ran on the host: flush, copy out, compute, copy back."""
     launches: int | None = None
     """Number of launches of recipes and graphs; none in compile-only mode."""
     graph_captures: int | None = None
@@ -52,7 +52,7 @@ class DeviceCounters:
     copied_bytes: int | None = None
     """Bytes of tensors that were copied whole because they were written through a view."""
     cache_copies: int | None = None
-    """Number of these copies that were of a tensor of `HabanaBridge.zeros`."""
+    """Number of copies of whole tensors that were of a tensor of `HabanaBridge.zeros`."""
     recipes: tuple[tuple[str, int], ...] = ()
     """Name and microseconds of each compilation; a card reports them with
     PT_HPU_METRICS_GC_DETAILS=1 only."""
@@ -361,7 +361,7 @@ class FusedKernels(Protocol):
             gate_up_scales: per expert [2 * I] float32.
             down: per expert [hidden, I] float8_e4m3fn.
             down_scales: per expert [hidden] float32.
-            first_expert: as in `moe`.
+            first_expert: index of the first expert of this rank, as in `moe`.
 
         Returns:
             [tokens, hidden] bfloat16

@@ -30,7 +30,8 @@ logger = init_logger(__name__)
 
 _FP8_MAX = 448.0
 _FP8_MAX_OF_GAUDI2 = 240.0
-"""Its e4m3 has infinities, where the other one has numbers."""
+"""Largest value of e4m3 on Gaudi 2, whose format has infinities instead of the largest values of
+other e4m3 formats."""
 
 
 class RealBridge:

@@ -21,7 +21,7 @@ WORD_BITS = 32
 _ROWS_PER_JOB = 8
 
 RowDrafts = Mapping[int, Sequence[int]]
-"""row -> guesses of its next tokens."""
+"""row -> guesses of the next tokens of its request."""
 
 
 def num_words(vocab_size: int) -> int:

@@ -68,7 +68,7 @@ _OTHER_TYPES = {
     40: "NVFP4",
     41: "Q1_0",
 }
-"""Names of the others, for errors."""
+"""Names of types that are not supported, for errors."""
 
 _MAX_DIMS = 4
 _MAX_ALIGNMENT = 1 << 20

@@ -19,7 +19,7 @@ class Words:
     normalizes: bool = False
     """Whether texts are converted to Unicode form NFC."""
     adds_bos: bool = False
-    """Whether prompts begin with the BOS token, if the metadata does not contain this."""
+    """Whether texts begin with the BOS token, if the metadata does not contain this."""
 
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

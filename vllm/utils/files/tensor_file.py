@@ -19,7 +19,7 @@ import numpy as np
 _MAX_ENTRIES = 64
 """Files inside a `torch.save` file of one tensor; there are seven today."""
 _MAX_PICKLE_BYTES = 4096
-"""Maximum size of its description; a plain tensor needs some 200."""
+"""Maximum size of the description of a tensor; a plain tensor needs some 200."""
 _MAX_DIMENSIONS = 8
 _ENTRY_SIGN = b"PK\1\2"
 """Begins each entry of the list at the end of a zip file."""

@@ -89,7 +89,8 @@ class Child:
     """A process that answers calls.
 
     Attributes:
-        pid: its process id, which no other process gets before `ForkServer.kill_and_remove`.
+        pid: process id of the child, which no other process gets before
+            `ForkServer.kill_and_remove`.
         connection: socket to it. Closing it ends an idle child.
     """
 

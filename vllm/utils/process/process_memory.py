@@ -20,7 +20,7 @@ DELAY_S = 1.0
 """Delay of `MemoryTrim`: a large request has freed its memory by then."""
 
 _CAN_DISCARD = sys.platform == "linux"
-"""Other systems may keep the memory or its content."""
+"""Whether memory can be given back here. Other systems may keep the memory or its content."""
 
 
 def can_discard() -> bool:

@@ -144,7 +144,7 @@ class InputBatch:
 
         Args:
             expected: tokens of m requests.
-            token_ids: their values, request by request.
+            token_ids: token ids, request by request.
             counts: [m] tokens of each request; None: one each, and none had drafts.
 
         Returns:

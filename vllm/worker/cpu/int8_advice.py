@@ -47,8 +47,8 @@ class MachineRates:
     """Rates of linear layers, dense and in int8, and of memory.
 
     Attributes:
-        dense: of weights in the model's dtype.
-        int8: of the same weights in int8.
+        dense: rate with weights in the model's dtype.
+        int8: rate with the same weights in int8.
         read_bytes_per_s: rate at which all threads together read memory.
         num_threads: number of threads of the engine.
     """

@@ -67,7 +67,7 @@ class SpeculatorRunner(DraftMaker):
 
     @property
     def cache_layout(self) -> KVCacheLayout:
-        """Layout of its KV cache; the bytes of a block include its hidden states."""
+        """Layout of the speculator's KV cache; the bytes of a block include its hidden states."""
         dtype = cache_dtype(self.config)
         layout = cache_layout(self.config, self.attention_layers, dtype, keeps_all=True)
         if not self.attention_layers:

@@ -25,7 +25,8 @@ class DraftMaker(ABC):
         config: config of the draft model or speculator.
         model: the draft model or speculator, on the device.
         batch: the running requests of the target model.
-        reads_states: it is a speculator, which needs a hidden state of the model for each token.
+        reads_states: whether drafts come from a speculator, which needs a hidden state of the model
+            for each token.
 
     Attributes:
         config, model, batch: the arguments.

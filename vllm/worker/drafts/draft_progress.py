@@ -77,9 +77,9 @@ class DraftProgress:
         block_size: tokens of a block.
         num_blocks: number of blocks of the KV cache.
         max_model_len: tokens that the draft model can process.
-        reads_states: it is a speculator, which needs with each token the next one and a hidden
-            state of the model. So it computes tokens one step after the model, and accepted drafts
-            again.
+        reads_states: whether drafts come from a speculator, which needs with each token the next
+            one and a hidden state of the model. So it computes tokens one step after the model, and
+            accepted drafts again.
     """
 
     def __init__(

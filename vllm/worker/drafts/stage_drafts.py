@@ -36,7 +36,7 @@ class InnerLayers:
     own: tuple[int, ...] = ()
     """Indices of the layers of this stage, ascending and distinct."""
     num_before: int = 0
-    """Number of such layers of the stages before."""
+    """Number of layers whose inputs the previous stages have appended."""
 
     @classmethod
     def of(cls, config: VllmConfig, stage: Stage) -> "InnerLayers":

@@ -103,7 +103,7 @@ class CardEncoder:
 
     @property
     def reads(self) -> str:
-        """Kind of items that it encodes, for messages."""
+        """Kind of items that the encoder reads, for messages."""
         return self._encoder.reads
 
     @property

@@ -70,7 +70,7 @@ class PaddedSampling:
         Args:
             launches: the object that has run it.
             launch: the forward pass, of n requests.
-            output: its output.
+            output: output of the forward pass.
             metadata: how the requests sample.
 
         Returns:

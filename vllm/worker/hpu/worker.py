@@ -107,7 +107,7 @@ _SLEEPS_WITH = {
 """Memory class that is given back while one of these parts sleeps."""
 
 _SAMPLING = Work(Kind("compile", Phase.DECODE, samples=True), 0.0)
-"""A launch that represents those which compile sampling."""
+"""A forward pass that represents each forward pass that compiles sampling."""
 
 _PROFILE_BLOCKS = 2
 """KV blocks while the memory of a launch is measured: all its references are to one of them."""

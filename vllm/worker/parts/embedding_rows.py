@@ -83,7 +83,7 @@ class Span:
     """Consecutive tokens of a forward pass whose embeddings are given."""
 
     first: int
-    """Index of the first such token in the launch."""
+    """Index of the first token in the forward pass that an embedding replaces."""
     run: GivenRun
     """Run of embeddings from which the entries `begin` to `stop`, indices of the prompt, are
     used."""

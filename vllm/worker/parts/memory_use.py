@@ -14,7 +14,7 @@ class MemoryUse:
     what: str
     num_bytes: int
     fix: str
-    """Advice for making it smaller; an imperative without a capital."""
+    """Advice for using less memory; an imperative without a capital."""
     setting: str = ""
     """The flag or variable that has decided it, with its value."""
 

@@ -162,7 +162,7 @@ class Recording:
         """Return the segments of the text with their times.
 
         Args:
-            with_silence: also ask the model how likely it is that nobody speaks.
+            with_silence: whether to ask also the model how likely it is that nobody speaks.
         """
         results = await self._results(with_silence=with_silence)
         rate = self._rules.sampling_rate

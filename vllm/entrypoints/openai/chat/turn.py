@@ -75,8 +75,8 @@ class TurnDelta:
         tool_calls: `DeltaToolCall`s as dicts: `index` and the new parts of `id`, `type` and
             `function` (`name`, `arguments`), or `custom` (`name`, `input`).
         token_ids: new output tokens, the end token included.
-        logprobs: for each token, token id -> Logprob, the sampled token first; None if not
-            requested.
+        logprobs: log-probabilities for each token, token id -> Logprob, the sampled token first;
+            None if not requested.
         finish_reason: "stop", "length", "tool_calls" or "abort"; None before the end.
         stop_reason: stop string or stop token.
     """

@@ -288,7 +288,7 @@ class LoadLoRAAdapterRequest(RequestBody):
     lora_name: str
     lora_path: str
     load_inplace: bool = False
-    """Whether it may replace an adapter of this name."""
+    """Whether the adapter may replace an adapter of this name."""
 
 
 class UnloadLoRAAdapterRequest(RequestBody):

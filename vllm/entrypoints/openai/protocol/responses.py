@@ -96,7 +96,8 @@ class ResponsesRequest(BoundedNumberFields, RequestBody):
     conversation: Json = None
     moderation: Json = None
     prompt: Json = None
-    """These three are refused: they refer to what only OpenAI's servers keep or do."""
+    """This field and the next two are refused, because they refer to what only OpenAI's servers
+    keep or do."""
 
     stop: StopStrings | None = None
     chat_template_kwargs: JsonObject | None = None

@@ -70,7 +70,7 @@ class CallForm:
     arguments_key: str = "arguments"
     is_list: bool = False
     starts: tuple[str, ...] = ()
-    """Texts after which it comes; none: the markers of the parser."""
+    """Texts after which the call comes; none: the markers of the parser."""
 
 
 class FunctionDefinition(RequestModel):

@@ -27,7 +27,7 @@ class ResponseWriter:
             the end.
 
     Attributes:
-        response: its current state.
+        response: current state of the response.
         has_ended: `finish` was called.
     """
 

@@ -26,11 +26,11 @@ class StoredResponse:
     response: dict[str, Any]
     """The response as it was sent to the client; its output grows while the job runs."""
     input_items: list[Item]
-    """The input items of its request."""
+    """The input items of the request."""
     history: list[Item]
-    """The conversation before it: inputs and outputs of the responses it follows."""
+    """The conversation before this response: inputs and outputs of the responses it follows."""
     owner: bytes = b""
-    """For other owners it does not exist."""
+    """Owner of the response; for other owners it does not exist."""
     job: "BackgroundJob | None" = None
     """The background job, or None; its events can be read again."""
     num_bytes: int = field(default=0, init=False)

@@ -37,7 +37,7 @@ class VllmToolParserAdapter:
     form = None
     """A grammar cannot know the format."""
     reads_tokens = True
-    """Such a parser may look for the tokens of markers."""
+    """A parser of this kind may look for the tokens of markers."""
 
     def __init__(self, parser: Any) -> None:
         self._parser = parser

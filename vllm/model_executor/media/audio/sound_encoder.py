@@ -60,8 +60,8 @@ class SoundEncoder(MediaEncoder):
         """Encode pieces of sound: their embeddings [B, n, hidden_size].
 
         Args:
-            tensors: as `prepare` returns them; `features` [B, num_mel_bins, F] have the dtype of
-                the weights.
+            tensors: tensors that `prepare` returns; `features` [B, num_mel_bins, F] have the dtype
+                of the weights.
         """
 
 

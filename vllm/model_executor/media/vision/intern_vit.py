@@ -138,7 +138,7 @@ class InternVitTower(nn.Module):
 
     Args:
         config: config.json.
-        tower: its sizes.
+        tower: sizes of the tower.
         num_layers: layers to build; None: all, and the norm after the last one if there is one.
 
     Shape: [B, 3, H, W], normalised -> [B, 1 + N, C]

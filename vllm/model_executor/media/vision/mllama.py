@@ -199,7 +199,7 @@ class MllamaTower(nn.Module):
     """Two transformers; the second one reads the result of the first.
 
     Args:
-        tower: its sizes.
+        tower: sizes of the tower.
         num_global_layers: layers of the second transformer.
         num_tiles: T.
         num_layouts: number of tile layouts, plus one for "no image".

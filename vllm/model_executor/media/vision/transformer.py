@@ -46,7 +46,7 @@ def tower_parameter(name: str, prefix: str, tower: nn.Module) -> str | None:
     it.
 
     Args:
-        name: in the checkpoint. transformers has left out the level `vision_model.` since 5.0.
+        name: name in the checkpoint. transformers has left out the level `vision_model.` since 5.0.
         prefix: prefix of the tower in the encoder.
         tower: built up to the last hidden state that is used.
     """

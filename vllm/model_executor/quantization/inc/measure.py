@@ -253,7 +253,7 @@ def save(model: nn.Module, config: IncConfig, tp: TPGroup, stage: Stage | None, 
     """Write the measurements of this rank to its file.
 
     Args:
-        model: that has measured.
+        model: model that has measured.
         config: contains the path.
         tp: the ranks that share its layers.
         stage: pipeline stage of this rank; None: there is only one stage.

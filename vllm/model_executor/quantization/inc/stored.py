@@ -29,8 +29,8 @@ class IncOnStored(Quantization):
     """Combines the format of `QUANT_CONFIG` with the FP8 format of the checkpoint.
 
     Args:
-        inc: of `QUANT_CONFIG`; decides what is done with a layer.
-        stored: of the checkpoint; decides how the layer is loaded.
+        inc: quantization of `QUANT_CONFIG`; decides what is done with a layer.
+        stored: quantization of the checkpoint; decides how the layer is loaded.
     """
 
     def __init__(self, inc: Quantization, stored: Quantization) -> None:

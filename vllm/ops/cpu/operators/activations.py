@@ -19,7 +19,7 @@ def activate_products(
     """Fuse GELU into the linear layer before it, if nothing else reads the layer's result.
 
     Args:
-        operations: in their order.
+        operations: operations in the order of execution.
         result: result of the program.
         taps: further results.
     """

@@ -32,9 +32,9 @@ class RowArrays:
     token_ids: IntArray
     """[R, max_model_len]"""
     num_tokens: IntArray
-    """[R] how many of them are known."""
+    """[R] number of known tokens of each request."""
     num_prompt_tokens: IntArray
-    """[R] how many of them are the prompt."""
+    """[R] number of prompt tokens of each request."""
     position_offsets: IntArray
     """[R] position minus index of tokens after the prompt."""
     end_tokens: IntArray

@@ -35,7 +35,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 ON_PARTS_OF_HEADS = ("copy", "head_linear", "low_rank")
 """Operations whose rows may be parts of heads."""
 _ON_FLOATS = ("widen", "linear", "route")
-"""Those whose rows may be float32 in a program of bfloat16."""
+"""Operators whose tensors may be float32 in a program of bfloat16."""
 
 
 @dataclass(frozen=True)

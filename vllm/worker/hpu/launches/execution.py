@@ -42,8 +42,8 @@ class Execution:
         """Run one forward pass; the next one of the same shape overwrites its outputs.
 
         Args:
-            packed: its packed input.
-            shape: its padded shape.
+            packed: packed input of the forward pass.
+            shape: padded shape of the forward pass.
             before: [B * Q, hidden], the output of the previous pipeline stage; none on the first
                 stage.
         """

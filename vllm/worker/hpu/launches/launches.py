@@ -63,7 +63,7 @@ class PaddedOutput(NamedTuple):
     """The output of a padded forward pass, and its input on the card."""
 
     packed: Tensor
-    """Its input, on the card."""
+    """Packed inputs on the card."""
     result: Tensor
     """Logits or pooled vectors, see `Outputs`."""
     hidden_states: Tensor

@@ -65,7 +65,7 @@ class PreparedLaunch:
     token_ids: Tensor
     """[T]"""
     positions: Tensor
-    """[P, T] by which they rotate, see `LaunchContext`."""
+    """[P, T] positions for rotary embeddings, see `LaunchContext`."""
     slots: Tensor
     """[T] of the KV cache."""
     last_tokens: Tensor | None = None
@@ -73,11 +73,11 @@ class PreparedLaunch:
     adapters: SlottedAdapters | None = None
     """Adapters of the tokens; None: no model has any."""
     states: PaddedStates | None = None
-    """Recurrent states of its requests; None: no layer has any."""
+    """Recurrent states of the requests; None: no layer has any."""
     replaced: TableEmbeddings | None = None
     """Embeddings that are given; None: all are looked up."""
     items: PaddedItems | None = None
-    """Images or sounds that its tokens see; None: no layer reads any."""
+    """Images or sounds that the tokens see; None: no layer reads any."""
 
     def context(self, rotary_angles: Sequence[tuple[Tensor, Tensor]]) -> LaunchContext:
         """Return the context of the forward pass that the layers read."""

@@ -311,7 +311,8 @@ class HPULaunchPlanner:
             rows: [n] batch indices.
             computed: [n] position of the first token of each.
             scheduled: [n] tokens of each.
-            is_decode: they fit in a decode of several tokens, like one that verifies drafts.
+            is_decode: whether the requests fit in a decode of several tokens, like one that
+                verifies drafts.
         """
         none = np.zeros_like(rows)
         if is_decode:

@@ -76,7 +76,8 @@ class RecentLaunches:
     Attributes:
         num_decode_blocks: KV blocks that decodes had to read.
         num_padded_blocks: KV blocks of padding that they read as well.
-        record: of `RunnerStats`; it is replaced and never changed, so any thread may read it.
+        record: record of `RunnerStats`; it is replaced and never changed, so any thread may read
+            it.
     """
 
     def __init__(self, clock: Callable[[], float] | None, block_size: int) -> None:
@@ -99,8 +100,8 @@ class RecentLaunches:
         """Record a forward pass of the step that has begun last.
 
         Args:
-            needed: its batch, query length and blocks.
-            bucket: to which it is padded.
+            needed: batch, query length and blocks without padding.
+            bucket: bucket to which the forward pass is padded.
             is_compiled: nothing is compiled while it runs.
         """
         step, phase = self._steps[-1], int(bucket.phase)

@@ -26,7 +26,7 @@ class TPGroupStatus:
         self._num_launches = 0
 
     def end_launch(self) -> None:
-        """Tell the other cards that this one has finished a forward pass, successfully or not."""
+        """Tell the other cards that this card has finished a forward pass, successfully or not."""
         self._num_launches += 1
         self._meeting.arrive(self._name)
 

@@ -94,19 +94,20 @@ class Attempt:
     """The outcome of a forward pass that may have run out of memory."""
 
     profile: MemoryProfile
-    """Measures its peak of memory, workspace included."""
+    """Measures the peak of memory, workspace included."""
     peak_bytes: int
     """Device memory at that peak."""
     kept_bytes: int
     """Workspace that is in use after it: the most that any launch needed until now."""
     has_grown: bool
-    """It needed more workspace than the launches before; else it may need less than is kept."""
+    """Whether the forward pass needed more workspace than the previous ones; if not, it may need
+    less than is kept."""
     refused_bytes: int | None
     """The allocation that failed; None: the launch completed."""
 
     @property
     def needed_bytes(self) -> int:
-        """Device memory that it needs at a time; a minimum if it did not complete."""
+        """Device memory that the forward pass needs at a time; a minimum if it did not complete."""
         return max(0, self.peak_bytes) + (self.refused_bytes or 0)
 
     @property

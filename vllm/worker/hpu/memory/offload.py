@@ -33,7 +33,7 @@ def choose_layers(model: LoadableModel, num_bytes: int) -> list[nn.Module]:
     chosen.
 
     Args:
-        model: its parameters may be on the meta device.
+        model: the model; its parameters may be on the meta device.
         num_bytes: bytes of device memory to save.
     """
     layers = present_layers(model)

@@ -61,7 +61,7 @@ class Kind(NamedTuple):
     """`compile` is also a launch that compiles what it runs."""
     phase: Runs
     samples: bool
-    """The sampling of its batch size is compiled, run or captured with it."""
+    """Whether sampling of the same batch size is compiled, run or captured together with it."""
 
     @property
     def prior_s(self) -> float:
@@ -182,7 +182,7 @@ class WarmUpEstimate:
         """End the step, if there is one. A step that was given up before it ran took no time.
 
         Args:
-            has_run: it has run.
+            has_run: whether the step has run.
             seconds: seconds that it has taken; None: measured since `begin`.
         """
         if not self._step:
