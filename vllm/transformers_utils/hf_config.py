@@ -197,7 +197,7 @@ _TYPE_NAMES: Mapping[Any, str] = {
 
 
 def _has_type(value: object, types: Collection[Any]) -> bool:
-    """Return whether transformers accepts a value of config.json, or a number in its place."""
+    """Return whether transformers accepts a value of config.json, or a number for another number."""
     if isinstance(value, list):
         return list[int] in types and all(type(each) is int for each in value)
     if isinstance(value, (int, float)):
@@ -209,7 +209,7 @@ def _with_usual_types(raw: Mapping[str, Any], config_class: type[Any]) -> dict[s
     """Convert values of config.json to the types that transformers 5 requires.
 
     Other programs write 1 for 1.0, or 1 for true, and the first files of Llama 4 have 4 for true.
-    A null in place of a text, a switch or a number that is no size is the same as an absent key.
+    A null instead of a text, a switch or a number that is no size is the same as an absent key.
 
     Raises:
         ConfigError: a value has another type.

@@ -30,7 +30,7 @@ _SENTENCEPIECE = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf
 """Packages that read `tokenizer.model`, and their modules."""
 
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-"""Files beside `tokenizer.json`."""
+"""Files next to `tokenizer.json`."""
 
 _PARTS = (
     ("tokenizer.json", "model", dict, "object"),
