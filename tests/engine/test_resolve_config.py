@@ -298,7 +298,8 @@ def test_rope_scaling_makes_the_model_longer():
     ("changes", "message"),
     [
         ({"architectures": []}, r"has no 'architectures'"),
-        ({"architectures": "Llama"}, "has no 'architectures'"),
+        ({"architectures": "Llama"}, "'architectures' must be a list .*, got 'Llama'. Correct"),
+        ({"architectures": [None]}, r"'architectures' must be a list .*, got '\[None\]'"),
         (
             {"architectures": ["LlamaForCausalML"], "model_type": "unheard_of"},
             r"'LlamaForCausalML' is not supported \(the nearest: LlamaForCausalLM, ",

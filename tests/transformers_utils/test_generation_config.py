@@ -73,6 +73,12 @@ def test_overrides_come_on_top(folder, source):
     assert defaults == {**base, "temperature": 0.2, "max_tokens": 5, "eos_token_ids": [9]}
 
 
+@pytest.mark.parametrize("value", [None, -1, []])
+def test_a_model_may_have_no_end_token(tmp_path, value):
+    folder = write(tmp_path / "model", {"eos_token_id": value})
+    assert load(folder) == load(write(tmp_path / "other", {}))
+
+
 def test_a_null_is_not_a_default(tmp_path):
     model = write(tmp_path / "model", {"temperature": None, "top_k": 5, "eos_token_id": None})
     assert load(model) == {"top_k": 5, "eos_token_ids": []}
@@ -89,7 +95,8 @@ def test_one_end_token_is_a_list_of_one(tmp_path):
         ("[]", "generation_config.json holds a JSON list, not an object"),
         ({"temperature": -1}, "temperature must be .*, got -1"),
         ({"top_k": "all"}, "top_k must be .*, got .all."),
-        ({"eos_token_id": "</s>"}, "eos_token_id must be token ids, got '</s>'"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be a token id, .*, got '</s>'. Correct"),
+        ({"eos_token_id": [None]}, r"eos_token_id must be .* null or -1 for none, got \[None\]"),
     ],
 )
 def test_a_damaged_file_is_an_error(tmp_path, content, message):

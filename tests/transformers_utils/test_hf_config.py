@@ -49,6 +49,55 @@ def test_values_of_other_types_that_mean_the_same_are_read(tmp_path):
     )
 
 
+@pytest.mark.skipif(is_version_4(), reason="its configs do not name the types of their fields")
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("rms_norm_eps", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings"),
+        *("rope_scaling", "rope_parameters", "head_dim", "text_config"),
+    ],
+)
+def test_null_is_the_same_as_an_absent_key(tmp_path, key):
+    absent = {name: value for name, value in CONFIG.items() if name != key}
+    want, found = (
+        replace(ModelArch.from_hf(load(write(tmp_path, config))), hf_config={})
+        for config in (absent, absent | {key: None})
+    )
+    assert found == want
+
+
+def test_the_architecture_implies_the_model_type(tmp_path):
+    want = load(write(tmp_path, CONFIG))
+    for absent in ({"model_type": None}, {}):
+        rest = {name: value for name, value in CONFIG.items() if name != "model_type"}
+        assert load(write(tmp_path, rest | absent)) == want
+
+
+def test_values_of_a_language_model_may_be_in_text_config(tmp_path):
+    rest = {name: value for name, value in CONFIG.items() if name != "architectures"}
+    nested = {"architectures": CONFIG["architectures"], "model_type": "llama", "text_config": rest}
+    assert load(write(tmp_path, nested)) == load(write(tmp_path, CONFIG))
+
+
+@pytest.mark.skipif(is_version_4(), reason="its configs do not name the types of their fields")
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"attention_bias": "false"}, "'attention_bias' must be true or false, got 'false'"),
+        ({"vocab_size": None}, "'vocab_size' must be an integer, got None"),
+        (
+            {"eos_token_id": "2"},
+            "'eos_token_id' must be an integer or a list of integers or null, got '2'",
+        ),
+        ({"eos_token_id": [None]}, r"'eos_token_id' must be .*, got \[None\]"),
+        ({"pad_token_id": "0"}, "'pad_token_id' must be an integer or null, got '0'"),
+    ],
+)
+def test_a_value_of_a_type_that_transformers_does_not_take_is_named(tmp_path, values, message):
+    with pytest.raises(ConfigError, match=f"^config.json: {message}. Correct the file, or give"):
+        load(write(tmp_path, CONFIG | values))
+
+
 def test_a_model_type_by_another_published_name_is_the_usual_one(tmp_path):
     named = CONFIG | {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
     usual = CONFIG | {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
@@ -273,7 +322,7 @@ DAMAGED = [
     ("{", r"config\.json is not valid JSON: .* at line 1 column 2"),
     ("[]", r"config\.json holds a JSON list, not an object"),
     ({**CONFIG, "model_type": "lama"}, "model_type 'lama' of .*: transformers .* does not support"),
-    ({**CONFIG, "model_type": None}, "model_type None of "),
+    ({**CONFIG, "model_type": None, "architectures": ["Own"]}, "has no 'model_type', the family"),
     ({**CONFIG, **OWN_CODE}, "model_type 'own' of .*: the model has its own code"),
     (
         {**CONFIG, "hidden_size": "wide"},

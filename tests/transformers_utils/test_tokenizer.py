@@ -65,6 +65,32 @@ def test_a_damaged_file_is_an_error_that_names_the_folder(tmp_path, text, messag
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("special_tokens_map.json", "", "special_tokens_map.json is not valid JSON"),
+        ("added_tokens.json", "[]", "added_tokens.json holds a JSON list"),
+        ("added_tokens.json", '{"<a>": "7"}', "must give an integer .*, got '7' for '<a>'"),
+        (
+            "tokenizer_config.json",
+            '{"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": null}',
+            "tokenizer_config.json has no object 'added_tokens_decoder'",
+        ),
+        (
+            "tokenizer_config.json",
+            '{"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": "2048"}',
+            "model_max_length in tokenizer_config.json must be a number, got '2048'",
+        ),
+    ],
+)
+def test_a_damaged_file_beside_the_vocabulary_is_named(tmp_path, name, text, message):
+    for each in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(BUNDLED_MODEL / each, tmp_path / each)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=f"no usable tokenizer .*{message}"):
+        get_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
     ("installed", "message"),
     [
         ((), "needs sentencepiece and protobuf, and sentencepiece and protobuf are not installed"),

@@ -103,9 +103,13 @@ def _is_token_id(value: Any) -> bool:
 
 def _read_eos_token_ids(content: Mapping[str, Any]) -> list[int]:
     value = content.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
+    ids = value if isinstance(value, list) else [] if value in (None, -1) else [value]
     if not all(map(_is_token_id, ids)):
-        raise ConfigError(f"{_FILE_NAME}: eos_token_id must be token ids, got {value!r}")
+        raise ConfigError(
+            f"{_FILE_NAME}: eos_token_id must be a token id, a list of token ids, or null or -1 "
+            f"for none, got {value!r}. Correct the file, or give another value with "
+            "override_generation_config"
+        )
     return list(ids)
 
 

@@ -1,8 +1,9 @@
 """Read config.json, and add the defaults of the model type from transformers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args
 
 from vllm.config.arch.model_arch import WHOLE_CONFIG
@@ -85,6 +86,8 @@ def read_hf_config(
         if isinstance(producer := own.get("producer"), dict) and "name" in producer:
             own.setdefault("quant_method", producer["name"])
     raw = _with_overrides(_text_config(raw), overrides)
+    if raw.get("model_type") is None and (name := _architecture(raw)) is not None:
+        raw["model_type"] = family_of_architecture(name).model_type or None
     check(raw)
     check_kinds(raw)
     check_sizes(raw)  # checked before transformers creates lists of these lengths
@@ -129,7 +132,12 @@ def complete_hf_config(
         ConfigError: an unknown model type, or values that transformers refuses.
     """
     raw = with_usual_spellings(raw)
-    family = family_of(raw.get("model_type"))
+    if raw.get("model_type") is None:
+        raise ConfigError(
+            f"config.json of '{folder}' has no 'model_type', the family of the model. Add it, such "
+            'as "llama", or give it with hf_overrides'
+        )
+    family = family_of(raw["model_type"])
     if family.decoder_keys:
         return _config_of_decoder(raw, family)
     if family.config_format == "chatglm":
@@ -165,6 +173,8 @@ def complete_hf_config(
             completed = config_class.from_dict(_with_usual_types(raw, config_class)).to_dict()
             given = {name: value for name, value in completed.items() if name not in _POSITIONS}
             return {**given, **family.own_defaults, **raw}
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(f"config.json of '{folder}': {' '.join(str(error).split())}") from error
     fix = (
@@ -175,14 +185,49 @@ def complete_hf_config(
     raise ConfigError(f"model_type {model_type!r} of '{folder}': {fix}")
 
 
+_TYPE_NAMES: Mapping[Any, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+    list[int]: "a list of integers",
+    NoneType: "null",
+}
+"""Types of the fields of configs in transformers, as a message names them."""
+
+
+def _has_type(value: object, types: Collection[Any]) -> bool:
+    """Return whether transformers accepts a value of config.json, or a number for another number."""
+    if isinstance(value, list):
+        return list[int] in types and all(type(each) is int for each in value)
+    if isinstance(value, (int, float)):
+        return bool({bool, int, float} & set(types))
+    return type(value) in types
+
+
 def _with_usual_types(raw: Mapping[str, Any], config_class: type[Any]) -> dict[str, Any]:
     """Convert values of config.json to the types that transformers 5 requires.
 
     Other programs write 1 for 1.0, or 1 for true, and the first files of Llama 4 have 4 for true.
+    A null instead of a text, a switch or a number that is no size is the same as an absent key.
+
+    Raises:
+        ConfigError: a value has another type.
     """
     usual = dict(raw)
     for field in fields(config_class) if is_dataclass(config_class) else ():
-        value, types = usual.get(field.name), get_args(field.type) or (field.type,)
+        if field.name not in usual:
+            continue
+        value, types = usual[field.name], get_args(field.type) or (field.type,)
+        if value is None and NoneType not in types and int not in types and Any not in types:
+            del usual[field.name]
+            continue
+        if set(types) <= _TYPE_NAMES.keys() and not _has_type(value, types):
+            accepted = " or ".join(dict.fromkeys(_TYPE_NAMES[each] for each in types))
+            raise ConfigError(
+                f"config.json: {field.name!r} must be {accepted}, got {repr(value)[:80]}. Correct "
+                "the file, or give another value with hf_overrides"
+            )
         if type(value) not in (int, float) or type(value) in types or Any in types:
             continue
         if type(value) is int and float in types:
@@ -241,6 +286,8 @@ def _config_of_decoder(raw: Mapping[str, Any], family: Family) -> dict[str, Any]
     try:
         config_class = CONFIG_MAPPING[family.model_type]
         completed = config_class.from_dict(_with_usual_types(whole, config_class)).to_dict()
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(f"config.json: {' '.join(str(error).split())}") from error
     usual = {name: completed[own] for own, name in family.decoder_keys.items()}
@@ -331,6 +378,12 @@ def _with_overrides(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[s
     return merged
 
 
+def _architecture(raw: Mapping[str, Any]) -> str | None:
+    """Return the first architecture in config.json; None if there is none."""
+    names = raw.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+
+
 def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return `raw`, or the config of the language model in it.
 
@@ -349,9 +402,14 @@ def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     if "architectures" not in raw and isinstance(text, Mapping) and "architectures" in text:
         # Transformers 4.57 saves Qwen2-VL in this way.
         raw = {**raw, "architectures": text["architectures"]}
-    names = raw.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    wanted = TEXT_TYPES.get(name) if isinstance(name, str) else None
+    name = _architecture(raw)
+    wanted = None if name is None else TEXT_TYPES.get(name)
+    if name is not None and wanted is None and isinstance(text, Mapping):
+        own = family_of_architecture(name)
+        # Programs that save a part of a multimodal model keep its values where they were.
+        is_whole = text.get("model_type", own.model_type) == own.model_type
+        if own.module and is_whole and not _SIZES & raw.keys():
+            return {**text, **{key: raw[key] for key in raw if key != "text_config"}}
     if wanted is None or (text is None and raw.get("model_type") in text_types_of(str(name))):
         return dict(raw)
     family = family_of_architecture(str(name))

@@ -29,6 +29,16 @@ _FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", TEKKEN)
 _SENTENCEPIECE = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
 """Packages that read `tokenizer.model`, and their modules."""
 
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+"""Files next to `tokenizer.json`."""
+
+_PARTS = (
+    ("tokenizer.json", "model", dict, "object"),
+    ("tokenizer.json", "added_tokens", list, "list"),
+    ("tokenizer_config.json", "added_tokens_decoder", dict, "object"),
+)
+"""File, key, type of its value, and name of the type."""
+
 _MISTRAL_FILES = ("tokenizer.model.v*", "tokenizer.mm.model.v*")
 
 
@@ -107,6 +117,14 @@ def get_tokenizer(
         raise ConfigError(_failure(tokenizer_name, reason)) from error
     if len(tokenizer) == 0:
         raise ConfigError(_failure(tokenizer_name, "its vocabulary is empty"))
+    if not isinstance(tokenizer.model_max_length, (int, float)):
+        given = tokenizer.model_max_length
+        raise ConfigError(
+            _failure(
+                tokenizer_name,
+                f"model_max_length in tokenizer_config.json must be a number, got {given!r}",
+            )
+        )
     result: PreTrainedTokenizerBase = tokenizer
     if (template := processor_template(folder)) is not None:
         result.chat_template = template
@@ -149,19 +167,26 @@ def _missing_tokenizer_reason(folder: Path) -> str | None:
 
 
 def _damage(folder: Path) -> str | None:
-    """Describe the damage in the structure of `tokenizer.json`; None if there is none, or the file
-    does not exist.
+    """Describe the damage in the structure of the JSON files of a tokenizer; None if there is none,
+    or no file exists.
     """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return None
-    try:
-        content = read_json_object(path)
-    except ConfigError as error:
-        return str(error)
-    for key, kind, name in (("model", dict, "object"), ("added_tokens", list, "list")):
-        if not isinstance(content.get(key), kind):
-            return f"{path.name} has no {name} {key!r}"
+    found = {}
+    for name in ("tokenizer.json", *_SETTINGS):
+        if (folder / name).is_file():
+            try:
+                found[name] = read_json_object(folder / name)
+            except ConfigError as error:
+                return str(error)
+    for name, key, kind, shown in _PARTS:
+        is_needed = name == "tokenizer.json" or key in found.get(name, {})
+        if name in found and is_needed and not isinstance(found[name].get(key), kind):
+            return f"{name} has no {shown} {key!r}"
+    for token, token_id in found.get("added_tokens.json", {}).items():
+        if type(token_id) is not int:
+            return (
+                f"added_tokens.json must give an integer for each token, got {token_id!r} for "
+                f"{token[:40]!r}"
+            )
     return None
 
 

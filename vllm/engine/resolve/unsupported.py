@@ -42,6 +42,12 @@ def no_architecture(raw: Mapping[str, Any], folder: Path) -> ConfigError:
             f"config.json of '{folder}' describes {raw['_class_name']}, a part of a diffusers "
             "model that makes images. Use a language model"
         )
+    if given := raw.get("architectures"):
+        return ConfigError(
+            f"config.json of '{folder}': 'architectures' must be a list with the class of the "
+            f'model, such as ["LlamaForCausalLM"], got {str(given)[:80]!r}. Correct the file, or '
+            "give another value with hf_overrides"
+        )
     kind = raw.get("model_type")
     hint = f"; its model_type is {kind!r}" if isinstance(kind, str) else ""
     return ConfigError(
