@@ -1,8 +1,8 @@
 """Host time of the scheduler without a model: `schedule()` + `update()` of steady decode steps.
 
 Requests start at different lengths, so that block boundaries are spread over the steps as in real
-traffic. Also timed: a step in which every row crosses a boundary at once, `add_request` and
-`abort_requests`. JSON goes to stdout, a table to stderr.
+traffic. Also timed: a step in which every row crosses a boundary at once, `add_request`,
+`abort_requests`, and the recording of traffic. JSON goes to stdout, a table to stderr.
 """
 
 import argparse
@@ -17,11 +17,15 @@ from typing import Any
 
 import numpy as np
 
+from vllm.bucketing.bucket import decode
 from vllm.config import SchedulerConfig
 from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
-from vllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput
+from vllm.engine.metrics.registry import MetricSet
+from vllm.engine.metrics.traffic_metrics import TrafficMetrics
+from vllm.messages import EngineRequest, ModelRunnerOutput, RunnerStats, SchedulerOutput
 from vllm.sampling_params import SamplingParams
+from vllm.worker.hpu.launches.step_report import RecentLaunches
 
 MAX_MODEL_LEN = 8192
 WARMUP_STEPS = 20
@@ -161,6 +165,32 @@ def bench_add(num_prompt: int, count: int) -> dict[str, Any]:
     }
 
 
+def bench_recording(num_steps: int) -> dict[str, dict[str, float]]:
+    """Time the recording of traffic, in microseconds per forward pass: a step with one decode.
+
+    The worker notes its sizes, and the process that collects metrics counts them.
+    """
+    rng, block_size = random.Random(0), 128
+    batches = [rng.randint(1, 256) for _ in range(num_steps)]
+    sizes = [(batch, 1, batch * rng.randint(1, 32)) for batch in batches]
+    buckets = [decode(256, 8192), decode(64, 2048)]
+    recent = RecentLaunches(time.perf_counter, block_size)
+    traffic = TrafficMetrics(MetricSet(), block_size)
+    records, note_us, count_us = [], [], []
+    for number, needed in enumerate(sizes):
+        start = time.perf_counter_ns()
+        recent.begin_step()
+        recent.add(needed, buckets[number % 2], is_compiled=True)
+        recent.end_step()
+        note_us.append((time.perf_counter_ns() - start) / 1e3)
+        records.append(RunnerStats(recent_launches=recent.record))
+    for stats in records:
+        start = time.perf_counter_ns()
+        traffic.count(stats)
+        count_us.append((time.perf_counter_ns() - start) / 1e3)
+    return {"note_us": summary(note_us), "count_us": summary(count_us)}
+
+
 def timed_us(work: Callable[[], None]) -> float:
     start = time.perf_counter_ns()
     work()
@@ -169,9 +199,9 @@ def timed_us(work: Callable[[], None]) -> float:
 
 def summary(values: list[float]) -> dict[str, float]:
     return {
-        "median": round(statistics.median(values), 1),
-        "p90": round(float(np.percentile(values, 90)), 1),
-        "mean": round(statistics.mean(values), 1),
+        "median": round(statistics.median(values), 2),
+        "p90": round(float(np.percentile(values, 90)), 2),
+        "mean": round(statistics.mean(values), 2),
     }
 
 
@@ -194,6 +224,10 @@ def print_tables(result: dict[str, Any]) -> None:
     for row in result["add"]:
         keys = ("num_prompt_tokens", "add_us", "admit_us", "abort_waiting_us", "abort_running_us")
         line(*(row[key] for key in keys))
+    print("microseconds to record the traffic of a forward pass", file=sys.stderr)
+    line("", "median", "p90", "mean")
+    for name, found in result["recording"].items():
+        line(name, *found.values())
 
 
 HALVES = ("schedule_us", "update_us")
@@ -207,17 +241,17 @@ def main() -> None:
     parser.add_argument("--waiting", type=int, nargs="+", default=[0, 1000])
     args = parser.parse_args()
     gc.disable()  # a step must not pay for the garbage of others
-    decode = []
+    decodes = []
     for num_running in args.running:
         for block_size in args.block_sizes:
             for caching in (False, True):
                 for num_waiting in args.waiting:
                     case = num_running, num_waiting, block_size, caching, args.steps
-                    decode.append(bench_decode(*case))
+                    decodes.append(bench_decode(*case))
                     gc.collect()
-        decode.append(bench_decode(num_running, 0, 16, True, args.steps, is_aligned=True))
+        decodes.append(bench_decode(num_running, 0, 16, True, args.steps, is_aligned=True))
     add = [bench_add(128, 1000), bench_add(4096, 200)]
-    result = {"decode": decode, "add": add}
+    result = {"decode": decodes, "add": add, "recording": bench_recording(20_000)}
     print_tables(result)
     print(json.dumps(result))
 
