@@ -61,7 +61,12 @@ def test_chosen_sets_are_closed_for_any_limits(
     assert prove(Catalog(prefills, decodes), launch_limits).is_covered
     mandatory = mandatory_buckets(launch_limits)
     for phase, found in ((Phase.PREFILL, prefills), (Phase.DECODE, decodes)):
-        assert len(found) <= max(num_buckets, sum(b.phase is phase for b in mandatory))
+        least = sum(b.phase is phase for b in mandatory)
+        assert len(found) <= max(num_buckets, least)
+        text = f". --num-buckets {num_buckets} is too few; at least {least} are needed"
+        assert any(f" {phase} " in line and text in line for line in chosen.lines) == (
+            num_buckets < least
+        )
 
 
 def test_the_smallest_closed_set_has_the_largest_launch_of_each_phase() -> None:

@@ -104,8 +104,16 @@ def test_a_damaged_file_is_one_line_that_says_what_is_wrong(
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        TrafficTable.load(tmp_path)
+    (tmp_path / "latin").write_bytes(b"\xff\xff")
+    for path, reason in (
+        (tmp_path, "Is a directory"),
+        (tmp_path / "absent", "No such file or directory"),
+        (tmp_path / "latin", "it is not text in UTF-8"),
+        (Path("/dev/full"), "it is a device"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            TrafficTable.load(path)
+        assert str(error.value).startswith(f"recorded traffic {path} cannot be read: {reason}. ")
 
 
 def test_shapes_are_cut_to_what_an_engine_can_launch() -> None:

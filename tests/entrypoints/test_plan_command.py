@@ -161,7 +161,7 @@ def test_a_config_file_decides_the_number_of_cards(model, tmp_path, capsys):
     ("name", "content", "error"),
     [
         ("absent", None, "does not exist"),
-        ("empty", "", "has no config.json"),
+        ("empty", "", "has no config.json. Name the folder of a checkpoint"),
         ("broken", "{", "config.json"),
         ("unknown", json.dumps(CONFIG | {"architectures": ["NoSuchModel"]}), "NoSuchModel"),
     ],

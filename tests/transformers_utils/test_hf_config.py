@@ -421,7 +421,10 @@ def test_a_damaged_config_is_an_error_on_one_line(tmp_path, content, message):
 def test_a_folder_without_config_is_named(tmp_path):
     with pytest.raises(ConfigError) as failure:
         load(tmp_path)
-    assert str(failure.value) == f"model folder '{tmp_path}' has no config.json"
+    assert str(failure.value) == (
+        f"model folder '{tmp_path}' has no config.json. Name the folder of a checkpoint, which "
+        f"contains config.json, or a GGUF file"
+    )
 
 
 def test_code_of_the_model_runs_only_when_trusted(tmp_path, monkeypatch):

@@ -263,10 +263,14 @@ class TrafficTable:
             ConfigError: the file cannot be read, is damaged or truncated, has no traffic, or has
                 another block size.
         """
+        if path.is_char_device():  # reading one may never end
+            raise _unreadable(path, "it is a device")
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"recorded traffic {path} cannot be read: {error}") from None
+        except OSError as error:
+            raise _unreadable(path, error.strerror or str(error)) from None
+        except UnicodeDecodeError:
+            raise _unreadable(path, "it is not text in UTF-8") from None
         except (ValueError, RecursionError) as error:
             raise _damaged(str(path), f"it is not JSON, or is cut off ({error})") from None
         table = cls.from_json(content, str(path))
@@ -337,6 +341,13 @@ def _even_sizes(smallest: int, largest: int) -> list[int]:
     count = min(_EVEN_STEPS, 1 + math.ceil(math.log2(largest / smallest))) if smallest else 1
     ratios = np.geomspace(smallest, largest, max(1, count) if largest > smallest else 1)
     return sorted({*np.rint(ratios).astype(int).tolist(), largest})
+
+
+def _unreadable(path: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"recorded traffic {path} cannot be read: {reason}. Name a file that --record-traffic has "
+        f"written"
+    )
 
 
 def _read_cell(cell: object, name: str, source: str) -> tuple[_Key, float, float]:

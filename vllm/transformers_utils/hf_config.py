@@ -104,7 +104,9 @@ _OTHER_FILES = {
 
 def _found_instead(folder: Path) -> str:
     found = next((name for name in _OTHER_FILES if (folder / name).is_file()), None)
-    return "" if found is None else f", but {found}: it is {_OTHER_FILES[found]}"
+    if found is None:
+        return ". Name the folder of a checkpoint, which contains config.json, or a GGUF file"
+    return f", but {found}: it is {_OTHER_FILES[found]}"
 
 
 def complete_hf_config(

@@ -27,11 +27,21 @@ class TrafficBuckets:
     """Without a phase that the traffic does not have."""
     buckets: tuple[Bucket, ...]
     """Buckets of both phases, ascending; also the mandatory ones of a phase without traffic."""
+    num_asked: int
+    """Buckets of each phase that were asked for."""
+    num_mandatory: dict[Phase, int]
+    """The least number of buckets of each phase."""
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """One line for each phase: its padding, and a bound on how much better it could be."""
-        return tuple(self.by_phase[phase].describe() for phase in Phase if phase in self.by_phase)
+        """One line for each phase: its padding, and a bound on how much better it could be. The
+        line also names the least number of buckets, if fewer were asked for.
+        """
+        return tuple(
+            self.by_phase[phase].describe() + self._too_few(phase)
+            for phase in Phase
+            if phase in self.by_phase
+        )
 
     @property
     def padding(self) -> float:
@@ -39,6 +49,12 @@ class TrafficBuckets:
         cost = sum(chosen.cost for chosen in self.by_phase.values())
         unpadded = sum(chosen.unpadded for chosen in self.by_phase.values())
         return cost / unpadded - 1 if unpadded else 0.0
+
+    def _too_few(self, phase: Phase) -> str:
+        least = self.num_mandatory[phase]
+        if least <= self.num_asked:
+            return ""
+        return f". --num-buckets {self.num_asked} is too few; at least {least} are needed"
 
 
 def seconds_of(limits: StepLimits) -> ShapeCost:
@@ -100,6 +116,7 @@ def choose_for_traffic(
     limits = traffic_limits(table, limits, longest_prompt)
     cost = cost or seconds_of(limits)
     mandatory = mandatory_buckets(limits)
+    required = {phase: [b for b in mandatory if b.phase is phase] for phase in Phase}
     by_phase: ForPhase = {}
     for phase in Phase:
         shapes, weights = table.shapes_within(limits, phase)
@@ -109,20 +126,24 @@ def choose_for_traffic(
         if phase is Phase.PREFILL:
             # Query lengths of prompt buckets are multiples of the block size.
             shapes[:, 2] = -(-shapes[:, 2] // limits.block_size) * limits.block_size
-        required = [bucket for bucket in mandatory if bucket.phase is phase]
         chosen = choose_buckets(
             shapes,
             weights,
             None,
-            required,
-            budget=Budget.of_count(max(num_buckets, len(required))),
+            required[phase],
+            budget=Budget.of_count(max(num_buckets, len(required[phase]))),
             cost=cost,
             may_split=True,
             max_seconds=max_seconds / 2,
         )
         by_phase[phase] = replace(chosen, unpadded=unpadded)
     found = {bucket for chosen in by_phase.values() for bucket in chosen.buckets}
-    return TrafficBuckets(by_phase, tuple(sorted(found.union(mandatory))))
+    return TrafficBuckets(
+        by_phase,
+        tuple(sorted(found.union(mandatory))),
+        num_buckets,
+        {phase: len(buckets) for phase, buckets in required.items()},
+    )
 
 
 def bucket_file_text(buckets: Iterable[Bucket], lines: Iterable[str] = ()) -> str:

@@ -275,7 +275,7 @@ class TrafficFile:
                 logger.warning(
                     "traffic cannot be written to %s (--record-traffic): %s; the server continues, "
                     "and tries again each minute",
-                    *(self._path, error),
+                    *(self._path, error.strerror or error),
                 )
             self._has_failed = True
         finally:
