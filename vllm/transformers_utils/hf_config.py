@@ -199,7 +199,7 @@ _TYPE_NAMES: Mapping[Any, str] = {
 
 
 def _has_type(value: object, types: Collection[Any]) -> bool:
-    """Return whether transformers accepts a value of config.json, or another kind of number."""
+    """Return whether a value has a type that transformers accepts, or is a number like that type."""
     if isinstance(value, list):
         return list[int] in types and all(type(each) is int for each in value)
     if isinstance(value, (int, float)):
