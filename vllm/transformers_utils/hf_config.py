@@ -199,7 +199,7 @@ _TYPE_NAMES: Mapping[Any, str] = {
 
 
 def _has_type(value: object, types: Collection[Any]) -> bool:
-    """Return whether a value has a type that transformers accepts, or is a number like that type."""
+    """Return whether transformers accepts a value, either its type or a similar number."""
     if isinstance(value, list):
         return list[int] in types and all(type(each) is int for each in value)
     if isinstance(value, (int, float)):
