@@ -1,11 +1,11 @@
 """The messages between layers and processes. Frozen data without torch; their methods only read.
 
     EngineRequest      InputProcessor -> EngineCore      one validated, tokenised request
-    SchedulerOutput    Scheduler -> ModelRunner          which requests run, how many tokens, which
-    blocks ModelRunnerOutput  ModelRunner -> Scheduler          the sampled tokens EngineOutput
-    EngineCore -> OutputProcessor     the new output of each request SchedulerStats     EngineCore
-    -> metrics             counts of requests, and counters CacheEvent         KVCacheManager ->
-    subscribers     a change of the prefix cache
+    SchedulerOutput    Scheduler -> ModelRunner          which requests run, tokens and blocks
+    ModelRunnerOutput  ModelRunner -> Scheduler          the sampled tokens
+    EngineOutput       EngineCore -> OutputProcessor     the new output of each request
+    SchedulerStats     EngineCore -> metrics             counts of requests, and counters
+    CacheEvent         KVCacheManager -> subscribers     a change of the prefix cache
 
 A running request has a `row`: its index in every per-request array of the scheduler and of the
 runner, from admission until it finishes or is preempted. Per-step data are arrays by row, so a
