@@ -111,7 +111,9 @@ def test_a_speculator_reads_the_files_of_the_stages(sizes_, made, expected, in_t
 def test_a_speculator_of_the_checkpoint_is_not_in_files_of_ranks(made, in_threads, tmp_path):
     save(str(made["mtp"].target), tmp_path, 1)
     split = replace_field(made["mtp"], target=tmp_path)
-    with pytest.raises(WeightLoadError, match="Load the whole checkpoint, without --load-format"):
+    with pytest.raises(
+        WeightLoadError, match="Load the original checkpoint, without --load-format"
+    ):
         with_speculator(split, **FEW_BLOCKS, load_format="sharded_state")
 
 

@@ -223,7 +223,7 @@ def test_a_result_that_overflows_fails_alone(tmp_path):
     tensors["model.embed_tokens.weight"][7] = float("nan")
     save_file(tensors, path, {"format": "pt"})
     llm = LLM(str(folder), **ENGINE)
-    with pytest.raises(ValueError, match=r"prompt 1 of 3: .*not finite"):
+    with pytest.raises(ValueError, match=r"prompt 1 of 3: .*infinite or NaN"):
         llm.classify([[5, 6], [6, 7], [8, 9]], use_tqdm=False)
     (output,) = llm.classify([5, 6], use_tqdm=False)
     assert sum(output.outputs.probs) == pytest.approx(1)

@@ -47,9 +47,9 @@ def test_kept_states_have_no_more_than_a_quarter_of_the_memory(models, caplog):
         for num_bytes, count in ((2**28, 16), (2**18, 0)):
             LLM(model=str(models("mamba")), **SETTINGS, kv_cache_memory_bytes=num_bytes)
             said = [
-                r.getMessage() for r in caplog.records if r.getMessage().startswith("Mamba states")
+                r.getMessage() for r in caplog.records if r.getMessage().startswith("Mamba state:")
             ]
-            assert f" and {count} prefixes" in said[-1]
+            assert f" and {count} cached prefixes" in said[-1]
 
 
 def test_a_model_with_drafts_sleeps_and_wakes_up(models):

@@ -368,8 +368,8 @@ def test_a_layer_that_no_card_has_a_form_for_is_named_in_the_log(make_card):
         log_dequantized(model)
     assert messages == [
         "1 quantized layers are dequantized in memory, as this device has no kernel for their "
-        "format: layer. They take as much memory as unquantized layers; docs/quantization.md says "
-        "which formats stay small"
+        "format: layer. They take as much memory as unquantized layers; docs/quantization.md lists "
+        "the formats that stay small"
     ]
     # Without an order of its inputs, the card keeps the weight as bytes.
     in_order = replace(weight, groups=None)

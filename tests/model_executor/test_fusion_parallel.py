@@ -186,7 +186,7 @@ def test_a_program_names_the_rank_that_does_not_come(tiny_model):
     with Ranks(tiny_model("llama"), 2, timeout_s=0.2, first_rank=2) as ranks:
         program = fuse(ranks.models[0])
         with pytest.raises(
-            CollectiveError, match=r"all_reduce on rank 2 failed: rank 3 has not come"
+            CollectiveError, match=r"all_reduce on rank 2 failed: rank 3 has not arrived"
         ):
             run_fused(program, *launch)
     with Ranks(tiny_model("llama"), 2) as ranks:

@@ -83,7 +83,7 @@ def test_a_rank_that_was_expanded_may_have_smaller_weights(tiny_model, tmp_path)
     write_file(target, measured.nodes, "DynamicRange", is_part=True)
     with pytest.raises(ConfigError, match="the file is for a different model"):
         quantize(model, place, recalculates=True)
-    with pytest.raises(ConfigError, match=r"--expand-ranks 3 must be a multiple of the 2"):
+    with pytest.raises(ConfigError, match=r"--expand-ranks 3 must be a multiple of 2"):
         folder.expand(2, 3)
 
 

@@ -153,7 +153,7 @@ def test_fp8_blocks_of_modelopt_are_those_of_fp8(checkpoint, tmp_path, keeps_dim
         *((name, "use a GPTQ or AWQ checkpoint") for name in ("aqlm", "vptq", "spqr", "higgs")),
         ("bitnet", "use a GPTQ or AWQ checkpoint"),
         *((name, "use an FP8 or compressed-tensors checkpoint") for name in ("eetq", "quanto")),
-        ("gptq_marlin_24", "use the GPTQ checkpoint that it was made of"),
+        ("gptq_marlin_24", "use the GPTQ checkpoint from which it was made"),
         ("gguf", "give the GGUF file as the model"),
         ("new", r"use a checkpoint of a supported format \(auto-round, awq"),
     ],

@@ -100,6 +100,9 @@ BRIDGE_CALLS = {
         lambda b: b.wrap_in_hpu_graph(torch.nn.Linear(2, 2)),
         [("torch.hpu.wrap_in_hpu_graph", 1, ("disable_tensor_cache",))],
     ),
+    "is_recording": (lambda b: b.is_recording, []),
+    "compile": (lambda b: b.compile(torch.relu), []),
+    "compile_module": (lambda b: b.compile_module(torch.nn.Linear(2, 2)), []),
     "counters": (
         lambda b: b.counters(),
         [

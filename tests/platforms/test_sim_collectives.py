@@ -137,9 +137,9 @@ def test_in_strict_mode_a_recorded_collective_needs_a_step_before_it(alone):
         assert bridge.counters().graph_replays == 1
         without = _SumAndGather(TorchCollectives(1))
         if is_strict:
-            with pytest.raises(SimulationError, match="allreduce_ behind 1 recorded operators"):
+            with pytest.raises(SimulationError, match="allreduce_ after 1 recorded operators"):
                 without(x.to("hpu"))
-            with pytest.raises(SimulationError, match=r"allgather_base_ behind . recorded operat"):
+            with pytest.raises(SimulationError, match=r"allgather_base_ after . recorded operat"):
                 without.collectives.all_gather(x.to("hpu") * 2)
         else:
             assert without(x.to("hpu")).tolist() == [[4.0] * 3] * 2
@@ -149,7 +149,7 @@ def test_in_strict_mode_what_is_sent_needs_a_step_before_it(alone, monkeypatch):
     bridge = SimBridge("gaudi2", is_lazy=True, is_strict=True, has_lazy_collectives=True)
     monkeypatch.setattr(dist, "isend", lambda x, rank: dist.all_reduce(x, async_op=True))
     x = torch.ones(3).to("hpu")
-    with pytest.raises(CollectiveError, match="behind 1 recorded operators"):
+    with pytest.raises(CollectiveError, match="after 1 recorded operators"):
         CardLink(0, None, 1, None).send(x * 2)
     CardLink(0, None, 1, None, before=bridge.mark_step).send(x * 2)
 

@@ -21,11 +21,11 @@ def said(topic: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
         ("", 0, ["usage: vllm serve", "CacheConfig ", "--help=all"], ["--block-size"]),
         ("=all", 0, ["--block-size", "--api-key", "usage: vllm serve"], []),
         ("=listgroup", 0, ["CacheConfig ", "ServerArgs "], ["usage", "--block-size"]),
-        ("=cacheconfig", 0, ["--block-size", "Blocks and memory"], ["--api-key"]),
+        ("=cacheconfig", 0, ["--block-size", "blocks and memory"], ["--api-key"]),
         ("=max_num_seqs", 0, ["--max-num-seqs"], ["--max-model-len ", "--num-kept-states"]),
         ("=--max-num-seqs", 0, ["--max-num-seqs"], ["--max-model-len "]),
         ("=lora", 0, ["--enable-lora", "--max-loras", "LoRAConfig"], ["--block-size"]),
-        ("=collide", 0, ["--prefix-caching-hash-algo"], ["--block-size"]),
+        ("=collisions", 0, ["--prefix-caching-hash-algo"], ["--block-size"]),
         ("=no such words", 2, ["no flag of 'vllm serve' matches 'no such words'"], ["usage"]),
     ],
 )

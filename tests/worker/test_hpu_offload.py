@@ -141,7 +141,7 @@ def test_how_much_stays_on_the_host_is_told_and_when_that_is_too_little():
         stream_layers(RecordingBridge(), model, list(model.layers), GIB)
     assert log[1] == (
         "cpu_offload_gb asks to keep 1024 MiB of weights off the card, but even all layers on the "
-        "host save only 320 B"
+        "host save only 320 B of its memory"
     )
 
 

@@ -183,7 +183,7 @@ def check_sleep(worker: HPUWorker) -> None:
     ("pool_mib", "settings", "what"),
     [
         (15, {}, "no memory for the weights: the card has 15 MiB"),
-        (22, {}, "no memory for any forward pass, even the smallest:  the card has 22 MiB"),
+        (22, {}, "no memory for any forward pass, even the smallest: the card has 22 MiB"),
         (
             30,
             {"num_gpu_blocks_override": None},

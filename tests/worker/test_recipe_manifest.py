@@ -38,7 +38,7 @@ def test_the_fields_that_differ_are_named_in_one_line(tmp_path):
         assert not RecipeManifest(path, FIELDS, is_writer=False).found
     assert log == [
         f"The compiled recipes in {tmp_path} belong to a different configuration: num_blocks is "
-        "4107, but it was 4102. They are compiled again"
+        "4107 but it was 4102. They are compiled again"
     ]
 
 

@@ -1238,7 +1238,7 @@ _WITH_MEDIA = (
         text_only="its image processor in transformers needs torchvision, which is not used, and "
         "its images and sounds need adapters of their own",
         text_type="phi3",
-        tokenizer=_GENERIC,
+        tokenizer="",
     ),
     Family(
         model_type="mistral3",
