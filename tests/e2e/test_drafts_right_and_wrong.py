@@ -93,7 +93,7 @@ def test_steps_take_all_of_one_and_none_of_the_other(method, kind, tmp_path, mon
         assert 0 < num_adaptive < 0.7 * num_drafts
         stats = stats_of(llm).drafts
         num_drafted = stats.num_drafts // len(PROMPTS)
-        # Which steps have drafts depends on measured times. Each step is counted once.
+        # The choice of steps with drafts depends on measured times. Each step is counted once.
         assert 30 < stats.num_declined_steps + num_drafted < 40
 
 
