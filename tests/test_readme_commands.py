@@ -33,6 +33,8 @@ from vllm.worker.hpu.launches.planner import launch_shapes
 from vllm.worker.hpu.memory.memory import divide_memory, make_ledger
 
 README, GAUDI, BUCKETS, TUNING = PAGES
+pytestmark = pytest.mark.usefixtures("plans_removed")
+
 COMMANDS = [command for page in PAGES for command in read_commands(page)]
 TEXT = " ".join(" ".join((ROOT / page).read_text() for page in PAGES[1:]).split())
 GIB, MIB = 2**30, 2**20
