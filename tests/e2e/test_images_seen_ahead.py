@@ -213,7 +213,7 @@ def test_another_image_behind_the_same_text_shares_nothing_of_it(folder):
 
 
 def test_steps_that_have_no_room_for_an_image_are_refused_at_the_start(folder):
-    message = r"image.*16 tokens.*one step.*max_num_batched_tokens \(22\)"
+    message = r"image.*16 tokens.*one step.*max_num_batched_tokens \(22\).*max_num_seqs: 8\).*to 23"
     with pytest.raises(ConfigError, match=message):
         LLM(str(folder), **ENGINE, max_num_batched_tokens=22)
     (output,) = LLM(

@@ -66,7 +66,7 @@ ONE_GROUP = ExpertGroups(1, 1)
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingOptions:
-    """How the experts of each token are chosen, and their weights computed."""
+    """Rules for choosing the experts of each token and computing their weights."""
 
     top_k: int
     """Experts of a token, from 1 to all."""

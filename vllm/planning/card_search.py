@@ -52,7 +52,7 @@ def search_cards(
         goals: the goals, at least one.
         lengths: length of each request.
         numbers_of_cards: numbers of cards to try, in ascending order.
-        fitted: constants of the card; None: those of published runs.
+        fitted: constants of the card; None: constants from published runs.
 
     Raises:
         ConfigError: the engine, or a request of these lengths, fits on no number of cards.

@@ -30,7 +30,7 @@ JSON_VERSION = 1
 
 @dataclass(frozen=True)
 class MemorySection:
-    """How the memory of each card is divided."""
+    """Division of the memory of each card."""
 
     total_bytes: int
     uses: tuple[tuple[str, int], ...]
@@ -159,7 +159,7 @@ def describe(engine: EnginePlan, device: str, measured: Measured | None = None) 
 
 
 def _completed(engine: EnginePlan) -> str:
-    """Return a note about buckets that were added to those of the bucket file."""
+    """Return a note about buckets that were added to the buckets of the file."""
     path = engine.config.hpu.bucketing_file
     if path is None:
         return ""

@@ -76,10 +76,10 @@ def read_hf_config(
     if isinstance(own, dict) and own and "quant_method" not in own:
         # ModelOpt wrote quant_method only into a separate file, or only as the name of the
         # producer.
-        beside = _other_quantization({}, folder)
-        more = beside.get("quantization_config", {})
-        if beside:
-            (where,) = beside[SETTINGS_FILES].values()
+        from_file = _other_quantization({}, folder)
+        more = from_file.get("quantization_config", {})
+        if from_file:
+            (where,) = from_file[SETTINGS_FILES].values()
             added = more.keys() | more.get(where[0], {}).keys()
             raw[SETTINGS_FILES] = dict.fromkeys(added - own.keys(), where)
         own |= more | own

@@ -41,7 +41,7 @@ _LARGEST_INT8 = 127
 
 @dataclass(frozen=True)
 class _Table:
-    """How the checkpoint stores a 4-bit layer."""
+    """Storage format of a 4-bit layer in the checkpoint."""
 
     kind: str
     """nf4 or fp4."""

@@ -45,7 +45,7 @@ _UNUSED = (
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the checkpoint stores a layer."""
+    """Storage format of a layer in the checkpoint."""
 
     bits: int
     group_size: int

@@ -47,7 +47,7 @@ _MOST_BITS = 5
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the checkpoint stores a layer."""
+    """Storage format of a layer in the checkpoint."""
 
     mode: str
     bits: int

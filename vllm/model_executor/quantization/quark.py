@@ -48,7 +48,7 @@ _SIGNS = -0x77777778
 
 @dataclass(frozen=True)
 class _Storage:
-    """How the checkpoint stores a layer."""
+    """Storage format of a layer in the checkpoint."""
 
     dtype: str
     has_one_scale: bool

@@ -57,7 +57,7 @@ _PADDED_INPUTS = 1024
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the checkpoint stores a layer."""
+    """Storage format of a layer in the checkpoint."""
 
     config: str
     """Name of the configuration."""

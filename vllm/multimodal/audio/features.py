@@ -1,4 +1,4 @@
-"""Log-mel features of sound, equal to those of transformers' `WhisperFeatureExtractor`.
+"""Log-mel features of sound, equal to the features of transformers' `WhisperFeatureExtractor`.
 
 Only numpy is used: importing transformers takes seconds, and torch, which its class uses, starts
 threads that the processes that read media must not have.

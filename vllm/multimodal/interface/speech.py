@@ -101,7 +101,7 @@ class SpeechRules(ABC):
 
     @abstractmethod
     def start_prompt(self) -> list[int]:
-        """Return the prompt whose next token is the language, or tells that nobody speaks."""
+        """Return the prompt after which the model generates the language, or "no speech"."""
 
     @abstractmethod
     def language_tokens(self) -> Mapping[int, str]:

@@ -24,7 +24,7 @@ _PARTS = (
 
 
 class ExpertOperators(NamedTuple):
-    """Which fused operators for experts a card has.
+    """Fused operators for experts that a card has.
 
     It is asked before a model runs, because compiled code cannot ask.
     """

@@ -2,7 +2,7 @@
 
 There are four kinds: byte-level BPE (`gpt2`), whose metadata names the rule by which a text is
 split into words; SentencePiece BPE (`llama`), whose metadata has a score for each token; the same
-with merges in place of scores (`gemma4`); and WordPiece (`bert`).
+with merges instead of scores (`gemma4`); and WordPiece (`bert`).
 """
 
 import json
@@ -203,7 +203,7 @@ def _bpe(tokens: list[str], merges: list[tuple[str, str]], **settings: Any) -> "
 def _pieces(
     model: GGUFModel, tokens: list[str], merges: list[tuple[str, str]], *, adds_space: bool
 ) -> "Tokenizer":
-    """Return a BPE tokenizer as SentencePiece has: a sign in place of each space, and tokens for
+    """Return a BPE tokenizer as SentencePiece has: a sign instead of each space, and tokens for
     the bytes of characters that the vocabulary lacks.
 
     Args:

@@ -1,6 +1,6 @@
 """Compiles sampling graphs that the start has left out, one at a time, while no requests run.
 
-Steps have the same format as those of the warm-up; the engine asks for one when it is idle.
+Steps have the same format as the steps of the warm-up; the engine asks for one when it is idle.
 """
 
 import time

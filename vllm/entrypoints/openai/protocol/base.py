@@ -71,7 +71,7 @@ class RequestBody(RequestModel):
     @model_validator(mode="after")
     def _check_elsewhere(self) -> "RequestBody":
         for name, value in (self.model_extra or {}).items():
-            if name in _ELSEWHERE and value is not None:
+            if name in _ELSEWHERE and value:  # an empty value changes nothing
                 raise field_error(
                     name, f"must be left out, as this route has no such field: {_ELSEWHERE[name]}"
                 )

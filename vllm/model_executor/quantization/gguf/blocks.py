@@ -3,7 +3,7 @@
 The common types are decoded here, so our kernels can use their parts. All others are dequantized by
 the package gguf, which is needed only for them. A row is a sequence of blocks. Layouts and formulas
 follow the published format; sums and products are float32 in the order of the format, so values are
-bit-identical to those of other readers.
+bit-identical to the values of other readers.
 """
 
 from collections.abc import Callable, Iterable

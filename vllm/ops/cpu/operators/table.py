@@ -82,7 +82,7 @@ class CPUOps(NativeOps):
     def _rows_of(self, x: Any) -> Callable[..., Any] | None:
         """Return a function that runs or records row operations on x; None: torch computes them.
 
-        Its arguments are those of `RowOperations`.
+        It takes the arguments of `RowOperations`.
         """
         if x.is_cpu:
             return self._row_operations.get(x.dtype)

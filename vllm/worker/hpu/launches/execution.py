@@ -110,7 +110,7 @@ class GraphExecution(LazyExecution):
         return "replay" if shape in self._graphs else LazyExecution.name
 
     def capture(self, packed: Tensor, shape: PaddedShape, *before: Tensor) -> None:
-        """Capture the graph of a shape; the arguments are those of `run`."""
+        """Capture the graph of a shape; it takes the arguments of `run`."""
         graph = self._bridge.wrap_in_hpu_graph(_ShapedModel(self.model, shape))
         with self.model.launch_holder.running(None):
             graph(packed, *before)
