@@ -352,10 +352,10 @@ def _make_job(start: _Setup) -> Job:
 
 
 def _without_torch(make: Callable[[], Job]) -> Job:
-    """Return what `make` returns, without torch if that works.
+    """Call `make` without torch if that is possible, and return its result.
 
-    transformers imports torch where it is installed, which takes seconds and 400 MB, and its image
-    processors do not use it. Some classes of older releases need it nevertheless.
+    transformers imports torch if it is installed, which takes seconds and 400 MB. Its image
+    processors do not use it, except some classes of older releases.
     """
     if "torch" in sys.modules:
         return make()

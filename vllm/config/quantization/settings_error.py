@@ -1,7 +1,7 @@
-"""Errors about the quantization settings of a checkpoint, which name the file that has them.
+"""Define errors about the quantization settings of a checkpoint, which name the settings' file.
 
-Settings are in config.json, or in a file of their own. What reads them gets the values only, so an
-error is raised without the file, and gets it from `naming_settings_file`.
+Settings are in config.json, or in a separate file. The code that reads them gets only their values,
+so it raises errors without the name of the file; `naming_settings_file` adds the name.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,27 +11,28 @@ from typing import Any
 from vllm.errors import ConfigError, WeightLoadError
 
 SETTINGS_FILES = "quantization_settings_files"
-"""Key of a config: first part of a setting's name, "" for all others -> where it is: [the object
-that has it, "" for the whole file; the file]. Absent: all settings are where they usually are."""
+"""Key of a config for the location of its settings: first part of a setting's name ("": all others)
+-> [key of the object that contains the setting ("": the whole file), name of the file]. Absent: all
+settings are in `quantization_config` of config.json."""
 _USUAL = ("quantization_config", "config.json")
 _MARK = "\0"  # in no text of a file that a message shows
 
 
 def setting(key: str = "") -> str:
-    """Return what stands for the full name of a setting in the message of an error.
+    """Return a placeholder for the full name of a setting, to use in the message of an error.
 
     Args:
-        key: the name; "": all settings together.
+        key: name of the setting; "": all settings together.
     """
     return f"{_MARK}{key}{_MARK}"
 
 
 class SettingsError(ConfigError):
-    """A setting is wrong. The message has one name of a setting, which is made by `setting`, and
-    begins with its file."""
+    """A setting is wrong. The message has one placeholder from `setting`; the name of the file is
+    added in front."""
 
     files: Mapping[str, Any] = {}
-    """As `SETTINGS_FILES` has them."""
+    """Location of the settings, in the format of `SETTINGS_FILES`."""
 
     def __str__(self) -> str:
         before, path, file, after = self._parts()
@@ -53,7 +54,7 @@ class SettingsMismatch(SettingsError, WeightLoadError):
 
 @contextmanager
 def naming_settings_file(config: Mapping[str, Any]) -> Iterator[None]:
-    """Let errors about settings that are raised within name the file.
+    """Add the name of the file to errors about settings that are raised in this context.
 
     Args:
         config: config of the checkpoint.

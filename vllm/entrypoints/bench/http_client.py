@@ -107,7 +107,7 @@ class HttpClient:
             raise ConnectionError(" ".join(str(reason).split())) from None
 
     def _watch(self, response: Any) -> None:
-        """End a response that aiohttp leaves unfinished, see `_end_failed`."""
+        """Check regularly whether the connection of a response has failed; see `_end_failed`."""
         self._reading.add(response)
         if self._look is None:
             self._look = asyncio.get_running_loop().call_later(_LOOK_S, self._end_failed)
@@ -115,8 +115,9 @@ class HttpClient:
     def _end_failed(self) -> None:
         """Tell the readers of bodies whose connection has failed.
 
-        aiohttp closes a connection on which something comes that is no chunk. If the chunk before
-        it has been read already, it does not tell the reader, who would wait for ever.
+        If a server sends data that is not a valid chunk, aiohttp closes the connection. If the
+        previous chunk was already read, aiohttp does not tell the reader, which would wait for
+        ever.
         """
         self._look = None
         responses, self._reading = self._reading, set()
