@@ -33,10 +33,14 @@ inline int64_t tile_row_bytes(int64_t bytes) {
 struct StretchWords {
   const uint32_t* words;
   int64_t row_words, half_words;
+  bool is_copy;  // of the words of the weight, which are in memory
 
-  static StretchWords in_rows(const uint32_t* words) { return {words, kPanel, kPanel / 2}; }
+  static StretchWords in_weight(const uint32_t* words) {
+    return {words, kPanel, kPanel / 2, false};
+  }
+  static StretchWords in_rows(const uint32_t* words) { return {words, kPanel, kPanel / 2, true}; }
   static StretchWords in_halves(const uint32_t* words, int64_t num_words) {
-    return {words, kPanel / 2, num_words * (kPanel / 2)};
+    return {words, kPanel / 2, num_words * (kPanel / 2), true};
   }
   bool is_in_halves() const { return row_words < kPanel; }
 
@@ -67,7 +71,7 @@ struct DenseMatrix {
     constexpr int64_t kManyRows = 192;  // from this number on, a copy saves time
     const int64_t num_words = inputs / Dot::kInputs;
     if (rows < kManyRows) {
-      return multiply(x, x_stride, rows, StretchWords::in_rows(w), num_words, total, is_first, next,
+      return multiply(x, x_stride, rows, StretchWords::in_weight(w), num_words, total, is_first, next,
                       kStepLines);
     }
     alignas(64) uint32_t copy[kStretchWords * kPanel];
@@ -91,7 +95,7 @@ struct DenseMatrix {
     }
     if (num_last > 0) {
       const StretchWords last = {w.words + num_steps * kTileRows * w.row_words, w.row_words,
-                                 w.half_words};
+                                 w.half_words, w.is_copy};
       multiply_steps(x + num_steps * kTileRows * Dot::kInputs, x_stride, rows, last, 1, num_last,
                      total, is_first && num_steps == 0, nullptr, 0);
     }
@@ -120,15 +124,17 @@ struct DenseMatrix {
         product.c = reinterpret_cast<float*>(total + first) + column;
         if (left <= kTileRows) {
           configure_tiles(left, left, step_words);
-          if (is_one_pass) {
+          if (is_one_pass && w.is_copy) {
             multiply_tiles<Numbers, 1, 4>(product, prefetch);
+          } else if (is_one_pass) {
+            multiply_tiles<Numbers, 1, 4, StreamedOperand::kOperandB>(product, prefetch);
           } else {
             multiply_tiles<Numbers, 1, 2>(product, prefetch);
           }
         } else {
           configure_tiles(kTileRows, left - kTileRows, step_words);
           if (w.is_in_halves()) {
-            multiply_tiles<Numbers, 2, 2, true>(product, prefetch);
+            multiply_tiles<Numbers, 2, 2, StreamedOperand::kOperandA>(product, prefetch);
           } else {
             multiply_tiles<Numbers, 2, 2>(product, prefetch);
           }

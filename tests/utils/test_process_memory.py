@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from vllm.utils.process import process_memory
-from vllm.utils.process.process_memory import MemoryTrim, can_discard, discard, release_freed_memory
+from vllm.utils.process.process_memory import (
+    MemoryTrim,
+    allocate_pages,
+    can_discard,
+    discard,
+    move_to_huge_pages,
+    release_freed_memory,
+)
 
 ONLY_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps the addresses")
 PAGE = mmap.PAGESIZE
@@ -49,6 +56,26 @@ def test_only_these_bytes_are_cleared(start, end):
 def test_memory_that_is_not_there_is_an_error_and_no_crash():
     with pytest.raises(OSError, match=rf"{PAGE} bytes of memory \(madvise\)"):
         discard(PAGE, PAGE)  # no memory is ever mapped at this address
+
+
+def test_new_pages_are_zeroed_and_begin_at_a_page():
+    data = np.frombuffer(allocate_pages(3 * PAGE + 5), np.uint8)
+    assert data.ctypes.data % PAGE == 0 and len(data) == 3 * PAGE + 5 and not data.any()
+    data[:] = 7  # may be written
+
+
+@ONLY_LINUX
+def test_memory_keeps_its_content_and_addresses_when_it_moves_to_huge_pages():
+    """Ranges in any order, ranges that overlap, and addresses without memory."""
+    many = [np.random.default_rng(seed).bytes(700_000) for seed in range(12)]
+    arrays = [np.frombuffer(bytearray(each), np.uint8) for each in many]
+    big = np.arange(6 << 20, dtype=np.int32)
+    ranges = [(each.ctypes.data, each.nbytes) for each in reversed(arrays)]
+    ranges += [(big.ctypes.data, big.nbytes), (big.ctypes.data + 99, 3 << 20), (PAGE, 8 << 20)]
+    move_to_huge_pages(ranges)
+    assert [each.tobytes() for each in arrays] == many
+    assert (big == np.arange(len(big), dtype=np.int32)).all()
+    move_to_huge_pages([])
 
 
 def test_giving_back_works_or_says_that_it_does_not():

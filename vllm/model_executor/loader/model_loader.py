@@ -39,10 +39,11 @@ from vllm.model_executor.quantization import (
     quantization_of,
 )
 from vllm.model_executor.speculators.interface import Speculator
-from vllm.platforms.cpu import machine_memory_bytes
+from vllm.platforms.cpu import allocate_weight, machine_memory_bytes
 from vllm.transformers_utils.weight_files import find_files, shard_name
 from vllm.utils.imports import load_class
 from vllm.utils.process import startup_progress
+from vllm.utils.process.process_memory import move_to_huge_pages
 
 logger = init_logger(__name__)
 
@@ -225,6 +226,9 @@ def _read(
     for quantization in formats:
         quantization.finish_model(model)
     model.check()
+    if device.type == "cpu" and has_values:
+        storages = model_storages(model)
+        move_to_huge_pages((storage.data_ptr(), storage.nbytes) for storage in storages)
     log_dequantized(model)
     logger.info(
         "Loading model weights took %.4f GiB and %.2f s",
@@ -479,7 +483,10 @@ class ParameterMemory:
             if param.is_meta:
                 # Not empty_like: for a meta tensor it imports sympy.
                 device = torch.device("cpu") if module in self._on_host else self._device
-                memory = torch.empty(param.shape, dtype=param.dtype, device=device)
+                if device.type == "cpu":
+                    memory = allocate_weight(param.shape, param.dtype)
+                else:
+                    memory = torch.empty(param.shape, dtype=param.dtype, device=device)
                 new = nn.Parameter(memory, requires_grad=False)
                 for owner, name in self._places.pop(id(param)):
                     setattr(owner, name, new)

@@ -1,5 +1,5 @@
-"""Return memory of this process to the operating system, and exclude objects from garbage
-collection.
+"""Return memory of this process to the operating system, move it to huge pages, and exclude objects
+from garbage collection.
 
 `discard` releases memory that is still allocated: its addresses stay valid, so C++ kernels that
 hold one never point to unmapped memory. `release_freed_memory` releases freed memory that the
@@ -14,6 +14,8 @@ import gc
 import mmap
 import os
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 DELAY_S = 1.0
@@ -21,6 +23,10 @@ DELAY_S = 1.0
 
 _CAN_DISCARD = sys.platform == "linux"
 """Whether memory can be given back here. Other systems may keep the memory or its content."""
+
+_HUGE_PAGE_BYTES = 2 << 20
+_HUGE_PAGE_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_MADV_COLLAPSE = 25  # since Linux 6.1; the module mmap does not have it
 
 
 def can_discard() -> bool:
@@ -57,6 +63,60 @@ def discard(address: int, num_bytes: int) -> None:
                 f"{os.strerror(error)}"
             ),
         )
+
+
+@functools.cache
+def can_use_huge_pages() -> bool:
+    """Return whether this system has huge pages for memory of processes, and allows them."""
+    try:
+        return "[never]" not in _HUGE_PAGE_SETTING.read_text()
+    except OSError:
+        return False
+
+
+def allocate_pages(num_bytes: int) -> mmap.mmap:
+    """Allocate zeroed memory that begins at a page, in pages of 2 MiB if the system has them. The
+    system commits each page when it is first written.
+
+    A processor needs one address translation for each page that it reads. With pages of 4 KiB they
+    take up to a fourth of the time in which a virtual machine reads the weights of a model.
+
+    Returns:
+        The memory, which is freed with this object.
+    """
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if can_use_huge_pages():
+        # Small memory too: the system joins neighbours with the same advice, and a huge page can
+        # hold several of them.
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def move_to_huge_pages(ranges: Iterable[tuple[int, int]]) -> None:
+    """Move memory that was written to pages of 2 MiB. Its addresses and content do not change.
+
+    Linux 6.1 or later moves the memory at once, other versions within minutes. Memory that is in
+    huge pages already is not copied.
+
+    Args:
+        ranges: address and number of bytes of each. Ranges with less than 2 MiB between them are
+            moved together with what is between them.
+    """
+    if not can_use_huge_pages():
+        return
+    joined: list[list[int]] = []
+    for address, num_bytes in sorted(ranges):
+        if joined and address - joined[-1][1] < _HUGE_PAGE_BYTES:
+            joined[-1][1] = max(joined[-1][1], address + num_bytes)
+        else:
+            joined.append([address, address + num_bytes])
+    for start, end in joined:
+        # The first and the last page may reach beyond the mapping, so the system may refuse them.
+        # It gets one page at a time, so it still moves the others, and no call takes long.
+        first = start // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+        for page in range(first, end, _HUGE_PAGE_BYTES):
+            _libc().madvise(page, _HUGE_PAGE_BYTES, mmap.MADV_HUGEPAGE)
+            _libc().madvise(page, _HUGE_PAGE_BYTES, _MADV_COLLAPSE)
 
 
 def release_freed_memory() -> bool:

@@ -13,6 +13,7 @@ from vllm.ops.cpu.library import require_cpu_kernels
 from vllm.ops.cpu.row_operations import refuse_pair
 from vllm.ops.cpu.symbols import Rows
 from vllm.ops.cpu.weights.linear import PackedWeight
+from vllm.platforms.cpu import allocate_weight
 
 
 class PackedHeads:
@@ -41,8 +42,10 @@ class PackedHeads:
         self._dtype = matrices.dtype
         panel: int = kernels.plain.kPanel
         self._padded = -(-self.out_features // panel) * panel
-        rows = matrices.new_zeros(self.num_heads, self._padded, self.in_features)
+        shape = (self.num_heads, self._padded, self.in_features)
+        rows = allocate_weight(shape, matrices.dtype)
         rows[:, : self.out_features] = matrices.mT
+        rows[:, self.out_features :] = 0
         self.weight = PackedWeight.pack(rows.flatten(0, 1))
         self._args = kernels.plain.HeadLinearArgs
         self._kernel = kernels.of[self._dtype].head_linear

@@ -20,6 +20,7 @@ from vllm.ops.cpu.weights.int4_layouts import Int4Groups
 from vllm.ops.cpu.weights.int4_minimums import MinimumGroups, minimum_panels
 from vllm.ops.cpu.weights.weight_format import DENSE_FORMATS, WeightFormat, can_pack
 from vllm.ops.stored_weight import MinimumWeight
+from vllm.platforms.cpu import allocate_weight
 
 _ALIGNMENT = 64
 
@@ -102,8 +103,10 @@ class PackedWeight:
         )
         self._address = ctypes.addressof(self._struct)
         if panels is None:
-            make = torch.zeros if has_values else torch.empty
-            panels = make(kernels.plain.packed_bytes(self._address), dtype=torch.uint8)
+            num_bytes = kernels.plain.packed_bytes(self._address)
+            panels = allocate_weight([num_bytes], torch.uint8)
+            if has_values:
+                panels.zero_()
         self._panels = panels
         self._struct.panels = panels.data_ptr()
         self._linear = {dtype: of_dtype.linear for dtype, of_dtype in kernels.of.items()}
@@ -124,11 +127,8 @@ class PackedWeight:
         _check_weight(weight, None)
         num_out, num_in = weight.shape
         padded = _round_up(num_out)
-        if padded == num_out:
-            panels = weight.flatten()
-        else:
-            panels = weight.new_zeros(padded * num_in)
-            panels[: num_out * num_in] = weight.flatten()
+        rows = weight if padded == num_out else _padded_panels(weight, padded)
+        panels = rows.flatten()
         weight_format = DENSE_FORMATS[weight.dtype]
         _pack_panels(panels, padded, num_in // weight_format.inputs_per_word)
         return cls(weight_format, weight.shape, panels)
@@ -146,8 +146,7 @@ class PackedWeight:
         """
         num_out, num_in = weight.shape
         padded = _round_up(num_out)
-        panels = weight.new_zeros(padded, num_in)
-        panels[:num_out] = weight
+        panels = _padded_panels(weight, padded)
         _pack_panels(panels, padded, num_in // WeightFormat.INT8.inputs_per_word)
         packed = cls(WeightFormat.INT8, weight.shape, panels.flatten())
         assert packed._scales is not None and packed._sums is not None
@@ -176,8 +175,7 @@ class PackedWeight:
         in_words = codes.unflatten(1, (-1, 4))[..., [0, 2, 1, 3]]
         if weight_format is WeightFormat.TABLE4:
             in_words = in_words[:, ::2] | in_words[:, 1::2] << 4
-        panels = codes.new_zeros(padded, in_words[0].numel())
-        panels[:num_out] = in_words.flatten(1)
+        panels = _padded_panels(in_words.flatten(1), padded)
         _pack_panels(panels, padded, num_in // weight_format.inputs_per_word)
         return cls(weight_format, codes.shape, panels.flatten(), groups)
 
@@ -212,7 +210,7 @@ class PackedWeight:
             factor_inputs=num_in // weight.scales.factors.shape[1],
         )
         weight_format = WeightFormat.INT4_MINIMUMS if is_int4 else WeightFormat.INT5_MINIMUMS
-        panels = minimum_panels(weight, _kernels().plain.kPanel)
+        panels = _padded_panels(minimum_panels(weight, _kernels().plain.kPanel))
         return cls(weight_format, weight.shape, panels, groups)
 
     @classmethod
@@ -401,6 +399,17 @@ def _address(x: Tensor | None) -> int | None:
 def _round_up(out_features: int) -> int:
     panel: int = _kernels().plain.kPanel
     return -(-out_features // panel) * panel
+
+
+def _padded_panels(values: Tensor, num_out: int | None = None) -> Tensor:
+    """Copy values to the memory of a weight, with zeros up to num_out outputs; None: as many as
+    there are.
+    """
+    size = len(values) if num_out is None else num_out
+    panels = allocate_weight([size, *values.shape[1:]], values.dtype)
+    panels[: len(values)] = values
+    panels[len(values) :] = 0
+    return panels
 
 
 def _pack_panels(panels: Tensor, num_out: int, num_words: int) -> None:
