@@ -319,8 +319,8 @@ AFTER_IMAGE = Given(
 
 
 def run_eagle(eagle, max_tokens: int, **settings: Any) -> tuple[list[int], tuple[int, ...]]:
-    """Return the output of a request with positions, and the number of accepted drafts at each
-    place of a step.
+    """Return the output of a request with positions, and the number of accepted drafts by
+    their order in a step.
     """
     arguments = ENGINE | {"speculative_config": eagle.config | {"adaptive": False}} | settings
     llm = LLM(str(eagle.target), **arguments)

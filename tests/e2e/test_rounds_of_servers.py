@@ -1,5 +1,5 @@
 """Test that a server with two ranks can be started and ended many times, in different ways, and
-leaves nothing in the system.
+leaves no resources.
 
 It must leave no process, port, file, shared memory, semaphore or block. `python -m
 tests.e2e.test_rounds_of_servers 200` runs 200 rounds.

@@ -1,5 +1,5 @@
 """Test that two ranks can be started and ended many times, regularly and by failures, and leave
-nothing behind.
+no resources.
 """
 
 import gc
