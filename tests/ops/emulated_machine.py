@@ -1,10 +1,11 @@
-"""Runs a command of this checkout on an emulated x86 machine: a real Linux kernel in Bochs.
+"""Run a command of this checkout on an emulated x86 machine: a real Linux kernel in Bochs.
 
     python -m tests.ops.emulated_machine [OPTIONS] -- python -m pytest tests/ops/test_cpu_linear.py
 
 For instruction sets that this processor lacks. The machine has this Python with its packages, this
-checkout with the kernel library as it is built here, no network, and a disk that forgets. What the
-command prints is shown while it runs, and its exit status is that of this program.
+checkout with the kernel library as it is built here, no network, and a disk that is reset at each
+start. The output of the command is shown while it runs, and its exit status becomes the exit status
+of this program.
 
 What is needed, as Debian names it: `bochs` 3.0 or newer with `bochs-term` and `bochsbios`,
 `grub-pc-bin` and `grub-common` (grub-mkrescue), `xorriso`, `mtools`, `cpio`, `busybox-static`, and
@@ -136,7 +137,7 @@ def checkout_files() -> dict[Path, Path]:
 
 
 def find_kernel(root: Path) -> tuple[Path, Path]:
-    """Return the newest kernel under this folder, and the folder of its modules."""
+    """Return the newest kernel below this folder, and the folder of its modules."""
     for kernel in sorted(root.glob("boot/vmlinuz-*"), reverse=True):
         version = kernel.name.removeprefix("vmlinuz-")
         for modules in (root / "lib/modules" / version, root / "usr/lib/modules" / version):
@@ -197,7 +198,9 @@ def write_images(options: argparse.Namespace, folder: Path) -> None:
 
 
 def run_machine(bochs: str, folder: Path) -> int:
-    """Run it until it powers off. Returns the exit status of the command; 125: there is none."""
+    """Run the machine until it powers off. Return the exit status of the command; 125: there is
+    none.
+    """
     console = folder / "console"
     console.write_bytes(b"")
     # The display `term` of Bochs needs a terminal; nothing of it is shown.

@@ -1,6 +1,5 @@
-"""The kernels of ARM: compiled by a cross compiler, and run by an emulator, where there are both.
-
-Debian has them as g++-aarch64-linux-gnu and qemu-user.
+"""Test the ARM kernels, which a cross compiler compiles and an emulator runs, if both are
+installed. Debian has them as g++-aarch64-linux-gnu and qemu-user.
 """
 
 import runpy
