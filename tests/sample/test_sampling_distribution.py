@@ -151,7 +151,7 @@ def test_the_threshold_of_top_p_has_the_same_bits_in_any_batch(vocab_size):
 
 
 def test_min_p_is_a_share_of_the_likeliest_after_temperature():
-    # Probabilities relative to the likeliest token: e**-2, e**-1, 1.
+    # Probabilities relative to the most likely token: e**-2, e**-1, 1.
     logits = torch.tensor([0.0, 1.0, 2.0])
     assert set(draws(logits, 500, min_p=0.2)) == {1, 2}
     assert set(draws(logits, 500, min_p=0.2, temperature=2.0)) == {0, 1, 2}

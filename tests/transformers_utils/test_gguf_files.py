@@ -127,7 +127,7 @@ def test_pieces_are_merged_as_the_metadata_lists_them(tmp_path):
     data = json.loads(want.to_str())
     lines = [pair if isinstance(pair, str) else " ".join(pair) for pair in data["model"]["merges"]]
     metadata |= {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": lines}
-    metadata["tokenizer.ggml.scores"] = [-1000.0]  # which say nothing
+    metadata["tokenizer.ggml.scores"] = [-1000.0]  # scores are not used
     first = len(metadata["tokenizer.ggml.tokens"])
     metadata["tokenizer.ggml.tokens"] += ["<|image>", "<|image>"]
     metadata["tokenizer.ggml.token_type"] += [3, 3]

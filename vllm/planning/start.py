@@ -24,7 +24,7 @@ _Kind = tuple[Hashable, ...]
 
 @dataclass(frozen=True)
 class PhaseStart:
-    """The recipes and graphs for the forward passes of one phase."""
+    """The recipes and graphs of one phase: their numbers, and their predicted times and memory."""
 
     num_buckets: int
     num_shapes: int

@@ -38,8 +38,9 @@ class StepShape:
 
     @classmethod
     def of(cls, seq_lens: Sequence[int], block_size: int, *, is_prompt: bool) -> "StepShape":
-        """Return the shape of requests with these lengths in tokens; a step without requests has
-        128."""
+        """Return the shape of requests with these lengths in tokens. Without requests, the context
+        length is 128.
+        """
         longest = max(seq_lens, default=_CONTEXT_LEN_OF_NO_ROWS)
         return cls(is_prompt, len(seq_lens), longest, block_size)
 
