@@ -103,7 +103,7 @@ def with_speculator(made: Made, **more) -> LLM:
 @pytest.mark.parametrize(
     "method",
     [
-        # The second line is exhaustive: EAGLE-3 has all parts of EAGLE, and other files run the models
+        # The second line is exhaustive: EAGLE-3 has all parts of EAGLE, and other files run models
         # with MTP.
         *("eagle3", "mtp", "mlp_speculator_tied", "medusa"),
         *map(exhaustive, ("eagle", "mlp_speculator", *MTP_FAMILIES, *RARE_MTP_FAMILIES)),
