@@ -1,12 +1,15 @@
 """Time several ranks on one CPU machine: exchanges, and engines against one process of two threads.
-¶ The engines are two tensor ranks or two stages of one thread each, and two stages of two threads
-each that run alternately. Run it with: python benchmarks/bench_parallel.py [--model FOLDER]
-[--num-rounds N]. Engines of all kinds run one after another, each in a separate process. Prints
-JSON, and a table on stderr. Times in us are the tenth percentile and the median; others are the
-smallest of the runs, which other programs disturb least. The last rows compare each kind of two
-ranks with one process: above 1 is faster, of the start it is slower. The time of a decode is for
-one token of each request. Two stages of one thread run 32 requests in steps of 16, so they read
-each weight as often as one process that runs 16.
+
+The engines are two tensor ranks or two stages of one thread each, and two stages of two threads
+each that run alternately.
+
+Run it with: python benchmarks/bench_parallel.py [--model FOLDER] [--num-rounds N]. Engines of all
+kinds run one after another, each in a separate process. Prints JSON, and a table on stderr. Times
+in us are the tenth percentile and the median; others are the smallest of the runs, which other
+programs disturb least. The last rows compare each kind of two ranks with one process: above 1 is
+faster, of the start it is slower. The time of a decode is for one token of each request. Two stages
+of one thread run 32 requests in steps of 16, so they read each weight as often as one process that
+runs 16.
 """
 
 import argparse

@@ -1,5 +1,6 @@
-"""Compute how the work of a layer is divided on machines with more cores than this one. Only
-counts, no times. For each number of cores and NUMA nodes: the largest work of a thread divided by
+"""Compute how the work of a layer is divided on machines with more cores than this one.
+
+Measures no times. For each number of cores and NUMA nodes: the largest work of a thread divided by
 the mean, for the linear layers of decoders and encoders, weighted by the bytes of their weights;
 the bytes of weights that a step reads from each node, and the part of them that cores of another
 node read; and the barriers of a layer, in the program that the engine records for `--model`.

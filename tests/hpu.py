@@ -94,10 +94,11 @@ def simulated_hpu(
     has_profiling_run: bool = True,
     **variables: object,
 ) -> Iterator[SimBridge]:
-    """Let `LLM(...)` run on a new simulated card in this context, and restore the process
-    afterwards. The card is strict unless `VLLM_HPU_SIM_STRICT=0` is among the variables. What the
-    environment already has of the engine's variables does not count. An engine for the CPU that was
-    made before must not run inside: a process has one table of operators.
+    """Let `LLM(...)` run on a new simulated card in this context, then restore the process.
+
+    The card is strict unless `VLLM_HPU_SIM_STRICT=0` is among the variables. Variables of the
+    engine that the environment already has are ignored. An engine for the CPU that was made before
+    must not run inside: a process has one table of operators.
 
     Args:
         card: a key of `cards.CARDS`.

@@ -1,4 +1,5 @@
-"""Write tiny checkpoints in each quantized format, and dense checkpoints with the same weights. ¶
+"""Write tiny checkpoints in each quantized format, and dense checkpoints with the same weights.
+
 Random weights are written by the public description of the format. The dense weights are computed
 by its formula in float32. Neither uses code of the package.
 """

@@ -1,6 +1,7 @@
-"""Speculators as described in their papers, in torch with layers of transformers, and their
-checkpoints. ¶ Modules have the names of the published checkpoints. Nothing is cached: each guess
-computes all earlier tokens again.
+"""Speculators as described in their papers, in torch with layers of transformers.
+
+Their checkpoints have modules with the published names. Nothing is cached: each guess computes all
+earlier tokens again.
 """
 
 import json

@@ -1,6 +1,7 @@
-"""Test how quantized weights are stored in the memory of a simulated card, and which operators
-multiply them, against the table of docs/quantization_tables.md. ¶ Each format is a tiny model; all
-run in one process.
+"""Test how quantized weights are stored in the memory of a simulated card.
+
+Also which operators multiply them, against the table of docs/quantization_tables.md. Each format
+is a tiny model; all run in one process.
 """
 
 import re

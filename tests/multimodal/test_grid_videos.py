@@ -1,6 +1,7 @@
-"""Test videos as grids of patches: pixels, tokens, positions and embeddings. ¶ The sizes of frames
-follow the rule that the video processors of transformers document, because these processors need
-torchvision.
+"""Test videos as grids of patches: pixels, tokens, positions and embeddings.
+
+The sizes of frames follow the rule that the video processors of transformers document. The test
+cannot compare with these processors, because they need torchvision.
 """
 
 import numpy as np

@@ -1,5 +1,6 @@
-"""Test the ARM kernels, which a cross compiler compiles and an emulator runs, if both are
-installed. Debian has them as g++-aarch64-linux-gnu and qemu-user.
+"""Test the ARM kernels with a cross compiler and an emulator, if both are installed.
+
+Debian has them as g++-aarch64-linux-gnu and qemu-user.
 """
 
 import runpy

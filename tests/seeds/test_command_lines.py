@@ -1,4 +1,5 @@
-"""Test every command line of the documents, by parsing and resolving it on the simulated card. ¶
+"""Test every command line of the documents, by parsing and resolving it on the simulated card.
+
 The named model is replaced by a tiny one of its architecture, and a draft model by the same tiny
 model.
 """

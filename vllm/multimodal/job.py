@@ -181,7 +181,7 @@ def num_embeddings(rules: MediaFamily, given: EncoderInput) -> int:
 
     Args:
         rules: rules of the model.
-        given: of the item.
+        given: inputs of the encoder for the item.
     """
     found = rules.expand(given.grid, _AnyTokens())
     return sum(found.is_embedding) + found.num_states
