@@ -138,17 +138,17 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def start(self) -> int:
-        """Index of the first token that depends on it directly."""
+        """Index of the first token that depends on the item directly."""
         return self.seen_by[0] if self.num_states else self.runs[0][0]
 
     @property
     def end(self) -> int:
-        """Index after the last token that depends on it directly."""
+        """Index after the last token that depends on the item directly."""
         return self.seen_by[1] if self.num_states else sum(self.runs[-1])
 
     @property
     def num_embeddings(self) -> int:
-        """Number of embeddings, or hidden states, that the encoder computes for it."""
+        """Number of embeddings, or hidden states, that the encoder computes for the item."""
         return self.num_states or sum(count for _, count in self.runs)
 
 

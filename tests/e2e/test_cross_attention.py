@@ -141,7 +141,7 @@ def test_memory_is_divided_between_items_and_blocks(llm, monkeypatch):
     # 2 layers.
     each = 2 * 2 * 12 * 2 * 4
     monkeypatch.setattr(worker, "_count_encoder_bytes", lambda: 0)
-    # One request may have 16 images, more than the number of requests.
+    # Memory is planned for the larger of two numbers: images of one request (16), and requests.
     for free, count in ((2**30, 16 * largest), (each * largest * 5, largest * 5 // 4)):
         monkeypatch.setattr(type(worker.platform), "free_memory_bytes", lambda _, free=free: free)
         report = worker.measure()

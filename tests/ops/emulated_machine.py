@@ -155,7 +155,9 @@ def unpacked(module: Path) -> bytes:
 
 
 def write_initrd(target: Path, modules: Path) -> None:
-    """Write the file system in which the machine starts: busybox, and the modules of the disks."""
+    """Write the file system in which the machine starts: busybox, and the kernel modules that the
+    disks need.
+    """
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         for name in ("bin", "modules", *FOLDERS):

@@ -50,7 +50,9 @@ Prepare = Callable[[HabanaBridge, HPUModel, VllmConfig, Tensor, PaddedShape], Ex
 
 
 def check_eager(bridge: HabanaBridge, model: str) -> Outcome:
-    """Check a decode operator by operator; in lazy mode, operators are recorded up to a mark."""
+    """Check a decode that runs as separate operators. In lazy mode they are recorded until
+    `mark_step`.
+    """
     return _check_decode(bridge, model, lambda bridge, model, *_: Execution(bridge, model))
 
 

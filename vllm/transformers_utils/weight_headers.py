@@ -61,8 +61,8 @@ def names_of_tensors(folder: Path, load_format: str) -> set[str]:
 
 
 def _tensors_in(path: Path) -> list[tuple[str, str, int]]:
-    """Return (name, data type, size in bytes) of each tensor in a file; empty if it is not such a
-    file.
+    """Return (name, data type, size in bytes) of each tensor in a file; empty if it is not a
+    safetensors file.
     """
     if path.suffix != ".safetensors":
         return []

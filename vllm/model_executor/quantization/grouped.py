@@ -29,7 +29,7 @@ fill the words of a checkpoint. Wider layers keep their words, which needs less 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupLayout:
-    """Storage layout of such a layer in a checkpoint: bits, groups, zero points."""
+    """Storage layout of a layer with low-bit integer weights: bits, groups, zero points."""
 
     bits: int
     group_size: int

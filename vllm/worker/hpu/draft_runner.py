@@ -203,7 +203,7 @@ class HPUDraftRunner(DraftMaker):
 
     @torch.inference_mode()
     def warm_up_sampling(self, shape: PaddedShape, metadata: SamplingMetadata) -> None:
-        """Run a forward pass of padding after the warm-up, to compile how it samples."""
+        """Run a forward pass of padding after the warm-up, to compile its sampling."""
         with self.launches.report.warming_up():
             output = self.launches.run_padding(shape)
             self._sampling.warm_up(self.launches, shape, output, [metadata])

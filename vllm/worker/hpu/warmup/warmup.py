@@ -67,7 +67,7 @@ class PaddedEncoder(Protocol):
 
     @property
     def reads(self) -> str:
-        """The kind of items that it encodes, for messages."""
+        """The kind of items that the encoder reads, for messages."""
         ...
 
     @property
