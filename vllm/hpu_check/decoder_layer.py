@@ -46,7 +46,7 @@ class _Launched:
 
 
 Prepare = Callable[[HabanaBridge, HPUModel, VllmConfig, Tensor, PaddedShape], Execution]
-"""Gives what runs the packed decode of this shape."""
+"""Returns an object that runs the packed decode of this shape."""
 
 
 def check_eager(bridge: HabanaBridge, model: str) -> Outcome:

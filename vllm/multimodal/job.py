@@ -24,7 +24,7 @@ from vllm.multimodal.video.frames import FrameChoice, read_frames
 _OVERRIDES = "mm_processor_kwargs"
 """Field of a request with settings."""
 _SIDE = 64
-"""Pixels of an image that every family accepts."""
+"""Height and width in pixels of an image that every family accepts."""
 
 Job = Callable[[MediaSource], EncoderInput]
 

@@ -43,7 +43,7 @@ class StartPlan:
     prefill: PhaseStart
     decode: PhaseStart
     sampling_s: float
-    """Compiling what samples, once for each padded batch size."""
+    """Seconds of compiling the sampling recipes, once for each padded batch size."""
     num_first_buckets: int
     """Number of buckets with which a server begins."""
     first_compile_s: float

@@ -45,9 +45,9 @@ class ChosenBuckets:
     buckets: tuple[Bucket, ...]
     """Ascending, mandatory ones included."""
     cost: float
-    """Seconds of all shapes, padded to these buckets."""
+    """Predicted seconds of all shapes, padded to these buckets."""
     lower_bound: float
-    """No set within the budget costs less."""
+    """Lower bound of the cost of all sets within the budget."""
     unpadded: float
     """Cost of all shapes without padding."""
 

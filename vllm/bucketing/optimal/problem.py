@@ -35,12 +35,12 @@ class Problem:
     weights: Floats
     """[n]"""
     candidate_costs: Floats
-    """[m] of one forward pass."""
+    """[m] cost of one forward pass with each candidate."""
     prices: Floats
     """[m]"""
     num_mandatory: int
     room: float
-    """Budget of the other candidates."""
+    """Budget of the candidates that are not mandatory."""
     unbatched: Floats
     """[n] cost of one forward pass of each shape without a bucket of its own; infinity: it needs
     one."""

@@ -143,4 +143,4 @@ decode_to_core = msgspec.msgpack.Decoder(ToCore, dec_hook=decode_array).decode
 """Bytes as a message to the core."""
 
 decode_from_core = msgspec.msgpack.Decoder(FromCore, dec_hook=decode_array).decode
-"""Bytes as a message of the core."""
+"""Decode bytes to a message of the core."""

@@ -171,9 +171,10 @@ class Slice:
     offset: int
     """First index in this rank's parameter."""
     size: int
-    """Indices in this rank's parameter."""
+    """Number of indices in this rank's parameter."""
     total: int
-    """Indices in the checkpoint tensor; below size * ranks when the last ranks hold padding."""
+    """Number of indices in the checkpoint tensor; below size * ranks when the last ranks hold
+    padding."""
     num_replicas: int = 1
     """Ranks that hold the same shard; above 1 when there are fewer KV heads than ranks."""
     tensor: str | None = None

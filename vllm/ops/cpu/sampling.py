@@ -41,7 +41,7 @@ class RowChanges:
     """Changes of the logits of some of n requests, in this order: edits, masks, penalties."""
 
     changed: npt.NDArray[np.bool_]
-    """[n] rows that are changed; nothing below is looked at for the others."""
+    """[n] rows that are changed; the fields below are ignored for other rows."""
     edits: tuple[Tensor, Tensor] | None = None
     """[n, E] int32 token ids and float32 values to add to their logits."""
     masks: tuple[npt.NDArray[np.int32], Tensor] | None = None

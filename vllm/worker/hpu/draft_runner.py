@@ -98,8 +98,8 @@ class HPUDraftRunner(DraftMaker):
         self._reads = False
         """The host needs the drafts of the step."""
         self._made: list[tuple[PaddedLaunch, IntArray, SamplerOutput]] = []
-        """Of each launch that has sampled, where it does: the positions of its drafts, and what it
-        has sampled."""
+        """Forward passes whose drafts the host needs: the pass, the positions of its drafts, and
+        the sampled tokens."""
         for each in launches:
             target.launches.add_draft_launches(each)
 

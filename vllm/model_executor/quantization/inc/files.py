@@ -49,8 +49,8 @@ class Measurements:
     path: Path
     nodes: dict[str, Node]
     is_part: bool = False
-    """Whether the values were made for a rank with a part of what was measured: weights may be
-    smaller."""
+    """Whether the values were made for a rank that has only a part of the measured layers: its
+    weights may be smaller."""
 
     def __post_init__(self) -> None:
         self._by_short_name = {_short(name): node for name, node in self.nodes.items()}

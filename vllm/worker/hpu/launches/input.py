@@ -75,7 +75,8 @@ class PrefillInput(Generic[Array]):
     rows: Array = packed("B")
     """[B] as in a decode."""
     positions: Array = packed("X T")
-    """[X, T] positions by which tokens rotate; X is 1, or what requests may give."""
+    """[X, T] positions by which tokens rotate; X is 1, or the number of positions of each token
+    that the model supports."""
     last_tokens: Array = packed("B")
     """[B] index of the last token of each row among all T."""
     metadata: HPUPrefillMetadata[Array] = packed_fields_of(HPUPrefillMetadata)

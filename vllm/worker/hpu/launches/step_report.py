@@ -87,9 +87,9 @@ class RecentLaunches:
         self.record: tuple[int, ...] = ()
         self._clock, self._block_size = clock, block_size
         self._steps: deque[_Step] = deque()
-        """That have not ended, the oldest first."""
+        """Steps that have not ended, the oldest first."""
         self._before: tuple[int, ...] = ()
-        """Of the last step in `record`."""
+        """Counters after the last step in `record`."""
         self._ended = 0.0
         """When the last step has ended."""
 

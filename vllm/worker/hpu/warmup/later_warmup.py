@@ -114,9 +114,10 @@ class LaterWarmUp:
         self._every = {*start.wanted.prefill, *start.wanted.decode}
         """Buckets that have been wanted so far."""
         self._replaced: frozenset[Bucket] = frozenset()
-        """Buckets in use that others are to replace."""
+        """Buckets in use that are not in the new set."""
         self._replacing: list[Bucket] = []
-        """The others."""
+        """The new set of buckets, which may include present ones; empty: nothing is being
+        replaced."""
 
     @property
     def left(self) -> list[Bucket]:
