@@ -69,7 +69,7 @@ class EncoderCache:
         self.num_queries = 0
         self.num_hits = 0
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        """Least recently used first."""
+        """Entries by key, the least recently used first."""
         self._num_held = 0
         """Embeddings of entries that have holders."""
         self._held: dict[str, tuple[Request, set[int]]] = {}

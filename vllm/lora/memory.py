@@ -24,7 +24,7 @@ class _Entry:
     reason: str | None = None
     """Reason why the adapter cannot be loaded."""
     is_done: bool = False
-    """Loaded, or failed."""
+    """Whether the adapter is loaded, or has failed to load."""
     holds: "list[_Hold]" = field(default_factory=list)
 
 

@@ -12,7 +12,7 @@ from vllm.utils.files.json_file import read_json_object
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _LENGTH = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 100 << 20
-"""Limit of the safetensors library."""
+"""Maximum number of bytes of a header, as in the safetensors library."""
 
 
 def dtype_of_files(folder: Path, load_format: str) -> str | None:

@@ -73,7 +73,7 @@ class DecodeBlocks:
     age: Tensor
     """[N, 1, S] int32: how many tokens the one in the slot is older than the newest of the row."""
     query_len: int = 1
-    """Q"""
+    """Q, the number of new tokens of each request."""
 
     @property
     def block_size(self) -> int:

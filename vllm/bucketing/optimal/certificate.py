@@ -43,7 +43,7 @@ class ChosenBuckets:
     """A chosen set of buckets, with a bound on its distance from the best set."""
 
     buckets: tuple[Bucket, ...]
-    """Ascending, mandatory ones included."""
+    """Chosen buckets, ascending, mandatory ones included."""
     cost: float
     """Predicted seconds of all shapes, padded to these buckets."""
     lower_bound: float

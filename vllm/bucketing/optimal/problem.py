@@ -27,17 +27,17 @@ class Problem:
     """
 
     shapes: Ints
-    """[n, 4]"""
+    """[n, 4] phase and sizes of each shape."""
     sizes: Ints
-    """[m, 4] of each candidate."""
+    """[m, 4] phase and sizes of each candidate."""
     covers: Mask
-    """[n, m]"""
+    """[n, m] whether a candidate is at least as large as a shape."""
     weights: Floats
-    """[n]"""
+    """[n] weight of each shape."""
     candidate_costs: Floats
     """[m] cost of one forward pass with each candidate."""
     prices: Floats
-    """[m]"""
+    """[m] price of each candidate."""
     num_mandatory: int
     room: float
     """Budget of the candidates that are not mandatory."""

@@ -114,7 +114,7 @@ class DraftPace:
         self._plain, self._drafted = StepCost(), StepCost()
         self._num_steps = 0
         self._num_plain_steps = 0
-        """Steps without drafts in a row."""
+        """Number of consecutive steps without drafts."""
         self._is_plain_due = False
         """The next step has no drafts, as the last one without them could not be measured."""
         self._wait = _FIRST_WAIT

@@ -73,7 +73,7 @@ class SuffixDrafts(NgramDrafts):
         super().__init__(options)
         self._half = max(1, options.suffix_cache_tokens // 2)
         self._earlier = [TokenIndex(self._n)]
-        """The newer one first."""
+        """Indexes of earlier outputs, the newest one first."""
 
     def leave(self, request: Request) -> None:
         """Add the output of a finished request to the index of earlier outputs."""

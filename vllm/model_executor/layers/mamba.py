@@ -365,7 +365,7 @@ class MambaSizes:
 
     hidden_size: int
     inner_size: int
-    """Channels."""
+    """Number of channels."""
     state_size: int
     """N: number of elements in the state of a channel."""
     rank: int

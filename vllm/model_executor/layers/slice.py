@@ -35,11 +35,11 @@ class Features:
     total: int
     """Size of the whole layer."""
     group: int
-    """Neighbours in a group."""
+    """Number of neighbouring features in a group."""
     start: int
-    """First one in a group."""
+    """Index of the first feature of the part in a group."""
     count: int
-    """Number of features of a group."""
+    """Number of features of the part in a group."""
 
     @property
     def size(self) -> int:

@@ -41,7 +41,7 @@ class GroupLayout:
     has_groups: bool = False
     """`g_idx` says which group an input is in."""
     is_ordered: bool = False
-    """Groups have inputs from everywhere."""
+    """Whether the inputs of a group may be anywhere, instead of next to each other."""
     is_symmetric: bool = False
     """All zero points are half of the range; else they may be anything."""
 

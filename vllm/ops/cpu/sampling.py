@@ -19,7 +19,7 @@ from vllm.ops.cpu.library import CPUKernels, load_cpu_kernels
 Int64Array = npt.NDArray[np.int64]
 
 _NO_NUMBERS = 2
-"""Tokens of a block of the vocabulary."""
+"""Status of the kernel if random sampling has no random numbers."""
 
 _num_threads = torch.get_num_threads
 

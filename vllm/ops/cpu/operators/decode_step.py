@@ -50,7 +50,7 @@ class RowArrays:
     params: npt.NDArray[np.float32]
     """[params, R or more] of the sampler, in the order of `vllm.sample.features.Param`."""
     keys: npt.NDArray[np.uint64]
-    """[R or more] of random numbers."""
+    """[R or more] keys of random numbers."""
 
 
 class FusedDecodeStep:

@@ -60,9 +60,9 @@ class _Step:
     def __init__(self, began: float) -> None:
         self.began = began
         self.is_compiled = True
-        """Nothing compiles in it."""
+        """Whether nothing was compiled while the step ran."""
         self.passes: list[tuple[int, int, int, int, int, int, int]] = []
-        """Phase, sizes and padded sizes of each."""
+        """Phase, sizes and padded sizes of each forward pass."""
 
 
 class RecentLaunches:
