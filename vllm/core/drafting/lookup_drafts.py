@@ -11,7 +11,7 @@ _INDEXED_PER_STEP = 8192
 _END = -1
 """Stands between two outputs in the index of earlier ones; no token has this id."""
 _DRAFTS_PER_TOKEN = 2
-"""An earlier output is followed for this many tokens per token that agrees."""
+"""Maximum number of drafts from an earlier output, for each token that agrees with it."""
 
 
 class NgramDrafts:

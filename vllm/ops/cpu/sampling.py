@@ -29,9 +29,9 @@ class RowNumbers:
     """Random values for n requests: the values, or the keys and positions to compute them from."""
 
     keys: npt.NDArray[np.uint64] | None = None
-    """[n]"""
+    """[n] keys of the random generator."""
     positions: Int64Array | None = None
-    """[n]"""
+    """[n] positions in the random stream of the key."""
     exponentials: Tensor | None = None
     """[n, K] float32 above 0; the first ones for the blocks, the last 128 inside a block."""
 

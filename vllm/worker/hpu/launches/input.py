@@ -178,7 +178,8 @@ class HPUInputBuilder:
     """
 
     tokens_ahead: ClassVar[int] = 0
-    """Number of positions by which the token that runs at a position lies ahead of it."""
+    """Distance from a position to the token that runs there: 0, or 1 for a speculator, which pairs
+    a position with the token after it."""
 
     def __init__(
         self,
