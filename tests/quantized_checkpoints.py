@@ -785,7 +785,7 @@ FORMATS: dict[str, Format] = {
 }
 
 _BY_ROWS = ("nvfp4", "mxfp", "bnb", "gemv", "mlx", "hqq", "torchao", "sparse", "quark")
-"""In the names of formats that have one way of dividing their tensors."""
+"""Parts of the names of formats that divide their tensors in the same way."""
 _RARE = (
     "mxfp8",
     "ct-mxfp",
@@ -805,7 +805,7 @@ def each_format(*left_out: str, is_costly: bool = False) -> list[Any]:
 
     Args:
         left_out: names of formats to omit.
-        is_costly: in a usual run, one is enough of the formats that divide their tensors alike.
+        is_costly: whether a usual run of the tests has only nvfp4 of the formats in `_BY_ROWS`.
     """
 
     def is_seldom(name: str) -> bool:

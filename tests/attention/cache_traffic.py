@@ -8,9 +8,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class CacheTraffic(TorchDispatchMode):
-    """Counts the bytes as if no operator were fused with another one.
+    """Count the bytes as if no operator were fused with another one.
 
-    Counted are the reads of a cache and of copies of it. The result of an operator that reads the
+    It counts the reads of a cache and of copies of it. The result of an operator that reads the
     cache counts as such a copy, unless it is the result of a matmul.
 
     Attributes:
