@@ -1,11 +1,11 @@
-"""Times paged attention, torch reference against C++ kernels, for prompts and for decodes.
+"""Time paged attention of prompts and decodes: C++ kernels against the torch reference.
 
     python benchmarks/bench_attention.py [--dtype bfloat16] [--cache-dtype float8_e4m3fn]
         [--threads N] [--seconds 2] [--only 1b] [--contexts 1024,4096,8192,32768]
 
-Prints JSON on standard output and a table on standard error. The two sides take turns, because a
-shared machine changes its speed from one second to the next; a time is the fastest call's, in
-microseconds, Python wrapper included. The ratio is what counts.
+Prints JSON on standard output and a table on standard error. The two sides run alternately, because
+a shared machine changes its speed from one second to the next. A time is the time of the fastest
+call in microseconds, including the Python wrapper. Compare the ratios.
 
 With --contexts only the C++ kernels run, for each context length: prompts alternate with a packed
 linear layer, and decodes with a loop that reads memory. `fraction` is their rate divided by the
@@ -47,14 +47,14 @@ class Shape:
 
     @property
     def num_cached(self) -> int:
-        """Elements in the cache that are read at least once."""
+        """Number of elements of the cache that are read at least once."""
         visible = min(self.seq_len, self.query_len + (self.sliding_window or self.seq_len) - 1)
         num_tensors = 2 if self.latent_values is None else 1
         return num_tensors * self.batch * visible * self.num_kv_heads * self.head_size
 
     @property
     def flops(self) -> float:
-        """Of the two matmuls, over the keys that causality and the window leave."""
+        """FLOPs of the two matmuls, over the keys that causality and the window leave."""
         window = self.sliding_window or self.seq_len
         context_len = self.seq_len - self.query_len
         keys = sum(min(window, context_len + i + 1) for i in range(self.query_len))
@@ -162,7 +162,7 @@ def shapes() -> Iterator[Shape]:
 
 
 def call_of(shape: Shape, dtype: torch.dtype, cache_dtype: torch.dtype) -> Callable[[Ops], object]:
-    """One launch of this shape, with the caches it reads."""
+    """Return a function that runs one forward pass of this shape, with the caches that it reads."""
     max_blocks = -(-shape.seq_len // shape.block_size)
     num_blocks = shape.batch * max_blocks
     cache_shape = (2, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_size)

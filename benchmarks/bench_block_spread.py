@@ -1,4 +1,4 @@
-"""What decodes of a card move of the cache, with prefix caching on.
+"""Count the cache blocks that decodes of a card move, with prefix caching on.
 
     python benchmarks/bench_block_spread.py [--rows 64] [--prompt 1000] [--output 300]
 
@@ -6,8 +6,8 @@ The scheduler runs a load without a model: requests come, decode, end, and leave
 to the prefix cache; some begin with a prompt that came before. Counted are blocks of keys and
 values, relative to reading once the blocks of the requests that decode: as one slice up to the
 highest, or gathered (three times each), with and without moving the blocks of running requests to
-the low end. A moved block is read and written. Padding to buckets is not counted.
-Prints JSON on standard output and a table on standard error.
+the low end. A moved block is read and written. Padding to buckets is not counted. Prints JSON on
+standard output and a table on standard error.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _WARM_UP_SHARE = 1 / 3
 
 
 class Simulation:
-    """Decodes of up to `rows` requests; others wait for room."""
+    """Simulates decodes of up to `rows` requests; other requests wait."""
 
     def __init__(self, args: argparse.Namespace, num_blocks: int, is_dense: bool) -> None:
         self._args = args
@@ -46,8 +46,9 @@ class Simulation:
         self.scheduler_s = 0.0
 
     def step(self) -> tuple[int, int, int, int]:
-        """Returns the blocks that decodes refer to, those of a slice, the references beyond the
-        first to a block, and the blocks that were copied."""
+        """Run a step. Return the number of blocks that decodes refer to, the blocks of a slice, the
+        further references to shared blocks, and the copied blocks.
+        """
         while not self._scheduler.waiting:
             self._scheduler.add_request(self._draw())
         before = time.perf_counter()
@@ -85,7 +86,7 @@ class Simulation:
 
 
 def measure(args: argparse.Namespace, share: float, is_dense: bool) -> dict[str, float | bool]:
-    """One row of the table."""
+    """Return one line of the table."""
     used = args.rows * ((args.prompt * 1.2 + args.output / 2) / args.block_size + 0.5)
     simulation = Simulation(args, int(used / share), is_dense)
     steps = np.array([simulation.step() for _ in range(args.steps)])

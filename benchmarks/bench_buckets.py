@@ -1,10 +1,10 @@
-"""What each bucketing strategy costs on given lengths: buckets, warm-up, padding, misses.
+"""Compare the costs of bucketing strategies for given lengths: buckets, warm-up, padding, misses.
 
 Lengths are drawn (seeded) or read from a file with "input output" tokens on each line. Requests
 wait in a queue that is never empty, run first come first served with chunked prefill, and hold
-blocks for all their tokens from the start, so there is no preemption. A chunk is no longer than
-the longest bucket of the strategy. A step is one decode launch and one prefill launch for each
-group of prompts that is cheaper together than apart.
+blocks for all their tokens from the start, so there is no preemption. A chunk is no longer than the
+longest bucket of the strategy. A step is one decode launch and one prefill launch for each group of
+prompts that is cheaper together than apart.
 
 FLOPs: 2 * parameters for a token, 4 * hidden * layers for a query and a key; a padded prompt
 attends to half of itself and to all blocks of context, a decode to all its blocks.
@@ -49,7 +49,7 @@ Row = tuple[int, int]
 
 @dataclass
 class Running:
-    """One request of the simulation."""
+    """A running request of the simulation."""
 
     num_prompt: int
     num_total: int
@@ -59,7 +59,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Step:
-    """What the scheduler hands to the device."""
+    """The work that the scheduler gives to the device in one step."""
 
     decodes: list[int]
     """Length of each sequence, the new token included."""
@@ -68,7 +68,7 @@ class Step:
 
 @dataclass
 class Work:
-    """Sums over launches of one phase."""
+    """Sums over the forward passes of one phase."""
 
     launches: int = 0
     tokens: int = 0
@@ -84,7 +84,7 @@ class Work:
         self.padded_flops += padded_flops
 
     def shares(self) -> dict[str, float]:
-        """Padding as a share of everything that is computed."""
+        """Return the fraction of padding in everything that is computed."""
         return {
             "tokens": round(1 - self.tokens / max(1, self.padded_tokens), 4),
             "flops": round(1 - self.flops / max(1.0, self.padded_flops), 4),
@@ -93,7 +93,7 @@ class Work:
 
 @dataclass
 class Model:
-    """FLOPs of launches."""
+    """Computes the FLOPs of forward passes."""
 
     token: float
     pair: float
@@ -108,7 +108,7 @@ class Model:
 
 @dataclass
 class Outcome:
-    """Padding and misses of one catalog."""
+    """The padding and the misses of one catalog."""
 
     work: dict[Phase, Work] = field(default_factory=lambda: {phase: Work() for phase in Phase})
     misses: int = 0
@@ -118,7 +118,7 @@ class Outcome:
 
 
 def draw_lengths(name: str, count: int, max_model_len: int, seed: int) -> Lengths:
-    """Input and output tokens of `count` requests, together at most `max_model_len`."""
+    """Draw input and output tokens of `count` requests, together at most `max_model_len`."""
     rng = random.Random(f"{name} {seed}")
 
     def lognormal(median: float, sigma: float) -> int:
@@ -135,7 +135,7 @@ def draw_lengths(name: str, count: int, max_model_len: int, seed: int) -> Length
 
 
 def read_lengths(path: Path, max_model_len: int) -> Lengths:
-    """One request per line: input and output tokens."""
+    """Read input and output tokens, one request per line."""
     lengths = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         if not line.strip() or line.startswith("#"):
@@ -158,10 +158,10 @@ def _clip(num_input: int, num_output: int, max_model_len: int) -> tuple[int, int
 
 
 def simulate(lengths: Lengths, limits: StepLimits, hit_share: float = 0.0) -> list[Step]:
-    """The steps of a scheduler that serves all requests as fast as the limits allow.
+    """Return the steps of a scheduler that serves all requests as fast as the limits allow.
 
-    This share of the requests finds a part of its prompt in the prefix cache: whole blocks, drawn
-    uniformly.
+    A fraction `hit_share` of the requests finds a part of its prompt in the prefix cache: whole
+    blocks, drawn uniformly.
     """
     rng = random.Random("prefix hits")
     waiting = list(reversed(lengths))
@@ -214,7 +214,7 @@ def _one_step(running: list[Running], limits: StepLimits) -> Step:
 
 
 def launch_all(steps: list[Step], catalog: Catalog, model: Model) -> Outcome:
-    """Pad every launch to its bucket."""
+    """Pad every forward pass to its bucket."""
     outcome = Outcome()
     for step in steps:
         if step.decodes:
@@ -249,7 +249,9 @@ def _launch_decode(lengths: list[int], catalog: Catalog, model: Model, outcome: 
 def _groups(
     rows: Sequence[Row], catalog: Catalog, block_size: int
 ) -> Iterator[tuple[list[Row], Bucket | None]]:
-    """Prompts that go together as long as that is cheaper than one more launch."""
+    """Yield groups of prompts; a prompt joins a group if this is cheaper than one more forward
+    pass.
+    """
     group: list[Row] = []
     bucket: Bucket | None = None
     for row in sorted(rows, key=lambda row: row[1]):
@@ -279,10 +281,10 @@ def _fit(rows: list[Row], catalog: Catalog, block_size: int) -> Bucket | None:
 
 
 def make_strategies(limits: StepLimits, bucket_file: Path | None) -> dict[str, GeneratedBuckets]:
-    """Buckets by the name of their strategy.
+    """Return buckets by the name of their strategy.
 
-    linear has the default ranges, linear-full the recommended ones: prompts up to the longest
-    chunk and decodes up to the whole cache.
+    linear has the default ranges. linear-full has the recommended ranges: prompts up to the longest
+    chunk, and decodes up to the whole cache.
     """
     default = BucketSettings.resolve(limits)
     full = BucketSettings.resolve(
@@ -305,7 +307,9 @@ def make_strategies(limits: StepLimits, bucket_file: Path | None) -> dict[str, G
 
 
 def count_graphs(catalog: Catalog, args: argparse.Namespace) -> int:
-    """Graphs that fit the graph memory, by bytes per prompt token and per decode graph."""
+    """Count the graphs that fit into the graph memory, by bytes per prompt token and per decode
+    graph.
+    """
     total = int(args.graph_memory_gib * GIB)
     ledger = MemoryLedger(total)
     prompt, decode = split_graph_memory(total, args.graph_prompt_ratio)
@@ -331,7 +335,7 @@ def count_graphs(catalog: Catalog, args: argparse.Namespace) -> int:
 def measure(
     lengths: Lengths, found: GeneratedBuckets, limits: StepLimits, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """One row of the result."""
+    """Return one line of the result."""
     steps = simulate(lengths, limits, args.hit_share)
     model = Model(2e9 * args.params_b, 4.0 * args.hidden * args.layers, limits.block_size)
     raw = Catalog(found.prefill, trim_decodes(found.decode, limits))
@@ -418,7 +422,7 @@ def main() -> None:
 
 
 def print_table(results: list[dict[str, Any]]) -> None:
-    """The figures side by side, on stderr."""
+    """Print the figures side by side on stderr."""
     head = "trace     strategy     prompt decode added graphs warm-up s"
     head += "  padding: prefill decode   FLOPs  misses (unclosed)"
     print(head, file=sys.stderr)

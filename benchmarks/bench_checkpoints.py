@@ -1,15 +1,14 @@
-"""Speed of several checkpoints or engines side by side: tokens per second of decodes and prompts.
+r"""Compare the speed of several checkpoints or engines: tokens/s of decodes and prompts.
 
-    python -m benchmarks.bench_checkpoints --engine int4=MODEL,quantization=int4 \\
+    python -m benchmarks.bench_checkpoints --engine int4=MODEL,quantization=int4 \
         --engine gptq=MODEL-GPTQ --engine fp8=MODEL-FP8 [--peer NAME='COMMAND'] [--rounds 5]
 
-Every engine is a process (or several), and all of them are in memory at a time. They take turns
-within a round, because a shared machine changes its speed from one second to the next; ratios are
-those to the first engine in the same round, and every second round goes through the engines
-backwards. While one runs the others are stopped (SIGSTOP), since their threads may wait in loops.
-Where the rate of the memory changes within seconds, take short turns and many of them:
-`--run "decode, batch 1" --scale 0.125 --rounds 100` compares 7 tokens of one engine with 7 of the
-next within a second.
+Every engine is a process (or several), and all of them are in memory at a time. They run one after
+another within a round, because a shared machine changes its speed from one second to the next.
+Ratios are relative to the first engine in the same round, and every second round runs the engines
+in reverse order. While one runs, the others are stopped (SIGSTOP), since their threads may wait in
+loops. If the memory rate changes within seconds, use many short runs: `--run "decode, batch 1"
+--scale 0.125 --rounds 100` compares 7 tokens of one engine with 7 of the next within a second.
 
 A run is one batch of random prompts that starts at once: `prefill` is tokens of prompts until all
 of them have their first output, `decode` is what follows.
@@ -21,8 +20,8 @@ Without `--run` the first three of `RUNS` are measured. "shared prefix" needs
 lines with a JSON object (`batch`, `input_len`, `shared_len`, `output_len`, `vocab_size`, `seed`)
 from standard input, and answers each with a line that has an object with `first_s` and `last_s`:
 seconds from the start of the run to the first token of the last row, and to the last token. Other
-lines are ignored. The first `shared_len` tokens of all prompts of a batch are the same.
-Prints one JSON object on standard output and what is measured on standard error.
+lines are ignored. The first `shared_len` tokens of all prompts of a batch are the same. Prints one
+JSON object on standard output and what is measured on standard error.
 """
 
 import argparse
@@ -53,10 +52,10 @@ class Run:
     Attributes:
         batch: requests.
         input_len: tokens of each prompt.
-        output_len: tokens of each output. With 1 the rate is that of the prompts' tokens.
+        output_len: tokens of each output. With 1, the rate counts prompt tokens.
         shared_len: tokens at the start of the prompts that all of them share.
-        is_whole: the rate is that of output tokens from the start of the batch to its end, instead
-            of those that follow the first.
+        is_whole: the rate counts all output tokens from the start of the batch to its end, instead
+            of only the tokens after the first.
     """
 
     batch: int
@@ -66,19 +65,19 @@ class Run:
     is_whole: bool = False
 
     def scaled(self, scale: float) -> "Run":
-        """The same batch with shorter or longer rows."""
+        """Return the same batch with lengths multiplied by `scale`."""
         sizes = (self.input_len, self.output_len, self.shared_len)
         lengths = [size if size < 2 else max(2, round(size * scale)) for size in sizes]
         return replace(self, input_len=lengths[0], output_len=lengths[1], shared_len=lengths[2])
 
     def question(self, vocab_size: int, seed: int) -> dict[str, int]:
-        """The line of an engine, as an object."""
+        """Return the line that is sent to an engine, as an object."""
         line = {**asdict(self), "vocab_size": vocab_size, "seed": seed}
         del line["is_whole"]
         return line
 
     def rate(self, result: dict[str, float]) -> float:
-        """Tokens per second."""
+        """Return tokens per second."""
         if self.output_len == 1:
             return self.batch * self.input_len / result["first_s"]
         if self.is_whole:
@@ -119,7 +118,7 @@ class Engine:
         self._signal(signal.SIGSTOP)
 
     def run(self, question: dict[str, int]) -> dict[str, float]:
-        """{"first_s", "last_s"} of a batch."""
+        """Run a batch; return {"first_s", "last_s"}."""
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
         print(json.dumps(question), file=self._process.stdin, flush=True)
@@ -147,7 +146,7 @@ class Engine:
 
 
 def serve(flags: list[str]) -> None:
-    """The process of an engine of ours."""
+    """Run the process of an engine of this package."""
     parser = argparse.ArgumentParser()
     EngineArgs.add_cli_args(parser)
     engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(flags)))
@@ -189,7 +188,7 @@ def run_batch(
 
 
 def commands(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
-    """Name and command of each engine."""
+    """Return the name and the command of each engine."""
     for is_peer, text in args.engines:
         name, equals, what = text.partition("=")
         if not equals:
@@ -210,7 +209,7 @@ def _flag(name: str, value: str) -> list[str]:
 
 
 def spread(values: list[float], digits: int) -> dict[str, float]:
-    """The median, what half of the values are between, and what all are between."""
+    """Return median, quartiles, smallest and largest value."""
     found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
     if len(values) > 1:
         found["quarter"], _, found["three_quarters"] = statistics.quantiles(values)

@@ -1,10 +1,10 @@
-"""Forward passes of decode steps: the fused decoder against the modules of the same model.
+"""Time forward passes of decode steps: the fused decoder against the modules of the same model.
 
     python benchmarks/bench_decoder.py --model <folder> --dtype bfloat16 [--rows 1 16 64 256]
 
-A row is one request with `--input-len` tokens in the cache. The output head is not part of it. A
-time is that of the fastest of alternating calls: on a shared machine the others measure the
-neighbours. `call_us` is what a launch costs before and after the kernels.
+`--rows` are numbers of requests, each with `--input-len` tokens in the cache. The output head is
+not included. A time is the time of the fastest of alternating calls, because other programs slow
+down the others on a shared machine. `call_us` is the time of a call before and after the kernels.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from vllm.worker.cpu.model_runner import CPUModelRunner
 
 
 def decodes(num_rows: int, seq_len: int, block_size: int, vocab_size: int) -> ModelInput:
-    """One token of every request, with blocks of their own."""
+    """Return the inputs of a decode with one token of every request, each with its own blocks."""
     max_blocks = -(-seq_len // block_size)
     tables = (torch.arange(num_rows * max_blocks) + 1).view(num_rows, max_blocks).int()
     last = seq_len - 1

@@ -1,4 +1,4 @@
-"""A layer of Gated DeltaNet, decodes and prompts, against the layer of transformers.
+"""Time decodes and prompts of a Gated DeltaNet layer against the layer of transformers.
 
     python benchmarks/bench_delta_net.py [--dtype bfloat16] [--rows 1 8] [--prompt-len 1024]
 
@@ -26,7 +26,7 @@ from vllm.model_executor.layers.delta_net import GatedDeltaNet
 
 
 def write_model(folder: Path, args: argparse.Namespace) -> Any:
-    """Write a model of one layer, and return it as transformers has it."""
+    """Write a model with one layer, and return it as a model of transformers."""
     config = Qwen3NextConfig(
         vocab_size=512,
         hidden_size=args.hidden_size,
@@ -44,7 +44,7 @@ def write_model(folder: Path, args: argparse.Namespace) -> Any:
 
 
 def contexts(num_rows: int, prompt_len: int) -> tuple[LaunchContext, LaunchContext]:
-    """Return the launch of a decode of each row, and the launch of a prompt in the first row."""
+    """Return the context of a decode of each request, and of a prompt of the first request."""
     made = []
     for lengths, computed in (([1] * num_rows, prompt_len), ([prompt_len], 0)):
         rows = np.arange(len(lengths), dtype=np.int32)
@@ -93,7 +93,7 @@ def compare(
 
 
 def measure(layer: GatedDeltaNet, theirs: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure all cases, after a check that both layers give the same."""
+    """Measure all cases, after a check that both layers give the same results."""
     results: list[dict[str, Any]] = []
     dtype = getattr(torch, args.dtype)
     prompt = torch.randn(args.prompt_len, args.hidden_size).to(dtype)

@@ -1,4 +1,4 @@
-"""Embeddings and reranking on the CPU, against openvino (optimum-intel) and sentence-transformers.
+"""Time embeddings and reranking on the CPU against openvino and sentence-transformers.
 
     python -m benchmarks.bench_encoder --model FOLDER [--peer-python PYTHON] [--shape given base]
 
@@ -53,7 +53,9 @@ QUERY = "How is a file read line by line?"
 
 
 def docstrings(count: int) -> list[str]:
-    """Return docstrings of the standard library in random order, the same for one Python."""
+    """Return docstrings of the standard library in a random order that is fixed for one Python
+    version.
+    """
     found: list[str] = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):
@@ -65,7 +67,7 @@ def docstrings(count: int) -> list[str]:
 
 
 def write_model(folder: Path, source: Path, shape: str, task: str) -> None:
-    """Write a model with random weights, and the tokenizer of another."""
+    """Write a model with random weights and the tokenizer of another model."""
     config = transformers.BertConfig.from_pretrained(source)
     if shape in SHAPES:
         width, layers, heads, inner = SHAPES[shape]
@@ -115,7 +117,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def commands(args: argparse.Namespace, folder: Path, task: str) -> dict[tuple[str, str], list[str]]:
-    """Return the command of each engine by its name and its kind of weights."""
+    """Return the command of each engine, by its name and the kind of its weights."""
     found = {}
     common = ["--max-len", str(args.max_len), "--threads", str(args.threads)]
     for kind in args.type:
@@ -131,7 +133,7 @@ def commands(args: argparse.Namespace, folder: Path, task: str) -> dict[tuple[st
 
 
 def agreement(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """Return how much results agree; 1: they are equal."""
+    """Return how well two results agree; 1: they are equal."""
     if ours.shape[1] == 1:
         return float(1 - np.abs(ours - theirs).max())
     length = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)

@@ -1,4 +1,4 @@
-"""Measures the padding of forward passes of an encoder of images on a card, by family.
+"""Measure the padding of forward passes of an image encoder on a card, by family.
 
 Photographs have the sizes of usual cameras, telephones and screens, at several scales and cropped a
 little (seeded). Each goes through the image processor of the family, with the settings of a
@@ -55,7 +55,7 @@ _TILES = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 
 
 def qwen(processor: str, least: int, most: int) -> dict[str, Any]:
-    """Return settings with limits of the pixels of an image."""
+    """Return image processor settings with limits on the pixels of an image."""
     return {
         "image_processor_type": processor,
         "size": {"shortest_edge": least, "longest_edge": most},
@@ -123,7 +123,7 @@ KINDS = {
 
 
 def photographs(count: int, seed: int) -> Iterator[tuple[int, int]]:
-    """Yield widths and heights."""
+    """Yield widths and heights of photographs."""
     rng = random.Random(seed)
     for _ in range(count):
         width, height = rng.choice(PHOTOGRAPHS)
@@ -133,7 +133,7 @@ def photographs(count: int, seed: int) -> Iterator[tuple[int, int]]:
 
 
 def measure(kind: Kind, shapes: list[tuple[int, int]]) -> dict[str, Any]:
-    """Return the fraction of padding, and the sizes that photographs have been padded to."""
+    """Return the fraction of padding, and the sizes to which photographs were padded."""
     config = {"vision_config": kind.vision, **kind.config}
     family = family_class(kind.module)(config, with_defaults(kind.settings))
     unit = import_module(f"vllm.model_executor.media.families.{kind.module}").Encoder.unit

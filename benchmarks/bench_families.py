@@ -1,16 +1,16 @@
-"""Decode steps of models with about 1 B active parameters, as shares of what the memory allows.
+"""Time decode steps of models with about 1 B active parameters, relative to the memory rate.
 
     python benchmarks/bench_families.py [--families gemma2 qwen3_moe deepseek_v2] [--rows 1 16]
 
 Weights are random, and the shapes are written below: nothing is downloaded. A step is the one call
 that serves plain decodes: inputs, decoder, output head, greedy sampling. It is repeated at one
-place of the requests, so that the experts that are hit are known; they are counted in the modules.
+position of the requests, so that the chosen experts are known; the modules count them.
 
-`bytes` are those of the weights and of the cache that a step reads. `share` is their rate as a part
-of the rate at which the same threads read one large tensor. `of_llama` is the share divided by that
-of Llama. Steps of a family, steps of Llama and the reading of memory take turns, and the fastest of
-each counts, because a shared machine changes its speed from one second to the next. Two models are
-in memory at a time: up to 9 GB.
+`bytes` are the bytes of weights and cache that a step reads. `share` is their rate divided by the
+rate at which the same threads read one large tensor. `of_llama` is `share` divided by the `share`
+of Llama. Steps of a family, steps of Llama and reading of memory alternate, and the fastest of each
+counts, because a shared machine changes its speed from one second to the next. Two models are in
+memory at a time: up to 9 GB.
 """
 
 import argparse
@@ -129,7 +129,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def load(name: str, num_tokens: int) -> CausalLM:
-    """A model with random weights and an empty cache for that many tokens."""
+    """Return a model with random weights, and an empty cache for this many tokens."""
     values = _COMMON | FAMILIES[name]
     arch = ModelArch.from_hf(values)
     with tempfile.TemporaryDirectory() as folder:
@@ -154,7 +154,7 @@ def load(name: str, num_tokens: int) -> CausalLM:
 
 
 class Steps:
-    """Plain decodes of n requests with `context` tokens each, again and again at the same place."""
+    """Runs plain decodes of n requests with `context` tokens each, always at the same position."""
 
     def __init__(self, model: CausalLM, programs: tuple[Program, Program], n: int, context: int):
         num_blocks = context // BLOCK_SIZE + 1
@@ -185,7 +185,7 @@ class Steps:
             raise RuntimeError("the step is no plain decode")
 
     def bytes(self) -> tuple[int, int]:
-        """(weights, cache) that a step reads."""
+        """Return the bytes of (weights, cache) that a step reads."""
         hit, packed = self._experts_hit(), {}
         for module in self.model.modules():
             if isinstance(module, LatentUpProjection):
@@ -205,7 +205,7 @@ class Steps:
         return sum(packed.values()), cache
 
     def _experts_hit(self) -> dict[nn.Module, int]:
-        """Of each layer with experts, by its modules."""
+        """Return the number of chosen experts of each layer, counted by running the modules."""
         hit: dict[nn.Module, int] = {}
 
         def count(module: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -1,9 +1,9 @@
-"""What the first requests of a server cost others: a stream runs from the first moment.
+"""Measure how the first requests of a server delay a stream that runs from the start.
 
 `vllm serve` runs in its own processes. As soon as GET /health answers 200, a long stream begins,
 and with it the first request of every kind: structured output, tools, templates and others. Each is
-sent --repeats times, one after the other. For each: how long it took, the longest time between
-two tokens of the stream, and the CPU time of the processes meanwhile.
+sent --repeats times, one after the other. For each: how long it took, the longest time between two
+tokens of the stream, and the CPU time of the processes meanwhile.
 
 One JSON object on stdout, a table on stderr. --kinds names the kinds, in their order. Flags that
 are not known here go to the server; the bundled model needs none. Elapsed times say little on a
@@ -38,13 +38,13 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
 
 
 def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
-    """A short chat with these fields."""
+    """Return a short chat request with these fields."""
     messages = [{"role": "user", "content": "Read a file line by line."}]
     return CHAT, {"messages": messages, "max_tokens": 16, **fields}
 
 
 def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
-    """A short completion with these fields."""
+    """Return a short completion request with these fields."""
     return COMPLETION, {"prompt": "import os", "max_tokens": 16, **fields}
 
 
@@ -66,13 +66,13 @@ KINDS: dict[str, tuple[str, dict[str, Any] | None]] = {
 
 
 class CpuMeter:
-    """CPU seconds of the API process, of the engine core, and of all others together."""
+    """Measures CPU seconds of the API process, of the engine core, and of all others together."""
 
     def __init__(self, pid: int) -> None:
         self._api = psutil.Process(pid)
 
     def read(self) -> dict[str, float]:
-        """So far; processes that have ended count no more."""
+        """Return the CPU seconds so far; processes that have exited no longer count."""
         used = {"api": _cpu_s(self._api), "core": 0.0, "others": 0.0}
         for process in self._api.children(recursive=True):
             is_core = "vllm.engine.process.core_process" in process.cmdline()
@@ -86,14 +86,14 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 class Stream:
-    """One long stream after the other, until its task is cancelled.
+    """Runs one long stream after another until its task is cancelled.
 
     Args:
-        client: of the server.
+        client: client of the server.
         length: tokens of each.
 
     Attributes:
-        times: arrivals of tokens, in seconds of `time.perf_counter()`.
+        times: arrival times of tokens, in seconds of `time.perf_counter()`.
     """
 
     def __init__(self, client: HttpClient, length: int) -> None:
@@ -109,7 +109,9 @@ class Stream:
             assert response.status == 200, response.body
 
     def longest_gap_s(self, began: float) -> float:
-        """Between two arrivals since `began`, and the last one before."""
+        """Return the longest time between two arrivals since `began`; the last arrival before it
+        counts as well.
+        """
         later = [arrived for arrived in self.times if arrived >= began]
         earlier = [arrived for arrived in self.times if arrived < began][-1:]
         pairs = itertools.pairwise([*earlier, *later])
@@ -133,7 +135,7 @@ async def wait_until(client: HttpClient, path: str) -> None:
 
 
 async def measure(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
-    """All figures of a server that is starting."""
+    """Measure a server that is starting; return all figures."""
     began = time.perf_counter()
     client, meter = HttpClient(url), CpuMeter(pid)
     await wait_until(client, "/health")
@@ -159,7 +161,7 @@ async def measure(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any
 async def measure_kind(
     client: HttpClient, meter: CpuMeter, stream: Stream, kind: str
 ) -> dict[str, Any]:
-    """One request beside the stream."""
+    """Send one request while the stream runs; return its figures."""
     path, body = KINDS[kind]
     before = meter.read()
     await asyncio.sleep(_POLL_S)  # let the stream read what has arrived

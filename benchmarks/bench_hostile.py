@@ -1,4 +1,4 @@
-"""How a server on this machine fares while requests do their worst to it.
+"""Measure how a server on this machine responds during very demanding requests.
 
 `vllm serve` runs in its own processes. Requests that are as large as its limits allow, or larger,
 come one after the other; some of them leave before they are answered. Meanwhile GET /health is
@@ -50,12 +50,12 @@ COMPLETION = "/v1/completions"
 
 
 def completion(**fields: Any) -> tuple[str, Any]:
-    """A completion of one token with these fields."""
+    """Return a request for a completion of one token, with these fields."""
     return COMPLETION, {"prompt": [5], "max_tokens": 1, **fields}
 
 
 def user(text: str) -> list[dict[str, str]]:
-    """A conversation."""
+    """Return a conversation with one message."""
     return [{"role": "user", "content": text}]
 
 
@@ -151,7 +151,7 @@ def write_llava(folder: Path) -> list[str]:
 
 
 class Probe:
-    """Asks small things again and again, in threads, and notes how long each took."""
+    """Sends small requests again and again, in threads, and records how long each takes."""
 
     def __init__(self, host: str, port: int) -> None:
         self._address = (host, port)
@@ -184,7 +184,7 @@ class Probe:
 
 
 def ask(address: tuple[str, int], method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
-    """Status and body of an answer."""
+    """Send a request; return status and body of the answer."""
     connection = http.client.HTTPConnection(*address, timeout=REQUEST_TIMEOUT_S)
     with contextlib.closing(connection):
         connection.request(method, path, body, {"Content-Type": "application/json"})
@@ -210,7 +210,7 @@ def measure(
     *,
     is_leaving: bool,
 ) -> dict[str, Any]:
-    """Requests that are sent at the same time, and how others fared meanwhile."""
+    """Send requests at the same time; return how long they and the small requests took."""
     status, message = 0, ""
 
     def send(body: bytes) -> tuple[int, bytes] | None:
@@ -243,7 +243,7 @@ def measure(
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """Median, p99 and maximum."""
+    """Return median, p99 and maximum."""
     ordered = sorted(values)
     return {
         "p50": round(ordered[len(ordered) // 2], 1),
@@ -253,7 +253,7 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 def processes(pid: int) -> Iterator[tuple[str, psutil.Process]]:
-    """The API process and the engine core."""
+    """Yield the API process and the engine core."""
     api = psutil.Process(pid)
     yield "api", api
     for child in api.children():
@@ -262,17 +262,17 @@ def processes(pid: int) -> Iterator[tuple[str, psutil.Process]]:
 
 
 def memory(pid: int) -> dict[str, int]:
-    """Resident bytes by process."""
+    """Return the resident bytes of each process."""
     return {name: process.memory_info().rss for name, process in processes(pid)}
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time so far of the API process alone, which prepares requests."""
+    """Return the CPU time so far of only the API process, which prepares requests."""
     return sum(psutil.Process(pid).cpu_times()[:2])
 
 
 def wait_ready(address: tuple[str, int]) -> None:
-    """Until the model answers."""
+    """Wait until the model answers."""
     end = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < end:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Ask about an image, the engine and openvino-genai alternately, with the same weights.
+"""Compare questions about images with openvino-genai, alternately and with the same weights.
 
     python -m benchmarks.bench_image_peer --peer-python PYTHON [--kind bf16 int8] [--rounds 5]
 
@@ -74,7 +74,7 @@ def write_weights(folder: Path, args: argparse.Namespace) -> None:
 
 
 class Peer:
-    """The process of the other engine."""
+    """The process of openvino-genai."""
 
     def __init__(self, python: str, folder: Path, kind: str, threads: int) -> None:
         program = str(Path(__file__).with_name("peer_openvino_images.py"))
@@ -95,7 +95,7 @@ class Peer:
         return line.strip()
 
     def run(self, path: Path, num_tokens: int) -> dict[str, float]:
-        """Ask a question about an image."""
+        """Ask a question about an image; return its times."""
         assert self._process.stdin is not None
         question = {"path": str(path), "text": QUESTION, "num_tokens": num_tokens}
         print(json.dumps(question), file=self._process.stdin, flush=True)

@@ -1,4 +1,4 @@
-"""Times linear layers on each instruction set that this processor has, beside torch's F.linear.
+"""Time linear layers on each instruction set of this processor, and torch's F.linear.
 
     python benchmarks/bench_instruction_sets.py [--threads N] [--rows 1,16,512] [--isa amx,avx2]
 
@@ -28,7 +28,7 @@ SETS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx_vnni", "avx2", "base
 def in_turn(
     calls: list[Call], x: torch.Tensor, library: CPUKernels, isa: str
 ) -> Callable[[], None]:
-    """A function that multiplies with the next copy of a weight, on one instruction set."""
+    """Return a function that multiplies with the next copy of a weight, on one instruction set."""
     copies = itertools.cycle(calls)
 
     def run() -> None:

@@ -1,10 +1,10 @@
-"""Speed of KV blocks between the KV cache, host memory and files, as JSON.
+"""Measure how fast KV blocks move between the KV cache, host memory and files, as JSON.
 
     python benchmarks/bench_kv_transfer.py [--layers N] [--folder PATH]
 
 Blocks of a model of 1.24 B parameters (16 layers, 8 key/value heads of 64, bfloat16; 16 tokens per
-block): read out of the cache, written back, and through files. The speed of copying as much memory
-in one piece is measured in turn with them, for comparison.
+block): read out of the cache, written back, and through files. For comparison, copying the same
+amount of memory in one piece is measured alternately with them.
 """
 
 import argparse

@@ -1,16 +1,16 @@
-"""Times linear layers: torch's F.linear against packed weights, dense and quantized.
+"""Time linear layers: torch's F.linear against packed weights, dense and quantized.
 
-Quantized are int8 and int4, rounded here; and, as checkpoints have them: int4 of GPTQ with
-groups of 128 inputs and zero points, fp8 with a scale per output feature or per block of 128
-inputs, MXFP4, and Q4_K and Q5_K of GGUF.
+Quantized are int8 and int4, rounded here; and, as checkpoints have them: int4 of GPTQ with groups
+of 128 inputs and zero points, fp8 with a scale per output feature or per block of 128 inputs,
+MXFP4, and Q4_K and Q5_K of GGUF.
 
     python benchmarks/bench_linear.py [--dtype bfloat16] [--rows 1,16,1024] [--threads N]
 
 Shapes are those of a 1.24 B-parameter Llama. Every round calls each side once and reads a large
-tensor, so that all see the same state of the machine; the weights are several copies, so that
-they come from memory. Prints JSON on standard output and a table on standard error: medians in
-milliseconds, the best of them, and at the best time GB/s of weights as they are stored and
-GFLOP/s. With one thread the clock is that of the thread, which other processes do not stop.
+tensor, so that all see the same state of the machine; the weights are several copies, so that they
+come from memory. Prints JSON on standard output and a table on standard error: medians in
+milliseconds, the best of them, and at the best time GB/s of weights as they are stored and GFLOP/s.
+With one thread the clock is that of the thread, which other processes do not stop.
 """
 
 import json
@@ -56,7 +56,7 @@ Call = Callable[[torch.Tensor], torch.Tensor]
 
 
 def random_gptq(num_out: int, num_in: int) -> GroupedWeight:
-    """A weight as from a checkpoint."""
+    """Return a random weight in GPTQ's format."""
     low, high = -(2**31), 2**31 - 1
     num_groups = num_in // GPTQ_GROUP
     return GroupedWeight(
@@ -68,7 +68,7 @@ def random_gptq(num_out: int, num_in: int) -> GroupedWeight:
 
 
 def random_k(num_out: int, num_in: int, bits: int) -> MinimumWeight:
-    """A weight as Q4_K or Q5_K."""
+    """Return a random weight in the format Q4_K or Q5_K."""
 
     def scales() -> GroupScales:
         return GroupScales(
@@ -81,7 +81,7 @@ def random_k(num_out: int, num_in: int, bits: int) -> MinimumWeight:
 
 
 def stored_weights(weight: torch.Tensor) -> dict[str, StoredWeight]:
-    """Name of a format -> the weight, or random numbers of its shape."""
+    """Return name of a format -> the weight in this format, or random values of its shape."""
     num_out, num_in = weight.shape
     fp8 = round_to_fp8(weight)
     blocks = torch.randint(0, 256, (num_out, num_in // 32, 16), dtype=torch.uint8)
@@ -107,7 +107,7 @@ def pack(weight: StoredWeight) -> PackedWeight:
 def make_sides(
     num_out: int, num_in: int, dtype: torch.dtype
 ) -> tuple[dict[str, list[Call]], dict[str, int]]:
-    """Name -> one product for each copy of the weight, and the bytes of one copy."""
+    """Return name -> one matmul for each copy of the weight, and the bytes of one copy."""
     weight = torch.randn(num_out, num_in, dtype=dtype)
     num_bytes = weight.numel() * weight.element_size()
     num_copies = min(16, -(-CACHE_BYTES // num_bytes))
@@ -129,7 +129,7 @@ def make_sides(
 def run_rounds(
     sides: dict[str, list[Call]], x: torch.Tensor, seconds: float, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
-    """Seconds of each call, by side; `read` is one pass over 64 MiB."""
+    """Return the seconds of each call, by side; `read` is one pass over 64 MiB."""
     large = torch.ones(16 << 20)
     times: dict[str, list[float]] = {name: [] for name in [*sides, "read"]}
     num_copies = len(sides["torch"])

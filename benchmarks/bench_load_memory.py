@@ -1,4 +1,4 @@
-"""Peak memory and time of loading a checkpoint that is written here, up to the first tokens.
+"""Measure peak memory and time of loading a large random checkpoint, up to the first tokens.
 
 The checkpoint has random bf16 weights in shards of a few GB, as those on a hub do. `--shape 8b`,
 the shape of Llama 3.1 8B, takes 16 GB of disk and as much memory; make sure that both are free. The
@@ -35,7 +35,7 @@ _SHARD_LAYERS = 8
 
 
 def write_checkpoint(shape: str, folder: Path) -> None:
-    """A Llama with random weights, one shard in memory at a time."""
+    """Write a Llama with random weights, with one shard in memory at a time."""
     hidden, inner, layers, heads, kv_heads, vocab = SHAPES[shape]
     head = hidden // heads
     sizes = {
@@ -91,9 +91,10 @@ def write_checkpoint(shape: str, folder: Path) -> None:
 
 
 def peak_bytes() -> int:
-    """Most memory that this process has had, since it runs this program.
+    """Return the largest memory of this process since it runs this program.
 
-    `getrusage` counts what the process had that started this one, and has written a checkpoint.
+    `getrusage` also counts the memory of the process that started this one and has written a
+    checkpoint.
     """
     status = Path("/proc/self/status").read_text()
     (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
@@ -101,7 +102,7 @@ def peak_bytes() -> int:
 
 
 def sizes_of(model: nn.Module) -> tuple[int, int]:
-    """Bytes of the weights and of the KV cache."""
+    """Return the bytes of the weights and of the KV cache."""
     weights = sum(len(storage) for storage in model_storages(model))
     layers = [module for module in model.modules() if isinstance(module, CachedLayer)]
     tensors = [getattr(layer, name) for layer in layers for name in layer.cache_names]

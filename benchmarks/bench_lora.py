@@ -1,8 +1,8 @@
-"""Time of decodes and of prompts with LoRA adapters, relative to the same engine without any.
+"""Time decodes and prompts with LoRA adapters, relative to the same engine without adapters.
 
-With --stall: what others notice of an adapter that is loaded. A batch runs; in turn a request comes
-with an adapter that is loaded, and one with a new adapter. For each, the longest time between two
-steps of the next --stall-steps ones, sorted, and by how much the median is longer for new adapters.
+With --stall: how loading an adapter delays other requests. A batch runs, and requests with a loaded
+adapter and with a new adapter arrive alternately. For each, the longest time between two of the
+next --stall-steps steps is printed, sorted, and by how much the median is longer for new adapters.
 
 Adapters of random weights change all linear layers of a Llama-shaped model. The cases run in turn,
 in several rounds: no adapter, one adapter on all rows, and a different one on each row. One JSON
@@ -28,7 +28,7 @@ from vllm.lora.request import LoRARequest
 
 
 def write_adapter(folder: Path, config: dict, rank: int, seed: int) -> None:
-    """An adapter for every linear layer, as peft writes it."""
+    """Write an adapter for every linear layer, as peft does."""
     hidden, middle = config["hidden_size"], config["intermediate_size"]
     size = config.get("head_dim") or hidden // config["num_attention_heads"]
     query, key = (config[f"num_{name}_heads"] * size for name in ("attention", "key_value"))
@@ -55,9 +55,12 @@ def write_adapter(folder: Path, config: dict, rank: int, seed: int) -> None:
 
 
 def longest_gaps(llm: LLM, num_steps: int, adapters: Sequence[LoRARequest]) -> list[float]:
-    """Seconds between the ends of two steps of the running batch: the longest one of `num_steps`,
-    for each adapter. At the start of those a request names it, whose files are looked at in a
-    thread, as a server does."""
+    """Return, for each adapter, the longest time in seconds between the ends of two steps of the
+    running batch.
+
+    Of `num_steps` steps. When they start, a request names the adapter, whose files are checked in a
+    thread, as a server does.
+    """
     engine, longest = llm.llm_engine, []
     params = fixed_length(1)
     for adapter in adapters:
@@ -80,7 +83,7 @@ def longest_gaps(llm: LLM, num_steps: int, adapters: Sequence[LoRARequest]) -> l
 
 
 def measure_stalls(args: argparse.Namespace) -> None:
-    """Print the steps of both cases."""
+    """Measure and print the steps of both cases."""
     config = json.loads((Path(args.model) / "config.json").read_text())
     num_steps = 2 * args.rounds * args.stall_steps
     llm = LLM(

@@ -1,4 +1,4 @@
-"""Times a mixture of experts: the kernel on packed experts against torch, expert by expert.
+"""Time a mixture of experts: the kernel on packed experts against torch, expert by expert.
 
     python benchmarks/bench_moe.py [--experts 32] [--top-k 4] [--tokens 1,16,512] [--threads N]
 
@@ -28,8 +28,9 @@ Side = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def torch_side(gate_up: Tensor, down: Tensor) -> Side:
-    """What a model written in torch does: the rows of each expert that was hit, one after the
-    other."""
+    """Return a function like a model in torch: it runs the tokens of each chosen expert, one expert
+    after another.
+    """
 
     def forward(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         out = torch.zeros_like(x, dtype=torch.float32)
@@ -44,7 +45,7 @@ def torch_side(gate_up: Tensor, down: Tensor) -> Side:
 
 
 def make_sides(args: argparse.Namespace) -> tuple[dict[str, Side], dict[str, int]]:
-    """Name -> one call, and the bytes of all experts."""
+    """Return name -> one call, and the bytes of all experts."""
     dtype = getattr(torch, args.dtype)
     gate_up = torch.randn(args.experts, 2 * args.intermediate, args.hidden).to(dtype)
     down = torch.randn(args.experts, args.hidden, args.intermediate).to(dtype)

@@ -1,12 +1,12 @@
-"""Images on the CPU: time to the first token, the tower, caches, and what texts pay for them.
+"""Measure images on the CPU: time to the first token, the tower, caches, and slower texts.
 
     python -m benchmarks.bench_multimodal [--layers 16 --hidden-size 2048] [--no-peer]
 
 The model is a LLaVA with random weights: CLIP ViT-L/14 of 336 pixels in front of a Llama of about
 1.2 billion parameters, bfloat16. Nothing is downloaded. Images are drawn, and are sent as JPEG
 files of 640 x 480. transformers computes the same alternately with the engine, in this process, on
-as many threads: its image processor, its model, its own weights of the same shape. It keeps nothing
-of an image between requests, so it has no figures for images that come again.
+as many threads: with its image processor, its model, and weights of the same shape. It caches
+nothing of an image between requests, so it has no figures for repeated images.
 
 Seconds, the least of the repetitions (a shared machine changes its speed), for one request:
 
@@ -97,7 +97,7 @@ def write_model(folder: Path, args: argparse.Namespace) -> LlavaConfig:
 
 
 class Requests:
-    """Images and texts that differ from all before."""
+    """Makes images and texts that differ from all earlier ones."""
 
     def __init__(self, num_embeddings: int) -> None:
         self.num_embeddings = num_embeddings
@@ -124,7 +124,7 @@ class Requests:
         return {"prompt_token_ids": tokens, "multi_modal_data": {"image": image}}
 
     def as_long(self) -> dict[str, Any]:
-        """Return a prompt without an image, as long as one with an image."""
+        """Return a prompt without an image, as long as a prompt with an image."""
         return {"prompt_token_ids": self.text(1 + self.num_embeddings + QUESTION_TOKENS)}
 
 
@@ -168,7 +168,7 @@ class Peer:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Return how long a call takes."""
+    """Return how long a call takes, in seconds."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
@@ -185,8 +185,9 @@ def runner_of(llm: LLM) -> Any:
 
 
 def tower_operations(config: LlavaConfig) -> float:
-    """Return the floating-point operations of the matmuls and the attention of one image, in the
-    layers that LLaVA uses, and of the projector."""
+    """Return the floating-point operations for one image: matmuls and attention in the layers that
+    LLaVA uses, and the projector.
+    """
     vision, hidden = config.vision_config, config.text_config.hidden_size
     size, num_layers = vision.hidden_size, vision.num_hidden_layers - 1
     patches = (vision.image_size // vision.patch_size) ** 2
@@ -210,12 +211,13 @@ def decoder_operations(config: LlavaConfig, num_tokens: int) -> float:
 
 
 def longest_gap(llm: LLM, prompts: Sequence[dict[str, Any]], num_texts: int = 4) -> float:
-    """Return the longest time between tokens of running text requests while prompts start.
+    """Return the longest time in seconds between tokens of running text requests while prompts
+    start.
 
     Args:
         llm: the engine.
-        prompts: that arrive, all at once, when the texts run.
-        num_texts: that run.
+        prompts: prompts that arrive all at once while the texts run.
+        num_texts: number of running text requests.
     """
     engine = llm.llm_engine
     requests = Requests(1)
@@ -239,17 +241,17 @@ def longest_gap(llm: LLM, prompts: Sequence[dict[str, Any]], num_texts: int = 4)
 
 
 class Least:
-    """The least seconds of calls, by name."""
+    """Records the smallest time of calls, by name."""
 
     def __init__(self) -> None:
         self._found: dict[str, float] = {}
 
     def add(self, name: str, call: Callable[[], object]) -> None:
-        """Time a call."""
+        """Time a call, and keep the smallest time in seconds."""
         self._found[name] = min(self._found.get(name, float("inf")), seconds(call))
 
     def rounded(self) -> dict[str, float]:
-        """Return all, in milliseconds' precision."""
+        """Return all times in seconds, rounded to milliseconds."""
         return {name: round(value, 4) for name, value in self._found.items()}
 
     def __getitem__(self, name: str) -> float:

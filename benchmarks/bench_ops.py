@@ -1,10 +1,10 @@
-"""Times every operator, torch reference against C++ kernels, at the shapes of one decode step.
+"""Time every operator at the shapes of one decode step: C++ kernels against the torch reference.
 
     python benchmarks/bench_ops.py [--dtype bfloat16] [--threads N] [--seconds 0.6] [--only decode]
 
-Prints JSON on standard output and a table on standard error. The two sides take turns; a time is
-that of the fastest of repeated calls, in microseconds, Python wrapper included: on a shared
-machine the others measure the neighbours. GB/s counts the bytes an operator must move once.
+Prints JSON on standard output and a table on standard error. The two sides run alternately. A time
+is the time of the fastest call in microseconds, including the Python wrapper, because other
+programs slow down the others on a shared machine. GB/s counts the bytes an operator must move once.
 """
 
 import json
@@ -44,7 +44,7 @@ class Row:
 
 
 def token_cases(num_tokens: int, dtype: torch.dtype) -> Iterator[Case]:
-    """Operators whose cost is one pass over the tokens of a launch."""
+    """Yield operators whose cost is one pass over the tokens of a batch."""
     size = dtype.itemsize
     x = torch.randn(num_tokens, HIDDEN, dtype=dtype)
     residual, weight = torch.randn_like(x), torch.ones(HIDDEN, dtype=dtype)

@@ -1,13 +1,15 @@
-"""Several ranks on one CPU machine: the exchanges between two processes, and against one process of
-two threads: two tensor ranks or two stages of one thread each, and two stages of two threads each
-that take turns.
+"""Time several ranks on one CPU machine: exchanges, and engines against one process of two threads.
+
+The engines are two tensor ranks or two stages of one thread each, and two stages of two threads
+each that run alternately.
 
 Run it with: python benchmarks/bench_parallel.py [--model FOLDER] [--num-rounds N]. Engines of all
-kinds run in turn, each in a process of its own. Prints JSON, and a table on stderr; times in us are
-the tenth percentile and the median, others the least of the runs, which other work disturbs least.
-The last rows compare each kind of two ranks with one process: above 1 is faster, of the start it
-is slower. A time of decodes is that of one token of each request. Two stages of one thread run 32
-requests in steps of 16, so they read each weight as often as one process that runs 16.
+kinds run one after another, each in a separate process. Prints JSON, and a table on stderr. Times
+in us are the tenth percentile and the median; others are the smallest of the runs, which other
+programs disturb least. The last rows compare each kind of two ranks with one process: above 1 is
+faster, of the start it is slower. The time of a decode is for one token of each request. Two stages
+of one thread run 32 requests in steps of 16, so they read each weight as often as one process that
+runs 16.
 """
 
 import argparse
@@ -47,13 +49,17 @@ NUM_THREADS = {"one": 2, "tp 2": 1, "pp 2": 1, "pp 2, turns": 2}
 
 
 def quantiles_us(times: list[float]) -> str:
-    """The tenth percentile, which other work on the machine disturbs little, and the median."""
+    """Return the tenth percentile, which other programs disturb little, and the median, in
+    microseconds.
+    """
     ordered = sorted(times)
     return " ".join(f"{1e6 * ordered[int(q * len(ordered))]:.1f}" for q in (0.1, 0.5))
 
 
 def all_reduce_us(collectives: Collectives, num_bytes: int) -> str:
-    """Time of one all-reduce of float32 numbers, as this rank sees it."""
+    """Return the time of one all-reduce of float32 values, as this rank sees it, in
+    microseconds.
+    """
     x = torch.zeros(num_bytes // 4)
     times = []
     for _ in range(NUM_WARM_UPS + NUM_CALLS):
@@ -64,7 +70,7 @@ def all_reduce_us(collectives: Collectives, num_bytes: int) -> str:
 
 
 def all_reduces() -> list[dict[str, Any]]:
-    """Fork a second rank, exchange tensors with it, and return what this one has measured."""
+    """Fork a second rank, exchange tensors with it, and return the times of this rank."""
     torch.set_num_threads(1)
     parallel = ParallelConfig(tensor_parallel_size=2, distributed_timeout_s=60.0)
     meeting = Rendezvous.create(parallel)
@@ -96,7 +102,7 @@ def all_reduces() -> list[dict[str, Any]]:
 
 
 class TimedBroadcasts:
-    """Notes how long rank 0 takes to send each step."""
+    """Records how long rank 0 takes to send each step."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -150,7 +156,7 @@ def measure_engine(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_process(args: argparse.Namespace, engine: str) -> dict[str, Any]:
-    """The same in a process of its own."""
+    """Measure an engine in a separate process."""
     arguments = ["--model", args.model, "--load-format", args.load_format, "--engine", engine]
     arguments += ["--output-len", str(args.output_len), "--num-runs", str(args.num_runs)]
     variables = {"OMP_NUM_THREADS": str(NUM_THREADS[engine]), "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -166,7 +172,7 @@ def in_process(args: argparse.Namespace, engine: str) -> dict[str, Any]:
 
 
 def ratios(engine: str, results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The best of an engine's rounds over the best of one process."""
+    """Return the best of an engine's rounds divided by the best of one process."""
 
     def best(name: str, key: str) -> float:
         values = [float(row[key]) for row in results if row.get("engine") == name]

@@ -1,4 +1,4 @@
-"""Prefix cache at the size of a day: hit rate against an ideal LRU, host time, and memory.
+"""Replay a day of requests on the prefix cache: hits, host time and memory.
 
 The real scheduler and block pool replay a trace of requests on a made-up device, whose clock
 advances by `--step-s` and `--token-s` for each step. Next to it, an ideal LRU of as many blocks is
@@ -68,7 +68,7 @@ class Turn:
     conversation: int | None = None
 
     def tokens(self) -> Tokens:
-        """Return the prompt and the output."""
+        """Return the prompt and the output of a turn."""
         total = self.num_inputs + self.num_outputs
         if self.conversation is None:
             parts = [_random_tokens(seed, SYSTEM_TOKENS) for seed in self.contents]
@@ -139,11 +139,12 @@ def reconstructed(path: Path, count: int | None) -> list[Turn]:
 
 
 class IdealLRU:
-    """Blocks by content, of which the least recently used leave; those in use stay.
+    """Stores blocks by content, and removes the least recently used; blocks in use remain.
 
     Args:
-        capacity: blocks.
-        num_finds: blocks that were found so often leave after all others; None: they do not.
+        capacity: number of blocks.
+        num_finds: blocks that were found this often are removed after all others; None: by age
+            only.
     """
 
     def __init__(self, capacity: int, num_finds: int | None = None) -> None:
@@ -159,7 +160,7 @@ class IdealLRU:
         self._others: dict[str, int] = {}
 
     def enter(self, name: str, prompt: list[bytes], num_blocks: int) -> int:
-        """Let a request take its blocks. Returns how many of its prompt were there."""
+        """Let a request take its blocks; return how many blocks of its prompt were found."""
         num_found = 0
         while num_found < len(prompt) and self._has(prompt[num_found]):
             num_found += 1
@@ -185,7 +186,7 @@ class IdealLRU:
         self._make_room()
 
     def leave(self, name: str, contents: list[bytes]) -> None:
-        """Let a request give its blocks back; those with contents stay until room is needed."""
+        """Let a request give its blocks back; blocks with content remain until room is needed."""
         self._num_others -= self._others.pop(name)
         held = set(self._held[name])
         for key in reversed(contents):
@@ -217,7 +218,7 @@ class IdealLRU:
 
 
 class Replay:
-    """The scheduler with a made-up device, and ideal caches that see the same."""
+    """Runs the scheduler with a simulated device, and ideal caches for the same requests."""
 
     def __init__(self, args: argparse.Namespace, *, enable_caching: bool = True) -> None:
         config = SchedulerConfig(
@@ -330,7 +331,7 @@ def make_prompt(name: int, num_tokens: int) -> EngineRequest:
 
 
 def decode_us(cache: KVCacheManager, num_running: int, num_steps: int) -> float:
-    """Return the median time of `schedule()` + `update()` of decodes."""
+    """Return the median time of `schedule()` and `update()` of decodes, in microseconds."""
     config = SchedulerConfig(
         max_model_len=MAX_MODEL_LEN, max_num_seqs=num_running, max_num_batched_tokens=1 << 20
     )
@@ -347,8 +348,9 @@ def decode_us(cache: KVCacheManager, num_running: int, num_steps: int) -> float:
 
 
 def lookup_ms(cache: KVCacheManager, num_tokens: int) -> dict[str, float]:
-    """Return the time to find a long prompt that is cached: the first time, with its hashes, and
-    again."""
+    """Return the time to find a long cached prompt, in milliseconds: the first time, with its
+    hashes, and again.
+    """
     spec = make_prompt(5, num_tokens)
     scheduler = Scheduler(
         SchedulerConfig(
@@ -375,7 +377,7 @@ def lookup_ms(cache: KVCacheManager, num_tokens: int) -> dict[str, float]:
 
 
 def index_bytes(cache: KVCacheManager) -> int:
-    """Return the memory of the lists, the dictionary and the hashes of the pool."""
+    """Return the bytes of the lists, the dictionary and the hashes of the pool."""
     pool = cache.pool
     lists = (pool._next, pool._prev, pool._num_refs, pool._hash_of)
     numbers = 2 * 28 * pool.num_blocks  # of _next and _prev; other integers are small and shared

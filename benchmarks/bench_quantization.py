@@ -1,13 +1,13 @@
-"""Perplexity, memory and speed of the bundled model in each weight and cache format, on the CPU.
+"""Measure perplexity, memory and speed of the bundled model in each format, on the CPU.
 
 Texts are modules of Python's standard library: some are measured for the scales of INC, AWQ and
 GPTQ, others are for the perplexity. Checkpoints are written by `vllm quantize`; those that it does
 not write are rounded to nearest as the tests do. Groups have 16 inputs, as 688 features are no
-multiple of 32; in GGUF files those layers stay in BF16. Engines run in turn, in several rounds. One
-JSON object on stdout, with the table of docs/quantization_tables.md in it.
+multiple of 32; in GGUF files those layers stay in BF16. Engines run one after another, in several
+rounds. One JSON object on stdout, with the table of docs/quantization_tables.md in it.
 
-Run in the root of the repository: python -m benchmarks.bench_quantization --folder FOLDER
-What is in the folder is not made again: checkpoints, and perplexities of an earlier run.
+Run in the root of the repository: python -m benchmarks.bench_quantization --folder FOLDER What is
+in the folder is not made again: checkpoints, and perplexities of an earlier run.
 """
 
 import argparse
@@ -53,7 +53,7 @@ Maker = Callable[[Path], Path]
 
 
 def by_command(*flags: str) -> Maker:
-    """A checkpoint that `vllm quantize` writes."""
+    """Return a function that writes a checkpoint with `vllm quantize`."""
 
     def make(folder: Path) -> Path:
         from vllm.entrypoints.cli.main import main as vllm
@@ -70,7 +70,7 @@ def by_command(*flags: str) -> Maker:
 
 
 def by_tests(name: str) -> Maker:
-    """A checkpoint that the tests write, rounded to nearest."""
+    """Return a function that writes a checkpoint with the code of the tests, rounded to nearest."""
 
     def make(folder: Path) -> Path:
         folder.mkdir()
@@ -80,7 +80,9 @@ def by_tests(name: str) -> Maker:
 
 
 def as_gguf(kind: str) -> Maker:
-    """A GGUF file; layers whose inputs do not fit its blocks are BF16."""
+    """Return a function that writes a GGUF file; layers whose inputs do not fit its blocks are
+    BF16.
+    """
 
     def make(folder: Path) -> Path:
         from tests.gguf_files import Type, write_gguf
@@ -124,7 +126,7 @@ def main() -> None:
 
 
 def measure(folder: Path, output_len: int, rounds: int) -> dict[str, Any]:
-    """The report."""
+    """Measure all formats; return the report."""
     samples = evaluation_samples()
     kept = folder / "perplexities.json"
     known = json.loads(kept.read_text()) if kept.is_file() else {}
@@ -168,13 +170,13 @@ def measure(folder: Path, output_len: int, rounds: int) -> dict[str, Any]:
 
 
 def bytes_on_disk(model: Path) -> int:
-    """Of the weights in a folder, or of a file."""
+    """Return the bytes of the weights in a folder, or of a file."""
     files = [model] if model.is_file() else model.glob("*.safetensors")
     return sum(file.stat().st_size for file in files)
 
 
 def evaluation_samples() -> list[list[int]]:
-    """Samples of tokens of the modules that are evaluated."""
+    """Return samples of tokens of the modules that are evaluated."""
     from vllm.transformers_utils.tokenizer import get_tokenizer
 
     tokenizer = get_tokenizer(str(MODEL))
@@ -187,7 +189,7 @@ def read(name: str) -> str:
 
 
 def formats(folder: Path) -> dict[str, dict[str, Any]]:
-    """Name -> arguments of the engine."""
+    """Return name -> arguments of the engine."""
     found: dict[str, dict[str, Any]] = {
         "bf16": {},
         "bf16, fp8 cache": FP8_CACHE,
@@ -215,7 +217,7 @@ def formats(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def once(folder: Path, make: Maker) -> Path:
-    """What `make` has written, now or in an earlier run."""
+    """Return the path that `make` writes; call it only if an earlier run has not."""
     mark = folder.with_suffix(".done")
     if not mark.is_file():
         if folder.is_dir():  # left by a run that was stopped
@@ -225,7 +227,7 @@ def once(folder: Path, make: Maker) -> Path:
 
 
 def calibrate(folder: Path) -> dict[str, str]:
-    """Method and card -> QUANT_CONFIG, all of them with the same measurements."""
+    """Return (method, card) -> QUANT_CONFIG; all of them use the same measurements."""
     texts = folder / "texts.json"
     texts.write_text(json.dumps([read(name) for name in MEASURED]))
     place = CalibrationFolder(str(folder), str(MODEL), "g3")
@@ -255,7 +257,7 @@ def calibrate(folder: Path) -> dict[str, str]:
 
 
 def memory_of(worker: Any) -> tuple[int, float]:
-    """Bytes of weights, and of the cache per token."""
+    """Return the bytes of weights, and of the cache per token."""
     layout = worker.runner.cache_layout
     weights = sum(len(storage) for storage in model_storages(worker.model))
     return weights, layout.block_bytes / layout.block_size
@@ -264,8 +266,9 @@ def memory_of(worker: Any) -> tuple[int, float]:
 def measure_speed(
     engines: dict[str, LLM], output_len: int, rounds: int
 ) -> dict[str, dict[int, float]]:
-    """Output tokens per second by format and batch: medians of rounds, in which engines take
-    turns."""
+    """Return output tokens/s by format and batch: medians of rounds, in which engines run one after
+    another.
+    """
     found: dict[str, dict[int, float]] = {name: {} for name in engines}
     for batch in BATCHES:
         prompts = random_prompts(batch, 32, 4096)
@@ -281,7 +284,7 @@ def measure_speed(
 
 
 def table(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """The lines of the table in docs/quantization_tables.md."""
+    """Return the lines of the table in docs/quantization_tables.md."""
     lines = [
         "| format | perplexity | change | on disk, MiB | in memory, MiB | cache, bytes per token | "
         "tokens/s, batch 1 | batch 16 |",

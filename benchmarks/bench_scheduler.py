@@ -1,4 +1,4 @@
-"""Host time of the scheduler without a model: `schedule()` + `update()` of steady decode steps.
+"""Time the scheduler without a model: `schedule()` and `update()` of steady decode steps.
 
 Requests start at different lengths, so that block boundaries are spread over the steps as in real
 traffic. Also timed: a step in which every row crosses a boundary at once, `add_request`,
@@ -57,7 +57,7 @@ def make_scheduler(num_running: int, block_size: int, enable_caching: bool) -> S
 
 
 class Steps:
-    """Runs steps with made-up tokens, and times both halves of each."""
+    """Runs steps with invented tokens, and times both halves of each."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -94,7 +94,7 @@ def bench_decode(
     num_steps: int,
     is_aligned: bool = False,
 ) -> dict[str, Any]:
-    """Decode steps of `num_running` requests, while `num_waiting` find no room."""
+    """Time decode steps of `num_running` requests, while `num_waiting` requests find no room."""
     rng = random.Random(0)
     scheduler = make_scheduler(num_running, block_size, enable_caching)
     for i in range(num_running + num_waiting):
@@ -129,7 +129,9 @@ def steps_are_prefill(scheduler: Scheduler) -> bool:
 
 
 def bench_add(num_prompt: int, count: int) -> dict[str, Any]:
-    """`add_request`, the first admission of each, and aborts while waiting and running."""
+    """Time `add_request`, the first admission of each request, and aborts while waiting and
+    running.
+    """
     rng = random.Random(0)
     scheduler = make_scheduler(count, 16, enable_caching=True)
     prompts = [make_prompt(rng, num_prompt) for _ in range(count)]

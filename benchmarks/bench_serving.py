@@ -1,13 +1,13 @@
-"""A server and a load on this machine: throughput, latencies, and what HTTP costs.
+"""Run a server and a load on this machine: throughput, latencies, and the cost of HTTP.
 
 `vllm serve` runs in its own processes (API and engine core); the load comes from this one. Three
-loads in closed loops: many streams for throughput, and then a number of streams in turns over
-HTTP and through `AsyncLLM` in this process, so that the difference of both is what HTTP adds.
-Requests are random token ids of fixed lengths; those of the turns vary by half, so that requests
-do not begin and end together. Flags that are not known here go to the engine.
+loads in closed loops: many streams for throughput, and then a number of streams alternately over
+HTTP and through `AsyncLLM` in this process. The difference of both is the cost of HTTP. Requests
+are random token ids of fixed lengths; the lengths of the streams vary by half, so that requests do
+not begin and end together. Flags that are not known here go to the engine.
 
-One JSON object on stdout, a table on stderr. Load average of the machine is in the JSON: on a
-busy one the figures say little.
+One JSON object on stdout, a table on stderr. Load average of the machine is in the JSON: on a busy
+one the figures say little.
 """
 
 import argparse
@@ -44,7 +44,7 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
 class CpuMeter:
-    """CPU seconds of the server's processes and of this one."""
+    """Measures CPU seconds of the server's processes and of this one."""
 
     def __init__(self, api_pid: int) -> None:
         api = psutil.Process(api_pid)
@@ -52,7 +52,7 @@ class CpuMeter:
         self._processes["client"] = [psutil.Process()]
 
     def read(self) -> dict[str, float]:
-        """CPU seconds so far, by process."""
+        """Return the CPU seconds so far, by process."""
         return {
             name: sum(sum(process.cpu_times()[:2]) for process in processes)
             for name, processes in self._processes.items()
@@ -61,7 +61,7 @@ class CpuMeter:
 
 @contextmanager
 def server(flags: list[str], backend_flags: list[str]):
-    """A server on a free port; ended in the end. Yields (process, URL)."""
+    """Run a server on a free port, and stop it afterwards. Yields (process, URL)."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -79,7 +79,7 @@ def server(flags: list[str], backend_flags: list[str]):
 
 
 def make_requests(count: int, args: argparse.Namespace, ratio: float, seed: int):
-    """Random requests; a seed of its own for each load, so that no prompt is cached."""
+    """Make random requests. Each load has a different seed, so that no prompt is cached."""
     dataset = DatasetArgs(
         name="random",
         num_prompts=count,
@@ -92,7 +92,7 @@ def make_requests(count: int, args: argparse.Namespace, ratio: float, seed: int)
 
 
 async def closed_loop(send: Send, requests: list[BenchRequest], concurrency: int) -> LoadRun:
-    """As many requests in flight all the time."""
+    """Run requests with a constant number in flight."""
     run = LoadRun()
     await run_load(run, send, requests, [0.0] * len(requests), max_concurrency=concurrency)
     errors = {record.error for record in run.records} - {None}
@@ -102,13 +102,15 @@ async def closed_loop(send: Send, requests: list[BenchRequest], concurrency: int
 
 
 def over_http(client: HttpClient, model: str, path: str) -> Send:
-    """Send as the load generator does."""
+    """Return a function that sends requests like the load generator."""
     fields = {"model": model, "temperature": 0.0, "ignore_eos": True}
     return Backend(client, path, is_chat=False, fields=fields).send
 
 
 def in_process(engine: AsyncLLM) -> Send:
-    """Send through the engine of this process, and take what a stream would take."""
+    """Return a function that sends requests to the engine of this process and reads what a stream
+    reads.
+    """
     count = iter(range(sys.maxsize))
 
     async def send(request: BenchRequest, record: RequestRecord) -> None:
@@ -127,7 +129,7 @@ def in_process(engine: AsyncLLM) -> Send:
 
 
 async def measure_throughput(send: Send, meter: CpuMeter, args: argparse.Namespace):
-    """Many streams: the median round, with the CPU shares of its processes."""
+    """Measure many streams; return the median round, with the CPU use of its processes."""
     rounds = []
     for index in range(args.num_rounds):
         requests = make_requests(args.num_prompts, args, 0.0, 1000 + index)
@@ -148,7 +150,7 @@ async def measure_throughput(send: Send, meter: CpuMeter, args: argparse.Namespa
 
 
 async def measure_added_ttft(http: Send, direct: Send, args: argparse.Namespace):
-    """The same load both ways, in turns; what HTTP adds is the difference of both."""
+    """Run the same load alternately in both ways; return the difference, which HTTP adds."""
     ttft_ms: dict[str, list[float]] = {"http": [], "direct": []}
     added: list[float] = []
     for index in range(args.num_rounds):
@@ -172,7 +174,7 @@ async def measure_added_ttft(http: Send, direct: Send, args: argparse.Namespace)
 
 
 async def measure(url: str, process: Any, args: argparse.Namespace, engine_args: EngineArgs):
-    """All figures of a server that is starting."""
+    """Measure a server that is starting; return all figures."""
     client = HttpClient(url)
     engine = AsyncLLM(engine_args)
     try:
@@ -217,7 +219,7 @@ def main() -> None:
 
 
 def table(result: dict[str, Any]):
-    """Rows for people."""
+    """Yield the lines of a table for people."""
     found = result["throughput"]
     for key in ("request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms"):
         yield key, found[key]

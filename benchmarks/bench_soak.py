@@ -1,4 +1,4 @@
-"""Memory of a server under many mixed requests: does it grow after the first of them?
+"""Measure whether the memory of a server grows under many mixed requests.
 
 `vllm serve` runs in its own processes; this one sends chats, completions, streams that are cut,
 beam search, structured output, tool calls, wrong bodies and more, drawn at random with a seed, some
@@ -64,7 +64,9 @@ class Mix:
         self._kinds = [kind for kind in kinds if not only or kind.__name__[1:] in only]
 
     def draw(self) -> tuple[str, Request, float | None]:
-        """(kind, path and body, share of the answer after which the client leaves, or None)."""
+        """Draw a request: (kind, path and body, fraction of the answer after which the client
+        leaves, or None).
+        """
         kind = self._rng.choice(self._kinds)
         path, body = kind()
         body = {"model": self._model, **body}
@@ -147,13 +149,13 @@ class Mix:
 
 
 class Memory:
-    """Resident memory of the server's processes."""
+    """Reads the resident memory of the server's processes."""
 
     def __init__(self, api_pid: int) -> None:
         self._api = psutil.Process(api_pid)
 
     def read(self) -> dict[str, float]:
-        """MiB of the API process, the engine core, and all others together."""
+        """Return MiB of the API process, the engine core, and all others together."""
         found = {"api": self._api.memory_info().rss / MIB, "core": 0.0, "others": 0.0}
         for child in self._api.children(recursive=True):
             try:
@@ -165,7 +167,9 @@ class Memory:
 
 
 async def send(client: HttpClient, request: Request, cut: float | None) -> int | str:
-    """Status of the answer; "left" when the client left before its end."""
+    """Send a request; return the status of the answer, or "left" if the client left before its
+    end.
+    """
     path, body = request
     num_pieces = 0
     leave_after = None if cut is None else 1 + int(cut * 10)
@@ -191,7 +195,7 @@ async def send(client: HttpClient, request: Request, cut: float | None) -> int |
 
 
 async def run(url: str, process: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """All requests, and the memory while they ran."""
+    """Send all requests; return their statuses, and the memory while they ran."""
     client = HttpClient(url)
     model = (await find_model(client, START_TIMEOUT_S)).id
     mix, memory = Mix(model, args.seed, args.only), Memory(process.pid)
@@ -227,7 +231,9 @@ async def run(url: str, process: Any, args: argparse.Namespace) -> dict[str, Any
 
 
 def growth(samples: list[dict[str, float]], name: str) -> float:
-    """MiB between the quarter after the first tenth of the samples and the last quarter."""
+    """Return the difference in MiB between the last quarter of the samples and the quarter after
+    the first tenth.
+    """
     values = [sample[name] for sample in samples]
     first, quarter = len(values) // 10, max(1, len(values) // 4)
     early, late = values[first : first + quarter] or values, values[-quarter:]

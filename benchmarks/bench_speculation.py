@@ -1,8 +1,9 @@
-"""Decode time with and without drafts, on an editing workload.
+"""Measure the decode time with and without drafts, on an editing workload.
 
-The prompt is a text followed by its beginning, so that an answer which goes on with the text
-repeats the prompt. Both engines run in turn in one process, in several rounds. One JSON object on
-stdout: seconds per round, drafts per token, the share of right ones and the ratio of the medians.
+The prompt is a text followed by its beginning, so that an answer that continues the text repeats
+the prompt. Both engines run alternately in one process, in several rounds. One JSON object on
+stdout: seconds per round, drafts per token, the fraction of accepted drafts, and the ratio of the
+medians.
 """
 
 import argparse

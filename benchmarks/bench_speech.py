@@ -1,17 +1,16 @@
-"""Whisper on the CPU: seconds for each second of sound, against faster-whisper.
+"""Time Whisper on the CPU: seconds for each second of sound, against faster-whisper.
 
     python -m benchmarks.bench_speech [--peer-python PYTHON] [--shape tiny] [--seconds 30 600]
 
 The models have the shapes of Whisper tiny and base and random weights; nothing is downloaded. The
 sounds are made here, a new one for each round. All outputs have the same number of tokens, greedy,
 in pieces of 30 s, so that every engine computes the same. PYTHON is the interpreter of an
-environment with faster-whisper, ctranslate2, transformers and torch, where
-`peer_faster_whisper.py` converts the same weights; without it only the engines of this package are
-measured.
+environment with faster-whisper, ctranslate2, transformers and torch, where `peer_faster_whisper.py`
+converts the same weights; without it only the engines of this package are measured.
 
-Every engine is a process with `--threads` threads; the others are stopped (SIGSTOP) while one
-runs. In a round they run one after another, and every second round goes through them backwards.
-All pieces of a sound are sent at once, and `--batch` of them are computed together. Figures of each
+Every engine is a process with `--threads` threads; the others are stopped (SIGSTOP) while one runs.
+In a round they run one after another, and every second round goes through them backwards. All
+pieces of a sound are sent at once, and `--batch` of them are computed together. Figures of each
 engine, with their median, quartiles, least and largest value:
 
     s_per_s         seconds for a second of sound
@@ -114,7 +113,7 @@ def write_model(folder: Path, shape: str) -> None:
 
 
 def make_sound(seconds: int, seed: int) -> np.ndarray:
-    """Return a melody in noise, of which no two pieces are equal."""
+    """Return a melody in noise, in which no two pieces are equal."""
     generator = np.random.default_rng(seed)
     sound_at = np.arange(seconds * RATE) / RATE
     pitch = 220 * 2 ** (generator.integers(0, 24, seconds * 4) / 12)
@@ -142,9 +141,9 @@ class Ours:
     """Transcribes with the engine of this package, in this process.
 
     Args:
-        folder: of the model.
+        folder: folder of the model.
         kind: float32 or int8.
-        batch: pieces that are computed together.
+        batch: number of pieces that are computed together.
     """
 
     def __init__(self, folder: str, kind: str, batch: int) -> None:
@@ -244,9 +243,9 @@ def summary(
     """Return the figures of an engine.
 
     Args:
-        found: its answers.
+        found: answers of the engine.
         peer: the answers of the other engine with the same kind of weights, if there is one.
-        seconds: of sound.
+        seconds: seconds of sound.
     """
     shares = [answer["encoder_s"] / answer["whole_s"] for answer in found]
     result: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Host time of an engine step apart from the forward pass.
+"""Time the parts of an engine step on the host, apart from the forward pass.
 
 Every part of a steady decode step is timed where it happens: schedule, batch update, the forward
 pass, scheduler update, output processing. Where the CPU runs a step of decodes in one call, "model"
@@ -16,7 +16,7 @@ from common import fixed_length, make_llm, make_parser, percentiles, random_prom
 
 
 class Timers:
-    """Seconds of every call, by part."""
+    """Stores the seconds of every call, by part."""
 
     def __init__(self) -> None:
         self.parts: dict[str, list[float]] = defaultdict(list)
@@ -36,7 +36,7 @@ class Timers:
 
 
 def measure(num_seqs: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Median and tail of a step of `num_seqs` running decodes."""
+    """Return the median and the tail of a step of `num_seqs` running decodes."""
     args.max_num_seqs = max(args.num_seqs)
     args.async_scheduling = False  # parts are timed where they happen, one after the other
     engine = make_llm(args).llm_engine

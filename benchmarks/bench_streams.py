@@ -1,4 +1,4 @@
-"""Time between the tokens of streams while prompts come, with a bound for steps and without.
+"""Time the gaps between tokens of streams while prompts arrive, with and without --max-step-ms.
 
 Two servers run on this machine, one with the given `--max-step-ms` and one with 0. Each load is
 sent to one server and then to the other; the next round begins with the other:
@@ -8,8 +8,8 @@ sent to one server and then to the other; the next round begins with the other:
     trace     requests of a CSV file, with lengths and times scaled (`--trace FILE`)
 
 Prompts are random token ids, and every request generates as many tokens as it asks for. Other flags
-are passed to both servers. One JSON object on stdout; figures are medians of rounds,
-times in milliseconds.
+are passed to both servers. One JSON object on stdout; figures are medians of rounds, times in
+milliseconds.
 
     python benchmarks/bench_streams.py --model FOLDER --dtype bfloat16
 """
@@ -64,7 +64,7 @@ def burst_load(args: argparse.Namespace, seed: int) -> Load:
 
 
 def trace_load(args: argparse.Namespace, seed: int) -> Load:
-    """Return the first requests of a file, shorter and slower."""
+    """Return the first requests of a file, with shorter lengths and longer pauses."""
     lengths = read_lengths(Path(args.trace)).part(slice(0, args.trace_requests))
     if lengths.times is None:
         sys.exit(f"--trace {args.trace}: the file has no times of requests")
@@ -85,7 +85,7 @@ LOADS = {"prompts": prompts_load, "burst": burst_load, "trace": trace_load}
 
 
 def figures(run: LoadRun) -> dict[str, float]:
-    """Return the figures of a round."""
+    """Return the figures of one round."""
     errors = {record.error for record in run.records} - {None}
     if errors:
         sys.exit(f"requests failed: {errors}")

@@ -1,10 +1,10 @@
-"""What structured output costs: compiling, the mask of a token, and tokens per second.
+"""Time structured output: compiling, the mask of a token, and tokens per second.
 
     python benchmarks/bench_structured.py
     python benchmarks/bench_structured.py --vocab-sizes 4096 128256 --rows 16 --no-engine
 
 Prints JSON on stdout. Vocabularies are the bundled model's, filled up with random words. The engine
-runs the bundled model, the same requests with and without a form.
+runs the bundled model, the same requests with and without a constraint.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def milliseconds(function: Callable[[], Any], repeat: int) -> float:
 
 
 def fill_times(backend: Backend, content: bytes, vocabulary: Vocabulary) -> np.ndarray:
-    """Microseconds of every mask of some random outputs."""
+    """Return the microseconds of each mask of some random outputs."""
     loaded, rng, times = backend.load(content), random.Random(0), []
     mask = np.empty(vocabulary.num_words, np.int32)
     for _ in range(NUM_WALKS):
@@ -94,7 +94,7 @@ def measure_backend(name: str, vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def measure_apply(vocab_size: int, num_rows: int) -> dict[str, Any]:
-    """Masks that allow one token in a hundred, on the CPU."""
+    """Time masks that allow one token in a hundred, on the CPU."""
     words = np.packbits(
         np.random.default_rng(0).random((num_rows, -(-vocab_size // 32) * 32)) < 0.01,
         axis=1,

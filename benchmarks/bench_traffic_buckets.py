@@ -1,6 +1,6 @@
-"""Padding of buckets that were chosen for a trace of requests, against the strategies.
+"""Compare the padding of buckets that were chosen for a trace with the padding of strategies.
 
-The first half of a trace chooses, the second half pays.
+Buckets are chosen for the first half of a trace, and their padding is counted in the second half.
 
     prompts   one prompt in a forward pass; as many sizes as the exponential strategy has; padding
               in tokens
@@ -44,7 +44,7 @@ BLOCK_SIZE = 128
 
 
 def halves(requests: RequestLengths, count: int | None = None) -> list[RequestLengths]:
-    """The first requests of each half."""
+    """Return the first `count` requests of each half."""
     middle = len(requests) // 2
     count = middle if count is None else min(count, middle)
     parts = [requests.part(slice(0, count)), requests.part(slice(middle, middle + count))]
@@ -59,7 +59,7 @@ def tokens(phase: Ints, batch: Ints, query_len: Ints, blocks: Ints) -> Weights:
 
 
 def prompt_shapes(requests: RequestLengths, longest: int) -> tuple[Ints, Weights]:
-    """Lengths in whole blocks, and how often each occurs."""
+    """Return the shapes of single prompts in whole blocks, and how often each occurs."""
     lengths = np.minimum(requests.num_inputs, longest)
     padded = -(-lengths // BLOCK_SIZE) * BLOCK_SIZE
     sizes, counts = np.unique(padded, return_counts=True)
@@ -68,7 +68,7 @@ def prompt_shapes(requests: RequestLengths, longest: int) -> tuple[Ints, Weights
 
 
 def strategy_sizes(strategy: Strategy, longest: int) -> list[Bucket]:
-    """The buckets of one prompt without context."""
+    """Return the buckets of a strategy for one prompt without context."""
     limits = StepLimits(
         max_num_seqs=1,
         max_model_len=longest,
@@ -83,7 +83,7 @@ def strategy_sizes(strategy: Strategy, longest: int) -> list[Bucket]:
 
 
 def evenly(count: int, longest: int) -> list[Bucket]:
-    """As many sizes as given, in even steps."""
+    """Return `count` buckets with evenly spaced lengths."""
     ends = np.linspace(0, longest, count + 1)[1:]
     return [prefill(1, int(-(-end // BLOCK_SIZE) * BLOCK_SIZE)) for end in ends]
 

@@ -1,9 +1,9 @@
-"""How the work of a layer is divided on machines with more cores than this one. Counts, no times.
+"""Compute how the work of a layer is divided on machines with more cores than this one.
 
-For each number of cores and NUMA nodes: the largest work of a thread over the mean, for the linear
-layers of decoders and encoders, weighted by the bytes of their weights; the bytes of weights that a
-step reads from each node, and the part of them that cores of another node read; and the barriers of
-a layer, in the program that the engine records for `--model`.
+Measures no times. For each number of cores and NUMA nodes: the largest work of a thread divided by
+the mean, for the linear layers of decoders and encoders, weighted by the bytes of their weights;
+the bytes of weights that a step reads from each node, and the part of them that cores of another
+node read; and the barriers of a layer, in the program that the engine records for `--model`.
 
 On two nodes there are two ways: one process, whose memory is spread over both nodes, and a rank for
 each node (`--tensor-parallel-size 2`), which reads its own memory only.

@@ -214,7 +214,7 @@ def for_transformers(messages: list[Message], *, is_joined: bool) -> list[Messag
 
 
 def shown_words(text: str) -> int:
-    """Return the number of words of the conversation in a text, without words inside a dump."""
+    """Return how many words of the conversation a text contains, without words inside a dump."""
     dumped = set(re.findall(r"""['"]text['"]:\s*['"](word\w+)""", text))
     return len(set(re.findall(r"word\w+", text)) - dumped)
 
@@ -231,7 +231,7 @@ def try_render(render: Any) -> tuple[str | None, str]:
 
 
 class Check:
-    """Counts over all templates and conversations."""
+    """Counts the results over all templates and conversations."""
 
     def __init__(self, *, lists: bool) -> None:
         self.counts: Counter[str] = Counter()
@@ -313,7 +313,7 @@ def download(folder: str) -> Path:
 
 
 def main() -> int:
-    """Print the report; returns the exit code."""
+    """Print the report; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--wheel", type=Path, help="do not download it")
     parser.add_argument("--list", action="store_true", help="name the pairs of each verdict")

@@ -76,7 +76,7 @@ def _without_null(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(config: dict[str, Any], files: dict[str, Any]) -> tuple[str, str]:
-    """Return the result of one config, and the message of an error."""
+    """Return the result of one config, and the message of its error."""
     with tempfile.TemporaryDirectory() as folder:
         for name, content in {"config.json": config, **files}.items():
             (Path(folder) / name).write_text(json.dumps(content))

@@ -1,4 +1,4 @@
-"""What the benchmarks share: engine flags, seeded random prompts, and how a result is printed."""
+"""Code that the benchmarks share: engine flags, seeded random prompts, and printing a result."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the engine's flags and the lengths every benchmark has."""
+    """Return a parser with the engine's flags and the lengths that every benchmark has."""
     parser = argparse.ArgumentParser(description=description)
     EngineArgs.add_cli_args(parser)
     parser.add_argument("--input-len", type=int, default=32, help="prompt tokens per request")
@@ -26,12 +26,12 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def make_llm(args: argparse.Namespace) -> LLM:
-    """An engine from parsed flags."""
+    """Return an engine for the parsed flags."""
     return LLM.from_engine(LLMEngine.from_engine_args(EngineArgs.from_cli_args(args)))
 
 
 def fixed_length(num_tokens: int) -> SamplingParams:
-    """Greedy, exactly this many tokens, and nothing to see before the last."""
+    """Return greedy parameters for exactly this many tokens, with one output at the end."""
     return SamplingParams(
         temperature=0,
         max_tokens=num_tokens,
@@ -44,7 +44,9 @@ def fixed_length(num_tokens: int) -> SamplingParams:
 def random_prompts(
     count: int, num_tokens: int, vocab_size: int, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Prompts of uniformly drawn token ids; the first few ids are left to special tokens."""
+    """Return prompts of uniformly drawn token ids. The first 16 ids are left out, because they are
+    special tokens.
+    """
     rng = random.Random(seed)
     return [
         {"prompt_token_ids": [rng.randrange(16, vocab_size) for _ in range(num_tokens)]}
@@ -53,7 +55,7 @@ def random_prompts(
 
 
 def percentiles(values: Sequence[float], digits: int = 4) -> dict[str, float]:
-    """Mean, median, p90 and p99."""
+    """Return mean, median, p90 and p99."""
     ordered = sorted(values)
     at = {
         f"p{p}": ordered[min(len(ordered) - 1, int(p / 100 * len(ordered)))] for p in (50, 90, 99)

@@ -90,7 +90,7 @@ def page_lines(
     """Yield the lines of the page.
 
     Args:
-        report: of the fit, by card.
+        report: report of the fit, by card.
         mlperf: tokens/s by batch.
         runs: card, software, model, cards, batch, input, output, published tokens/s, predicted.
     """

@@ -106,7 +106,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Run:
-    """One published run of a static batch."""
+    """A published run of a static batch."""
 
     card: str
     software: str
@@ -127,7 +127,9 @@ class Run:
 
     @property
     def is_doubtful(self) -> bool:
-        """Published with 4 cards; the next version has the same run, as fast, with 2."""
+        """Whether the run was published with 4 cards, and the next version has the same run, as
+        fast, with 2 cards.
+        """
         return self.card == "gaudi2" and self.num_cards == 4
 
 
@@ -152,7 +154,7 @@ def read_runs(path: Path = ROWS) -> list[Run]:
 
 @dataclass(frozen=True)
 class Problem:
-    """Runs of one kind of card as a linear problem."""
+    """The runs of one kind of card as a linear problem."""
 
     runs: Sequence[Run]
     prompt_terms: Floats
@@ -202,7 +204,7 @@ class Problem:
         return predicted
 
     def coordinates(self, values: Floats) -> Floats:
-        """Return where the runs lie, as `throughput.coordinates` has it."""
+        """Return the coordinates of the runs, as defined by `throughput.coordinates`."""
         prompt_share = (self.attention + self.prompt_terms @ values) / self.predict(values)
         params = [MODELS[run.model].token_params / run.num_cards for run in self.runs]
         lengths = [run.input_len + run.output_len / 2 for run in self.runs]
@@ -262,7 +264,7 @@ def fit(problem: Problem) -> Floats:
 
 
 def residuals(problem: Problem) -> Residuals:
-    """Return how far each run is from a fit without its case."""
+    """Return the error of each run in a fit without its case."""
     ratios, coordinates = np.ones(len(problem.runs)), np.zeros((len(problem.runs), 4))
     for held_out in problem.indices_of_cases():
         values = fit(problem.take(np.setdiff1d(np.arange(len(problem.runs)), held_out)))
@@ -273,7 +275,9 @@ def residuals(problem: Problem) -> Residuals:
 
 
 def held_out_errors(problem: Problem, num_splits: int) -> dict[str, float]:
-    """Return percentages: errors of cases that the fit has not seen, and how many a band holds."""
+    """Return percentages: errors of cases that the fit has not seen, and how many of them are
+    within a band.
+    """
     rng = np.random.default_rng(0)
     cases, errors, in_band, medians = problem.indices_of_cases(), [], [], []
     for _ in range(num_splits):
@@ -300,7 +304,9 @@ def held_out_errors(problem: Problem, num_splits: int) -> dict[str, float]:
 
 
 def whole_groups_held_out(problem: Problem) -> dict[str, float]:
-    """Return median errors in percent where all runs of a model or number of cards are unseen."""
+    """Return median errors in percent if the fit has not seen any run of a model or number of
+    cards.
+    """
     groups: dict[str, list[bool]] = {}
     for model in sorted({run.model for run in problem.runs}):
         groups[model] = [run.model == model for run in problem.runs]
@@ -314,7 +320,9 @@ def whole_groups_held_out(problem: Problem) -> dict[str, float]:
 
 
 def software_spread(runs: Sequence[Run]) -> dict[str, float]:
-    """Return how much faster the fastest software version has the same run, in percent."""
+    """Return by how many percent the fastest software version is faster than the slowest, for equal
+    runs: number of runs, median and worst.
+    """
     rates: dict[Any, list[float]] = {}
     for run in runs:
         rates.setdefault((*run.case, run.batch), []).append(run.tokens_per_s)
@@ -327,7 +335,7 @@ def software_spread(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def ranges(problem: Problem) -> Floats:
-    """Return the 10 % and 90 % quantiles of each constant over resampled cases. [2, constants]"""
+    """Return the 10 % and 90 % quantiles of each constant over resampled cases, [2, constants]."""
     rng = np.random.default_rng(0)
     cases = problem.indices_of_cases()
     values = []
@@ -338,7 +346,7 @@ def ranges(problem: Problem) -> Floats:
 
 
 def constants_of(problem: Problem) -> dict[str, Any]:
-    """Return what the package reads of one kind of card."""
+    """Return the constants of one kind of card that the package reads."""
     values, (low, high), left_out = fit(problem), ranges(problem), residuals(problem)
     constants = {}
     for i, name in enumerate(CONSTANTS):
@@ -396,7 +404,7 @@ def run_seconds(cost: ServingCost, batch: int, input_len: int, output_len: int) 
 
 
 def padded_contexts(input_len: int, output_len: int) -> Floats:
-    """Return the tokens that each decode of a run reads of a request."""
+    """Return how many tokens of a request each decode of a run reads."""
     blocks = -(-(input_len + np.arange(1, output_len)) // BLOCK_SIZE)
     return np.asarray(BLOCK_SIZE * blocks, np.float64)
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of kernels share: flags, the library, and how calls are timed."""
+"""Code that the benchmarks of kernels share: flags, the library, and timing calls."""
 
 import argparse
 import sys
@@ -12,12 +12,12 @@ from vllm.ops.cpu.library import CPUKernels, load_cpu_kernels
 
 
 def make_parser(description: str | None, *, seconds: float, per: str) -> argparse.ArgumentParser:
-    """A parser with the flags that all of them have.
+    """Return a parser with the flags that all of them have.
 
     Args:
         description: its first line is shown.
         seconds: default of `--seconds`.
-        per: what takes so long.
+        per: what takes this long, for the help.
     """
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     add = parser.add_argument
@@ -32,7 +32,9 @@ def make_parser(description: str | None, *, seconds: float, per: str) -> argpars
 
 
 def load_kernels(args: argparse.Namespace) -> CPUKernels:
-    """The kernels that the flags name; sets threads and the seed. Exits where there are none."""
+    """Return the kernels that the flags name; set the number of threads and the seed. Exits if
+    there are none.
+    """
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     library = load_cpu_kernels()
@@ -44,7 +46,7 @@ def load_kernels(args: argparse.Namespace) -> CPUKernels:
 
 
 def describe(args: argparse.Namespace, library: CPUKernels) -> dict[str, Any]:
-    """What a result was measured with."""
+    """Return the settings of a measurement."""
     return {
         "dtype": args.dtype,
         "threads": args.threads,
@@ -57,9 +59,10 @@ def best_in_turns_us(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Return the time of the fastest of each, called in turns for `seconds`, at least five times.
+    """Return the fastest time of each function in microseconds, called alternately for `seconds`,
+    at least five times.
 
-    In turns, because a shared machine changes its speed from one second to the next.
+    Calls alternate because a shared machine changes its speed from one second to the next.
     """
     for call in calls:
         call()

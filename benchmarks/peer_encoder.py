@@ -1,4 +1,4 @@
-"""optimum-intel or sentence-transformers as a process that `bench_encoder` asks for results.
+"""Run optimum-intel or sentence-transformers as a process that `bench_encoder` asks for results.
 
     PYTHON -I benchmarks/peer_encoder.py --peer openvino --model FOLDER --task embed --type bfloat16
 
@@ -75,7 +75,9 @@ def load_openvino(args: argparse.Namespace) -> Any:
 
 
 def load_sentence_transformers(args: argparse.Namespace) -> Any:
-    """Return such a function of sentence-transformers on torch."""
+    """Return a function that maps lists of texts, or of pairs, to results [N, size], by
+    sentence-transformers on torch.
+    """
     from sentence_transformers import CrossEncoder, SentenceTransformer, models
 
     dtype = {"float32": torch.float32}.get(args.type, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""faster-whisper as a process that `bench_speech` asks for transcriptions.
+"""Run faster-whisper as a process that `bench_speech` asks for transcriptions.
 
     PYTHON -I benchmarks/peer_faster_whisper.py --model FOLDER --converted FOLDER [--threads 1]
 
@@ -27,7 +27,7 @@ HEADER_TOKENS = 4
 
 
 class TimedModel:
-    """The model of ctranslate2, which notes how long its encoder takes."""
+    """A model of ctranslate2 that records how long its encoder takes."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -53,10 +53,10 @@ class Peer:
     """Transcribes with faster-whisper: greedy, pieces of 30 s, all outputs of one length.
 
     Args:
-        folder: of the converted model.
+        folder: folder of the converted model.
         compute_type: float32 or int8.
-        threads: of one model.
-        batch: pieces that are computed together.
+        threads: threads of one model.
+        batch: number of pieces that are computed together.
     """
 
     def __init__(self, folder: Path, compute_type: str, threads: int, batch: int) -> None:

@@ -1,4 +1,4 @@
-"""openvino-genai as a process that `bench_image_peer` sends images with a question.
+"""Run openvino-genai as a process to which `bench_image_peer` sends images with a question.
 
     PYTHON -I benchmarks/peer_openvino_images.py --model FOLDER --converted FOLDER [--threads 2]
 
@@ -31,9 +31,9 @@ class Peer:
     """Answers greedily, with answers of one length.
 
     Args:
-        folder: of the converted model.
-        precision: in which it computes, as OpenVINO names it: bf16 or f32.
-        threads: of the model.
+        folder: folder of the converted model.
+        precision: computing precision, as OpenVINO names it: bf16 or f32.
+        threads: threads of the model.
     """
 
     def __init__(self, folder: Path, precision: str, threads: int) -> None:

@@ -1,6 +1,7 @@
 """Settings of every test process.
 
-Torch is imported where it is used: the process that distributes the tests does not need it.
+Torch is imported only by the fixtures that use it, because the process that distributes the tests
+does not need it.
 """
 
 import functools
@@ -43,7 +44,9 @@ if is_main and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Test processes run side by side: more threads than cores would only wait for each other."""
+    """Limit the threads of each process. Test processes run in parallel, so more threads than cores
+    would only wait for each other.
+    """
     # With pytest-xdist, the process that distributes the tests runs no test itself.
     if session.config.getoption("dist", "no") == "no":
         import torch
@@ -52,24 +55,27 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse names of tests that differ between processes, as these could not share the tests."""
+    """Refuse test names that differ between processes, because processes share the tests by
+    name.
+    """
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"{item.nodeid}: its name holds an address; give it an id")
 
 
 def pytest_collection_finish() -> None:
-    """Leave modules and items out of every garbage collection: a full one of them takes half a
-    second, and each start on a simulated card asks for several."""
+    """Exclude modules and test items from garbage collection. A full collection of them takes half
+    a second, and each start on a simulated card requests several.
+    """
     keep_for_good()
     _pass_on_what_torch_logs()
 
 
 def _pass_on_what_torch_logs() -> None:
-    """Let what the loggers of torch say reach pytest only through the root.
+    """Let log messages of torch reach pytest only through the root logger.
 
-    Sixty of them pass nothing on, so pytest would give each a handler of its own and take it away
-    again, six times for each test.
+    Sixty loggers of torch do not propagate, so pytest would add a handler to each of them and
+    remove it again, six times for each test.
     """
     if "torch" not in sys.modules:  # this is the process that only distributes the tests
         return
@@ -80,16 +86,16 @@ def _pass_on_what_torch_logs() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def engines_share_the_process_that_compiles_grammars() -> Iterator[None]:
-    """It takes over two seconds to start, and each engine of a test would have one of its own."""
+    """Let all engines use one process for grammars, because its start takes over two seconds."""
     from vllm.structured_output import compiler
     from vllm.utils.process import deadline_worker
     from vllm.utils.process.fork_server import ForkServer
 
     class KeptServer(ForkServer):
-        """Forks for all engines of this process that have one tokenizer; none of them ends it."""
+        """Forks for all engines of this process with the same tokenizer; no engine ends it."""
 
         def close(self) -> None:
-            """The next engine goes on with it."""
+            """Do nothing, because the next engine uses this process too."""
 
     @functools.cache
     def make_kept_server(target: str, setup: bytes) -> ForkServer:
@@ -104,7 +110,9 @@ def engines_share_the_process_that_compiles_grammars() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def simulated_cards_skip_where_torch_has_no_device_for_them() -> Iterator[None]:
-    """So a test need not say that it uses one: making it ends the test, with the reason."""
+    """Skip a test when it makes a simulated card and torch has no device for it, so that tests need
+    no mark.
+    """
     from gaudi_sim import bridge as sim
     from tests.hpu import HAS_SIMULATED_DEVICE, NO_SIMULATED_DEVICE
 
@@ -119,7 +127,9 @@ _BRIDGE_VARIABLES = (BRIDGE_SETTINGS_MARK, *(setting.name for setting in BRIDGE_
 
 @pytest.fixture(autouse=True)
 def settings_of_the_bridge_end_with_the_test() -> Iterator[None]:
-    """A process of an engine keeps them; here the next test would take them for the user's."""
+    """Restore the variables of the bridge, which the process of an engine keeps. The next test
+    would take them for settings of the user.
+    """
     before = {name: os.environ[name] for name in _BRIDGE_VARIABLES if name in os.environ}
     yield
     for name in _BRIDGE_VARIABLES:
@@ -131,8 +141,8 @@ def settings_of_the_bridge_end_with_the_test() -> Iterator[None]:
 def handlers_of_signals_end_with_the_test() -> Iterator[None]:
     """Restore signal handlers after each test.
 
-    uvloop does not remove its handlers when a loop is closed, so a later test that interrupts
-    itself would get no KeyboardInterrupt.
+    uvloop does not remove its handlers when a loop is closed, so a later test that sends itself an
+    interrupt would not get a KeyboardInterrupt.
     """
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     yield
@@ -143,7 +153,7 @@ def handlers_of_signals_end_with_the_test() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def same_numbers_in_each_run() -> None:
-    """What a test draws without a generator of its own."""
+    """Seed the global generators, for tests that draw without a generator of their own."""
     import numpy as np
     import torch
 
@@ -170,7 +180,9 @@ _ISAS = ("arm_bf16", "base") if platform.machine() in ("aarch64", "arm64") else 
 
 @pytest.fixture(params=_ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The C++ kernels run on this instruction set; skipped where there is none."""
+    """Let the C++ kernels run on this instruction set; skip the test if the processor does not have
+    it.
+    """
     from vllm.ops.cpu.library import load_cpu_kernels
 
     library = load_cpu_kernels()
@@ -185,7 +197,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def restore_threads() -> Iterator[None]:
-    """The test may change the number of threads."""
+    """Restore the number of torch threads after a test that changes it."""
     import torch
 
     num_threads = torch.get_num_threads()

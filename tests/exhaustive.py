@@ -1,4 +1,4 @@
-"""Cases that `make test-exhaustive` runs and `make test` does not."""
+"""Cases that only `make test-exhaustive` runs."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def exhaustive(*case: Any) -> Any:
-    """Return the parameters of a test as a case that `make test` leaves out."""
+    """Return the parameters of a test as a case that `make test` does not run."""
     return pytest.param(*case, marks=pytest.mark.exhaustive)
 
 

@@ -2,7 +2,7 @@
 
     AsyncLLM  ->  FakeCoreClient  ->  CoreLoop  ->  FakeEngineCore
 
-Messages go through their encoding. Everything runs in one event loop, without a process.
+Messages are encoded and decoded. Everything runs in one event loop, without a process.
 """
 
 import asyncio
@@ -48,21 +48,22 @@ Reply = Callable[[EngineRequest], list[int]]
 
 
 class FakeEngineCore:
-    """Replies with a script, one token per request and step; ends requests as the real one does.
+    """Replies with a script, one token per request and step. Finishes requests like the real core.
 
     Args:
         reply: the tokens of a request, cycled when they run out.
-        capacity: prompt and output tokens a request may have at most.
+        capacity: largest number of prompt and output tokens of a request.
 
     Attributes:
         added: every request taken, by id.
-        aborted: ids of requests that were there when aborted.
-        fail: raised by the next step, once.
+        aborted: ids of requests that were aborted while they existed.
+        fail: error that the next step raises, once.
         fail_at: after this many steps every step fails.
         errors: request id -> message; the request fails instead of giving its next token.
-        error_after: number of tokens, and message; every request fails after so many.
-        hold_after: every request waits after so many tokens; None: none does.
-        worker: whose methods can be called.
+        error_after: number of tokens and message; every request fails with the message after this
+            many tokens.
+        hold_after: every request waits after this many tokens; None: no request waits.
+        worker: object whose methods can be called.
     """
 
     def __init__(self, reply: Reply = lambda request: [10], capacity: int = 10**6) -> None:
@@ -198,9 +199,9 @@ class FakeCoreClient:
 
     Attributes:
         core: a `FakeEngineCore`, or a real core.
-        received: the requests that it was sent.
-        is_held: it computes nothing until released.
-        failure: told instead of readiness.
+        received: requests that were sent to it.
+        is_held: the core computes nothing until it is released.
+        failure: error that is reported instead of readiness.
     """
 
     pid = 1
@@ -215,7 +216,7 @@ class FakeCoreClient:
         self._loop = CoreLoop(core, self._receive, self.tell)
 
     def configure(self, config, models) -> None:
-        """Do nothing: the script is all that the core needs."""
+        """Do nothing: the core needs only its script."""
 
     def attach(
         self, on_message: Callable[[FromCore], None], on_death: Callable[[str], None]
@@ -273,9 +274,10 @@ class FakeCoreClient:
 
 @contextmanager
 def fake_clients(*clients: FakeCoreClient) -> Iterator[None]:
-    """Engines that start inside the block get these: one after the other, replicas in their order.
+    """Give these clients to engines that start inside the block: one after another, for replicas in
+    order.
 
-    They come out of a thread, as real ones do.
+    They are returned from a thread, like real clients.
     """
     left = deque(clients)
 
@@ -290,16 +292,16 @@ def fake_clients(*clients: FakeCoreClient) -> Iterator[None]:
 
 
 class CoreInProcess(AsyncLLM):
-    """The real engine over a core in this process. It runs inside `running`.
+    """The real engine with a core in this process; it runs inside `running`.
 
     Args:
         config: of the engine.
         core: a `FakeEngineCore`, or the core of another engine.
-        given_tokenizer: None: there is none.
-        model_defaults: as from generation_config.json.
+        given_tokenizer: tokenizer; None: there is none.
+        model_defaults: sampling defaults, as from generation_config.json.
 
     Attributes:
-        client: of the core.
+        client: client of the core.
     """
 
     def __init__(
@@ -317,8 +319,9 @@ class CoreInProcess(AsyncLLM):
 
     @property
     def seen(self) -> list[tuple[dict[str, Any], Any, str]]:
-        """Prompt, parameters and id of the requests that were sent to the core. (There the id has
-        a number, which the engine adds.)"""
+        """Prompt, parameters and id of each request that was sent to the core. (In the core, the id
+        has a number that the engine adds.)
+        """
         return [
             (
                 {"prompt_embeds": request.embeddings}
@@ -336,8 +339,8 @@ class FakeCoreLLM(CoreInProcess):
 
     Args:
         reply: the tokens of a request, cycled when they run out.
-        max_model_len: prompt and output tokens.
-        generation_defaults: as from generation_config.json.
+        max_model_len: largest number of prompt and output tokens of a request.
+        generation_defaults: sampling defaults, as from generation_config.json.
         given_tokenizer: another tokenizer.
         model: further arguments of `make_config`.
     """
@@ -360,7 +363,9 @@ class FakeCoreLLM(CoreInProcess):
 
 @contextmanager
 def faked(engine: CoreInProcess) -> Iterator[None]:
-    """Let an engine start without a process or files. For a fake core grammars are not compiled."""
+    """Let an engine start without a process or files. With a fake core, grammars are not
+    compiled.
+    """
     grammar = Grammar(backend="xgrammar", content=b"", key=b"", vocabulary_key=b"")
     with fake_clients(engine.client), pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "load_tokenizer", lambda model: engine.given_tokenizer)

@@ -1,6 +1,7 @@
-"""GGUF files of tiny models, written with the package gguf, and the same weights dense.
+"""Write GGUF files of tiny models with the package gguf, and dense checkpoints with the same
+weights.
 
-Names, sizes and the order of rows are written here by the published description of the format.
+Names, sizes and the order of rows follow the published description of the format.
 """
 
 import json
@@ -144,9 +145,10 @@ def write_gguf(
     Args:
         source: folder with a dense checkpoint, and perhaps a tokenizer.
         target: folder for model.gguf, and for dense/, the checkpoint with the rounded weights.
-        type_of: chooses types.
-        architecture: None: the one of the model.
-        splits_latent: latent attention has tensors of its own for keys and values, as newer files.
+        type_of: returns the type of a tensor.
+        architecture: architecture in the file; None: the model's own.
+        splits_latent: write separate tensors for keys and values of latent attention, as in newer
+            files.
         metadata: values that replace others, with "__" for "."; None leaves one out.
 
     Returns:
@@ -235,8 +237,9 @@ def write_gguf(
 def _add_latent(
     writer: gguf.GGUFWriter, name: str, weight: Tensor, config: dict[str, Any], type_of: TypeOf
 ) -> Tensor:
-    """Add the projections of latent vectors, a matrix for each head, that to keys transposed; the
-    rounded weight."""
+    """Add the projections of latent vectors, with a matrix for each head; the projection to keys is
+    transposed. Return the rounded weight.
+    """
     sizes = [config["qk_nope_head_dim"], config["v_head_dim"]]
     keys, values = weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
     rounded = []
@@ -291,7 +294,7 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
 def _add_tensor(
     writer: gguf.GGUFWriter, name: str, values: Tensor, kind: Type, seed: int
 ) -> Tensor:
-    """Add a tensor in blocks of a type; the numbers that they stand for."""
+    """Add a tensor in blocks of a type; return the values that the blocks represent."""
     if values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
         kind = Type.F16  # converters use F16 for these tensors
     if kind.name in RANDOM_TYPES:
@@ -319,7 +322,7 @@ def _stacked_head_norms(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _as_in_checkpoint(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return the inverse of `_stacked_head_norms`."""
+    """Undo `_stacked_head_norms`: return one tensor for each head."""
     if not re.search(r"\.[qk]_layernorm\.weight$", name):
         return {name: tensor}
     stem = name.removesuffix("weight")
@@ -329,7 +332,9 @@ def _as_in_checkpoint(name: str, tensor: Tensor) -> dict[str, Tensor]:
 def _add_fused_experts(
     writer: gguf.GGUFWriter, weights: dict[str, Tensor], arch: str, type_of: TypeOf
 ) -> dict[str, Tensor]:
-    """Add and remove the tensors of all experts of a layer; the rounded ones."""
+    """Write the tensors that contain all experts of a layer, and remove them from `weights`. Return
+    the rounded tensors.
+    """
     dense: dict[str, Tensor] = {}
     for name in [
         n for n in weights if re.search(r"\.(experts|block_sparse_moe)\.(?!e_score)\w+_", n)
@@ -363,7 +368,9 @@ def _add_fused_experts(
 
 
 def _one_behind_the_other(num_rows: int, arch: str, config: dict[str, Any]) -> Tensor:
-    """For each row of all queries, all keys and all values its row where they are by groups."""
+    """Return, for the order of all queries, all keys, all values, the index of each row in the
+    order by groups.
+    """
     num_heads = _first(config, "num_attention_heads", "n_head")
     groups = num_heads
     if arch == "falcon":
@@ -484,8 +491,9 @@ def byte_level_metadata(folder: Path) -> dict[str, Any]:
 
 
 def word_piece_metadata(folder: Path) -> dict[str, Any]:
-    """Of the tokenizer of a BERT: a space before pieces that begin a word, and no signs before
-    others."""
+    """Return the metadata of a BERT tokenizer: pieces that begin a word have a space in front, and
+    other pieces have no marks.
+    """
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     special = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
@@ -533,7 +541,9 @@ def _gguf_name(name: str, names: dict[str, str], known: gguf.TensorNameMap) -> s
 
 
 def _by_package(stem: str, known: gguf.TensorNameMap) -> str | None:
-    """The package does not know every spelling of the levels."""
+    """Return the name in the table of the package, trying several prefixes because the package does
+    not know all of them.
+    """
     spellings = (
         *(stem, f"transformer.{stem}", stem.removeprefix("transformer.")),
         stem.removeprefix("bert."),

@@ -1,4 +1,6 @@
-"""A tiny GPT-OSS as it is published, with experts in MXFP4, and the same numbers dense."""
+"""Write a tiny GPT-OSS as it is published, with experts in MXFP4, and a dense checkpoint with the
+same weights.
+"""
 
 import json
 from pathlib import Path
@@ -40,7 +42,7 @@ def write_gpt_oss(folder: Path) -> tuple[Path, Path]:
 
 
 def mxfp4_by_definition(blocks: Tensor, scales: Tensor) -> Tensor:
-    """[rows, B, 16] and [rows, B] -> [rows, B * 32], a number at a time."""
+    """Decode element by element: [rows, B, 16] blocks and [rows, B] scales -> [rows, B * 32]."""
     rows = []
     for row_blocks, row_scales in zip(blocks.tolist(), scales.tolist(), strict=True):
         row = []

@@ -74,8 +74,11 @@ _LAUNCH_BYTES = 2**30
 
 @contextmanager
 def steps_in_flight() -> Iterator[None]:
-    """Inside, new engines schedule the next step before the result of the last one, whatever the
-    time of a step, which is measured otherwise."""
+    """Let new engines in this context always schedule the next step before the result of the last
+    one.
+
+    Otherwise an engine decides by the measured time of its steps.
+    """
     with MonkeyPatch.context() as patch:
         patch.setattr(
             engine_core, "AsyncSchedulingPolicy", lambda allowed: AsyncSchedulingPolicy(allowed, 0)
@@ -91,19 +94,19 @@ def simulated_hpu(
     has_profiling_run: bool = True,
     **variables: object,
 ) -> Iterator[SimBridge]:
-    """Inside, `LLM(...)` runs on a new simulated card; afterwards the process is as it was.
+    """Let `LLM(...)` run on a new simulated card in this context, then restore the process.
 
-    Strict unless `VLLM_HPU_SIM_STRICT=0` is among the variables. What the environment already has
-    of the engine's variables does not count. An engine for the CPU that was made before must not
-    run inside: a process has one table of operators.
+    The card is strict unless `VLLM_HPU_SIM_STRICT=0` is among the variables. Variables of the
+    engine that the environment already has are ignored. An engine for the CPU that was made before
+    must not run inside: a process has one table of operators.
 
     Args:
         card: a key of `cards.CARDS`.
         pool_bytes: memory of the card; None is what the real one has.
         has_profiling_run: measure the memory of launches at a start. False is for tests of tokens:
             a start takes half the time, since the profiling run compiles its launches for a cache
-            of its own. Only for engines of one card: the cards of other processes would wait
-            for this one to measure as well.
+            of its own. Only for engines of one card: the cards of other processes would wait for
+            this one to measure as well.
         variables: environment variables by name; True and False are 1 and 0.
 
     Yields:
@@ -144,7 +147,7 @@ def simulated_hpu(
 
 @contextmanager
 def captured_log(level: int = logging.INFO) -> Iterator[list[str]]:
-    """List the messages that the package logs inside the block; they are shown nowhere else."""
+    """Collect the messages that the package logs inside the block; they are not shown."""
     logger, messages = logging.getLogger("vllm"), []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -160,8 +163,11 @@ def captured_log(level: int = logging.INFO) -> Iterator[list[str]]:
 
 
 def _leave_new_modules_out_of_collections() -> None:
-    """Each start on a card asks for a full garbage collection, which would visit all modules that
-    earlier tests have imported, torch's compiler above all."""
+    """Exclude new modules from garbage collection.
+
+    Each start on a card requests a full collection, which would visit all modules that earlier
+    tests have imported, most of all torch's compiler.
+    """
     global _num_kept_modules
     if len(sys.modules) > _num_kept_modules + 100:
         _num_kept_modules = len(sys.modules)

@@ -1,4 +1,4 @@
-"""LoRA adapters of random weights, as peft writes them, and the model that has one merged."""
+"""Write LoRA adapters with random weights, as peft does, and merge them into a model."""
 
 import json
 from collections.abc import Sequence
@@ -33,8 +33,9 @@ def run_on_engine(
     params: SamplingParams,
     adapters: Sequence[LoRARequest | None],
 ) -> list[RequestOutput]:
-    """Return the outputs of an engine whose caller sees the error of each request by itself, which
-    `LLM.generate` raises if it is about an adapter."""
+    """Return the outputs of an engine. The caller gets the error of each request, whereas
+    `LLM.generate` raises errors about adapters.
+    """
     engine = llm.llm_engine
     names = [f"alone {next(_numbers)}" for _ in prompts]
     for name, prompt, adapter in zip(names, prompts, adapters, strict=True):
@@ -66,11 +67,11 @@ def write_adapter(
     size: float = 0.05,
     **config,
 ) -> Path:
-    """An adapter for the modules of a model whose names end so.
+    """Write an adapter for the modules of a model whose names end with one of `modules`.
 
     Args:
-        size: of its numbers.
-        config: of adapter_config.json.
+        size: standard deviation of its weights.
+        config: further values of adapter_config.json.
     """
     folder.mkdir(exist_ok=True)
     rng, tensors = torch.Generator().manual_seed(seed), {}
@@ -146,7 +147,7 @@ def merged_model(model: str | Path, folder: Path) -> PreTrainedModel:
 
 @torch.no_grad()
 def merge(merged: PreTrainedModel, folder: Path, sign: int = 1) -> PreTrainedModel:
-    """Add an adapter to the weights of a model, or take it away with -1. Returns the model."""
+    """Add an adapter to the weights of a model; -1 subtracts it. Return the model."""
     config = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
     for name, a in tensors.items():
@@ -176,7 +177,7 @@ def _all_experts(model: PreTrainedModel, path: str) -> Any:
 
 
 def _expert_weight(model: PreTrainedModel, module: str) -> torch.Tensor:
-    """A matrix of an expert in the parameter that has those of all."""
+    """Return a matrix of an expert, as a view of the parameter that contains all experts."""
     module = module.replace("block_sparse_moe", "mlp").replace("backbone.", "model.")
     path, number, matrix = module.rsplit(".", 2)
     experts = _all_experts(model, path)

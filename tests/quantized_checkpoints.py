@@ -1,7 +1,7 @@
-"""Tiny checkpoints in each quantized format, and the same weights dense.
+"""Write tiny checkpoints in each quantized format, and dense checkpoints with the same weights.
 
-Numbers are drawn at random and written by the public description of the format; the dense weights
-are its formula in float32. Nothing of the package is used for either.
+Random weights are written by the public description of the format. The dense weights are computed
+by its formula in float32. Neither uses code of the package.
 """
 
 import json
@@ -37,7 +37,7 @@ CONFIG = transformers.LlamaConfig(
 
 @dataclass(frozen=True)
 class Format:
-    """How one kind of checkpoint is written."""
+    """The writer of one checkpoint format, and its properties."""
 
     settings: dict[str, Any]
     quantize: Callable[[Tensor], tuple[Tensors, Tensor]]
@@ -50,7 +50,7 @@ class Format:
     """Largest change of a weight where no device has the format, relative to the largest one."""
 
     def check(self, got: Tensor, want: Tensor, what: str = "") -> None:
-        """Assert that weights have the values of the format."""
+        """Check that loaded weights have the values of the format."""
         if not self.rounding:
             assert torch.equal(got, want), what
         else:
@@ -58,7 +58,7 @@ class Format:
 
 
 def made_once(folder: Path, **options: Any) -> Callable[[str], tuple[Path, Path]]:
-    """`write` into this folder, which keeps what was written."""
+    """Return a function that calls `write` for this folder, once for each format."""
     made: dict[str, tuple[Path, Path]] = {}
 
     def get(name: str) -> tuple[Path, Path]:
@@ -96,14 +96,14 @@ def write(
     skipped: tuple[str, ...] = (),
     stores_head: bool = False,
 ) -> tuple[Path, Path]:
-    """Folders of the checkpoint and of its dense twin.
+    """Write a checkpoint and a dense checkpoint with the same weights; return both folders.
 
     Args:
-        name: of the format.
-        folder: for both.
+        name: name of the format.
+        folder: folder for both checkpoints.
         source: a dense checkpoint; None: a tiny Llama.
-        skipped: names of layers that stay dense besides the ones that the format skips.
-        stores_head: the output head is quantized, too.
+        skipped: names of further layers that remain dense.
+        stores_head: quantize the output head as well.
     """
     torch.manual_seed(0)
     config = {**CONFIG.to_dict(), "architectures": ["LlamaForCausalLM"], "dtype": "float32"}
@@ -153,7 +153,9 @@ def write(
 
 
 def _fp8_with(scales: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers, and what they mean with scales that are as large as the weight."""
+    """Return FP8 values, and the dense weight that they give with `scales`, which broadcast to its
+    shape.
+    """
     numbers = (weight / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
     return numbers, numbers.float() * scales
 
@@ -180,7 +182,7 @@ def _fp8_block(weight: Tensor, size: int = 128) -> tuple[Tensors, Tensor]:
 
 
 def pack(numbers: Tensor, bits: int) -> Tensor:
-    """Rows of numbers as words of 32 bits, one bit after the other: [R, N] -> [R, N * bits / 32]"""
+    """Pack each row of integers into 32-bit words without gaps: [R, N] -> [R, N * bits / 32]."""
     stream = (numbers.long()[..., None] >> torch.arange(bits) & 1).flatten(1).unflatten(1, (-1, 32))
     words = (stream << torch.arange(32)).sum(-1)
     return torch.where(words < 2**31, words, words - 2**32).int()
@@ -188,7 +190,7 @@ def pack(numbers: Tensor, bits: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Numbers with a zero point and a scale per group of inputs."""
+    """Quantized integers with a zero point and a scale per group of inputs."""
 
     numbers: Tensor
     """[out, in]"""
@@ -262,7 +264,7 @@ def _awq(weight: Tensor, is_symmetric: bool = False) -> tuple[Tensors, Tensor]:
 
 
 def _awq_gemv(weight: Tensor) -> tuple[Tensors, Tensor]:
-    """Words of the inputs of an output; zero points and scales have room for 32 groups."""
+    """Store the inputs of each output in words, and zero points and scales padded to 32 groups."""
     grouped = Grouped.round(weight, 4, 32, is_symmetric=False)
 
     def padded(values: Tensor) -> Tensor:
@@ -277,7 +279,7 @@ def _awq_gemv(weight: Tensor) -> tuple[Tensors, Tensor]:
 
 
 def _mlx(weight: Tensor, bits: int, size: int = 32) -> tuple[Tensors, Tensor]:
-    """A scale, which may be negative, and a bias for each group."""
+    """Store a scale, which may be negative, and a bias for each group."""
     groups = weight.unflatten(1, (-1, size))
     least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     scales, biases = ((most - least) / (2**bits - 1)).half(), least.half()
@@ -294,8 +296,9 @@ def _mlx_mxfp4(weight: Tensor) -> tuple[Tensors, Tensor]:
 
 
 def _hqq(weight: Tensor, bits: int, axis: int = 1) -> tuple[Tensors, Tensor]:
-    """Groups of 64 elements as rows, or as columns (axis 0); the first rows are in the highest bits
-    of a byte, or of a word of ten elements."""
+    """Store groups of 64 elements as rows (axis 1) or as columns (axis 0). The first rows are in
+    the highest bits of a byte, or of a word of ten elements.
+    """
     groups = weight.reshape(-1, 64) if axis else weight.reshape(64, -1)
     least, most = groups.amin(axis, keepdim=True), groups.amax(axis, keepdim=True)
     scales = (most - least) / (2**bits - 1)
@@ -312,7 +315,7 @@ def _hqq(weight: Tensor, bits: int, axis: int = 1) -> tuple[Tensors, Tensor]:
 
 
 def _sparse(weight: Tensor, is_fp8: bool) -> tuple[Tensors, Tensor]:
-    """Two of each four elements, and a bit for each of all."""
+    """Store two of every four elements, and a bit mask of the kept ones."""
     fours = weight.unflatten(1, (-1, 4))
     is_kept = torch.zeros(fours.shape, dtype=torch.bool)
     is_kept = is_kept.scatter(-1, fours.abs().topk(2).indices, True).flatten(1)
@@ -326,7 +329,7 @@ def _sparse(weight: Tensor, is_fp8: bool) -> tuple[Tensors, Tensor]:
 
 
 def _torchao(weight: Tensor, kind: str) -> tuple[Tensors, Tensor]:
-    """A byte for each element, whatever its bits."""
+    """Store each element in a byte, whatever its bits."""
     size = 32 if kind == "int4" else weight.shape[1]
     groups = weight.unflatten(1, (-1, size))
     largest = {"int4": 7, "int8": 127, "fp8": 448}[kind]
@@ -347,7 +350,7 @@ def _torchao(weight: Tensor, kind: str) -> tuple[Tensors, Tensor]:
 
 
 def _quark_int4(weight: Tensor, has_signs: bool) -> tuple[Tensors, Tensor]:
-    """The words of AWQ; with signs, the upper bit of each element is inverted."""
+    """Store words like AWQ; with signs, the highest bit of each element is inverted."""
     parts, dense = _awq(weight)
     if has_signs:
         parts |= {name: parts[name] ^ -0x77777778 for name in ("qweight", "qzeros")}
@@ -376,8 +379,11 @@ def _quark(weight: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict
 
 
 def _torchao_tiles(weight: Tensor, size: int = 32) -> tuple[Tensors, Tensor]:
-    """Outputs padded to 8, inputs to 1024, and the eight numbers of a word from the lowest on: of
-    each lane, input 2 (lane % 4) and the next one of four eighths of 32 inputs."""
+    """Store torchao's tiles, with outputs padded to 8 and inputs to 1024.
+
+    A word has eight elements of one lane, from the lowest bits on: the inputs 2 (lane % 4) and the
+    next one, in four blocks of eight out of 32 inputs.
+    """
     groups = weight.unflatten(1, (-1, size))
     least, most = groups.amin(-1), groups.amax(-1)
     scales = ((most - least) / 15).bfloat16().float()
@@ -421,7 +427,7 @@ def _compressed(
 
 
 def _words(bits: int, size: int, is_symmetric: bool, is_ordered: bool = False) -> Format:
-    """`pack-quantized`: words along the inputs of an output."""
+    """Return the writer of `pack-quantized`, which packs the inputs of an output into words."""
 
     def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
         grouped = Grouped.round(weight, bits, size if size > 0 else weight.shape[1], is_symmetric)
@@ -475,14 +481,16 @@ def nearest(numbers: Tensor, table: Tensor) -> Tensor:
 
 
 def in_bytes(codes: Tensor, is_high_first: bool = False) -> Tensor:
-    """Return rows of 4-bit values, two in each byte."""
+    """Pack 4-bit values of each row, two in a byte."""
     first, second = codes[..., ::2], codes[..., 1::2]
     pair = first * 16 + second if is_high_first else first + second * 16
     return pair.to(torch.uint8)
 
 
 def _nvfp4(weight: Tensor, is_compressed: bool = False) -> tuple[Tensors, Tensor]:
-    """E2M1, a scale in e4m3 for each 16 inputs, and a factor, or a divisor, for all."""
+    """Store E2M1 elements, an e4m3 scale for each 16 inputs, and one factor or divisor for the
+    tensor.
+    """
     factor = weight.abs().max() / (6 * 448)
     groups = weight.unflatten(1, (-1, 16))
     scales = (groups.abs().amax(-1, keepdim=True) / 6 / factor).to(torch.float8_e4m3fn)
@@ -501,7 +509,7 @@ def _nvfp4(weight: Tensor, is_compressed: bool = False) -> tuple[Tensors, Tensor
 
 
 def _powers(groups: Tensor, largest: int) -> tuple[Tensor, Tensor]:
-    """Exponents of E8M0 for groups, and what they mean."""
+    """Return the E8M0 exponents of groups, and the powers of two that they represent."""
     exponents = (groups.abs().amax(-1, keepdim=True) / largest).clamp(min=1e-9).log2().ceil()
     return (exponents[..., 0] + 127).to(torch.uint8), exponents.exp2()
 
@@ -529,7 +537,9 @@ FP4 = [0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25]
 
 
 def _table(weight: Tensor, kind: str, is_nested: bool) -> tuple[Tensors, Tensor]:
-    """All elements of a weight in blocks of 64, each a number of a table times the largest."""
+    """Store elements in blocks of 64, each as an index into a table, with the largest magnitude of
+    the block as scale.
+    """
     table = torch.tensor(NF4 if kind == "nf4" else [*FP4, *(-x for x in FP4)])
     blocks = weight.reshape(-1, 64)
     scales = blocks.abs().amax(-1)
@@ -775,7 +785,7 @@ FORMATS: dict[str, Format] = {
 }
 
 _BY_ROWS = ("nvfp4", "mxfp", "bnb", "gemv", "mlx", "hqq", "torchao", "sparse", "quark")
-"""In the names of formats that have one way of dividing their tensors."""
+"""Parts of the names of formats that divide their tensors in the same way."""
 _RARE = (
     "mxfp8",
     "ct-mxfp",
@@ -794,8 +804,8 @@ def each_format(*left_out: str, is_costly: bool = False) -> list[Any]:
     """Return the names of the formats as parameters of a test.
 
     Args:
-        left_out: names of formats.
-        is_costly: in a usual run, one is enough of the formats that divide their tensors alike.
+        left_out: names of formats to omit.
+        is_costly: whether a usual run of the tests has only nvfp4 of the formats in `_BY_ROWS`.
     """
 
     def is_seldom(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The way from an engine to its parts, which no other module of the tests knows.
+"""Find the parts of an engine; only this module of the tests knows where they are.
 
 An engine is an `LLM`, an `LLMEngine` or an `EngineCore` whose worker is in this process.
 """
@@ -30,17 +30,17 @@ def executor_of(engine: Any) -> Any:
 
 
 def worker_of(engine: Any) -> Any:
-    """Return the worker of an executor that has one, in this process."""
+    """Return the worker of an executor whose worker is in this process."""
     return executor_of(engine)._worker
 
 
 def replace_worker(executor: Any, worker: Any) -> None:
-    """Give an executor that has not started a worker of a test."""
+    """Give a worker of the test to an executor that has not started."""
     executor._worker = worker
 
 
 def runner_of(engine: Any) -> Any:
-    """Return the runner of that worker."""
+    """Return the runner of the engine's worker."""
     return worker_of(engine).runner
 
 
@@ -56,7 +56,7 @@ def stats_of(engine: Any) -> Any:
 
 
 def steps_in_flight_of(engine: Any) -> Any:
-    """Return the steps that have been started and whose results nobody has taken yet."""
+    """Return the steps that have started and whose results have not been taken yet."""
     return core_of(engine)._in_flight
 
 

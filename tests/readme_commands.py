@@ -1,4 +1,4 @@
-"""The shell commands of the READMEs and of the pages about Gaudi."""
+"""Read the shell commands of the READMEs and of the pages about Gaudi."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*=")
 
 @dataclass(frozen=True)
 class Command:
-    """One command, in one line and without its comment."""
+    """One command, on one line and without its comment."""
 
     page: str
     text: str
@@ -31,7 +31,7 @@ class Command:
 
     @cached_property
     def variables(self) -> dict[str, str]:
-        """Environment variables that are set for the command alone."""
+        """Environment variables that are set only for this command."""
         found = {}
         for word in shlex.split(self.text):
             if not _VARIABLE.match(word):
@@ -41,7 +41,9 @@ class Command:
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments of `vllm`, here or in a container, where `serve` is implied; else none."""
+        """Arguments of `vllm`, here or in a container, where `serve` is implied; empty for other
+        programs.
+        """
         if self.words[0] == "vllm":
             return self.words[1:]
         if self.words[:2] != ["docker", "run"]:
@@ -75,5 +77,5 @@ def read_tables(page: str, heading: str) -> list[list[str]]:
 
 
 def _without_comment(line: str) -> str:
-    """No text in quotes on these pages has a `#`."""
+    """Remove the comment of a line. No quoted text on these pages contains a `#`."""
     return re.sub(r"\s# .*", "", line).rstrip()

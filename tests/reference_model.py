@@ -1,4 +1,4 @@
-"""Models of transformers, as a reference for ours."""
+"""Models of transformers as references for our models."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from vllm.transformers_utils.transformers_version import dtype_argument, is_vers
 
 
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The model, or a skipped test where the installed transformers computes something else."""
+    """Return the model; skip the test if the installed transformers computes something else."""
     config = json.loads((folder / "config.json").read_text())
     if is_version_4() and (reason := _what_version_4_does(config)):
         pytest.skip(f"this transformers is no reference: {reason}")

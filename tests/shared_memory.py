@@ -1,5 +1,7 @@
-"""The files of shared memory that a test leaves behind. Tests that run at the same time in other
-processes have files there too, which come and go."""
+"""Find the files of shared memory that a test leaves.
+
+Tests that run at the same time in other processes also create and remove such files.
+"""
 
 import contextlib
 import time
@@ -11,8 +13,9 @@ FOLDER = Path("/dev/shm")
 
 
 def named_files() -> set[str]:
-    """Return the files of shared memory that no process of another test uses: those of this
-    process and its children, and those that nobody uses."""
+    """Return the files of shared memory that this process, its children, or no process uses. Files
+    that other processes use are omitted.
+    """
     own = psutil.Process()
     family = {own.pid, *(child.pid for child in own.children(recursive=True))}
     used_by_others = set()
@@ -26,10 +29,10 @@ def named_files() -> set[str]:
 
 
 def assert_no_new_files(before: set[str]) -> None:
-    """Fail if there are files that were not there `before`, the result of `named_files`.
+    """Fail if there are files that were not in `before`, an earlier result of `named_files`.
 
-    A semaphore of another process has a name for a moment and is used by nobody until it is open,
-    so that a file counts once it has been there for 5 s.
+    A semaphore of another process has a name for a moment before it is opened. So a file only
+    counts if it exists for 5 s.
     """
     end = time.monotonic() + 5
     new = named_files() - before

@@ -21,7 +21,7 @@ def tone(seconds: float, rate: int = 16_000, amplitude: float = 0.5) -> Samples:
 
 @dataclass(frozen=True)
 class Form:
-    """A format of a file.
+    """The format of a sound file.
 
     Attributes:
         name: what `sniff` calls it.
@@ -64,9 +64,9 @@ def sound_file(form: Form, samples: Samples, rate: int | None = None) -> bytes:
     """Return the content of a file.
 
     Args:
-        form: its format.
+        form: format of the file.
         samples: [n] or [channels, n].
-        rate: samples per second; None: as many as the format has.
+        rate: samples per second; None: the rate of the format.
     """
     rate = rate or form.rate
     channels = np.atleast_2d(samples)

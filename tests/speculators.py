@@ -1,7 +1,7 @@
-"""Speculators as their papers say, in torch with layers of transformers, and their checkpoints.
+"""Speculators as described in their papers, in torch with layers of transformers.
 
-Names of modules are those of the published checkpoints. Nothing is cached: each guess computes all
-tokens before it again.
+Their checkpoints have modules with the published names. Nothing is cached: each guess computes all
+earlier tokens again.
 """
 
 import json
@@ -31,10 +31,10 @@ EAGLE3_LAYERS = (2, 3, 3)
 
 
 class Reference(nn.Module):
-    """Guesses of one request. Subclasses say what a step is.
+    """Makes the guesses for one request. Subclasses define a step.
 
     Attributes:
-        positions: of its first n tokens.
+        positions: returns the positions of the first n tokens.
     """
 
     def __init__(self, target: Any) -> None:
@@ -53,17 +53,20 @@ class Reference(nn.Module):
         return self.target.lm_head(states)
 
     def keep(self, hidden: tuple[Tensor, ...]) -> Tensor:
-        """Keep the inputs of all layers and the result, [n, hidden] each."""
+        """Return the hidden states [n, hidden] that the speculator reads, chosen from the inputs of
+        all layers and the result.
+        """
         return hidden[-1]
 
     def run(self, ids: Tensor, states: Tensor) -> Tensor:
-        """Run all steps with attention over the positions before: [n], [n, hidden] -> [n,
-        hidden]"""
+        """Run a step for all tokens, with attention over the earlier positions: [n], [n, hidden] ->
+        [n, hidden].
+        """
         raise NotImplementedError
 
     @torch.no_grad()
     def logits(self, known: list[int], drafts: list[int]) -> Tensor:
-        """Return the logits of the token after the known ones and some drafts."""
+        """Return the logits of the token after the known tokens and some drafts."""
         before = torch.tensor([known[:-1]])
         positions = self.positions(len(known) - 1)[None]
         output = self.target(before, position_ids=positions, output_hidden_states=True)
@@ -79,7 +82,7 @@ class Reference(nn.Module):
         return self.head(out)[0]
 
     def attend(self, layer: nn.Module, rotary: nn.Module, x: Tensor) -> Tensor:
-        """A layer of transformers, or its attention."""
+        """Run a layer of transformers, or its attention, over all tokens."""
         positions = self.positions(len(x))[None]
         mask = torch.full((len(x), len(x)), -torch.inf).triu(1)[None, None]
         angles = rotary(x[None], positions)
@@ -88,7 +91,7 @@ class Reference(nn.Module):
 
 
 class Eagle(Reference):
-    """fc has a bias."""
+    """EAGLE, in which fc has a bias."""
 
     def __init__(self, target: Any, config: Any) -> None:
         super().__init__(target)
@@ -151,7 +154,7 @@ class Eagle3(Reference):
 
 
 class MTP(Reference):
-    """The layer is the last one of a model with one layer more."""
+    """Multi-token prediction. Its layer is stored as one more layer of the model."""
 
     is_state_first = False
 
@@ -169,7 +172,7 @@ class MTP(Reference):
 
 
 class Medusa(Reference):
-    """Two layers in each of three heads."""
+    """Medusa with three heads of two layers each."""
 
     def __init__(self, target: Any) -> None:
         super().__init__(target)
@@ -202,7 +205,7 @@ class Norm(nn.Module):
 
 
 class MLPSpeculator(Reference):
-    """Three steps, whose inner size is not the model's."""
+    """An MLP speculator with three steps, whose inner size differs from the model's."""
 
     def __init__(self, target: Any, *, is_tied: bool) -> None:
         super().__init__(target)
@@ -233,7 +236,7 @@ class MLPSpeculator(Reference):
 
 @dataclass
 class Made:
-    """A model and a speculator, both random."""
+    """A model and a speculator, both with random weights."""
 
     target: Path
     config: dict[str, Any]
@@ -286,7 +289,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def cut_last_layer(model: Path, folder: Path) -> Path:
-    """Copy a model without its last layer into a new folder: it often chooses the same tokens."""
+    """Copy a model into a new folder without its last layer. It often chooses the same tokens."""
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text())
     last = config["num_hidden_layers"] - 1
@@ -298,8 +301,9 @@ def cut_last_layer(model: Path, folder: Path) -> Path:
 
 
 def make_speculator(method: str, target: Path, folder: Path, seed: int = 5) -> Made:
-    """Make random weights for a model of `make_target`, in the layout of the published
-    checkpoints."""
+    """Make random weights for a speculator of the model of `make_target`, in the layout of the
+    published checkpoints.
+    """
     model = load_target(target)
     plain = {"hidden_size": model.config.hidden_size, "vocab_size": VOCAB_SIZE}
     is_tied = method == "mlp_speculator_tied"
@@ -335,8 +339,8 @@ def make_mtp(folder: Path, seed: int = 5, family: str = "deepseek_v3") -> Made:
     """Make a model with a layer that guesses further tokens.
 
     Args:
-        folder: where it goes.
-        seed: of the weights of the layer.
+        folder: folder of the model.
+        seed: seed of the weights of the layer.
         family: of `tests.tiny_models`, or a name of `MTP_DIALECTS`.
     """
     dialect = MTP_DIALECTS.get(family, Dialect(family))
@@ -370,7 +374,7 @@ def make_mtp(folder: Path, seed: int = 5, family: str = "deepseek_v3") -> Made:
 
 @dataclass(frozen=True)
 class Dialect:
-    """Names of a family in the checkpoint, for its layer that guesses further tokens."""
+    """The names that a family uses in checkpoints for the layer that guesses further tokens."""
 
     family: str
     """Of `tests.tiny_models`."""
@@ -396,7 +400,7 @@ def _mimo(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _qwen(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors as Qwen3-Next has them, whose norms are stored less 1."""
+    """Return the tensors as in Qwen3-Next, whose norms are stored minus 1."""
     renamed = {}
     for name, tensor in tensors.items():
         own = name.removeprefix("model.layers.3.")
@@ -458,8 +462,9 @@ MTP_DIALECTS = {
 
 
 def make_right(made: Made, *, lies: bool = False) -> None:
-    """Change both models so that the model repeats the last token for ever, and the speculator
-    knows; or `lies`: finds that token the least likely of all."""
+    """Change both models so that the model repeats the last token forever and the speculator always
+    guesses it. With `lies`, the speculator considers this token the least likely.
+    """
     own = made.config.get("model")
     unit = F.normalize(torch.randn(VOCAB_SIZE, 64, generator=torch.Generator().manual_seed(1)))
     sign = -1 if lies else 1

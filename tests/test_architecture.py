@@ -1,4 +1,4 @@
-"""The layers of pyproject.toml, read from the sources with `ast`: nothing is imported."""
+"""Test the layers of pyproject.toml, by reading the sources with `ast`: nothing is imported."""
 
 import ast
 import functools

@@ -1,4 +1,4 @@
-"""The generated pages of docs/ say what the code says, and paths that pages name exist."""
+"""Test that the generated pages of docs/ are up to date, and that paths on pages exist."""
 
 import re
 import shutil
@@ -51,15 +51,20 @@ def test_a_page_that_differs_is_named(monkeypatch, capsys, tmp_path):
 
 @cache
 def files_of_tree() -> str:
-    """Return the files and folders that pages may name, relative to the repository, one a line."""
+    """Return the files and folders that pages may name, relative to the repository, one per
+    line.
+    """
     folders = ("vllm", "gaudi_sim", "csrc", "tests", "docs", "tools", "benchmarks")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     return "\n".join([*folders, *(str(path.relative_to(ROOT)) for path in found)])
 
 
 def wrong_paths(text: str) -> list[str]:
-    """Return the paths in backticks that no file has. A path may leave out its beginning and the
-    ending .py, have `<name>` or `*` for a name, or end with a name of its module: `a/b.Name`."""
+    """Return the paths in backticks that do not exist.
+
+    A path may leave out its beginning and the ending .py, contain `<name>` or `*` for a name, or
+    end with a name of its module: `a/b.Name`.
+    """
     wrong = []
     for path in set(re.findall(r"`([\w.<>*-]+/[\w.<>*/-]*)`", text)):
         pattern = re.sub(r"<\w+>|\\\*", "[^/\n]*", re.escape(path.rstrip("/")))
@@ -115,8 +120,10 @@ def strings_of_package() -> str:
 
 
 def unknown_messages(page: str, known: str) -> list[str]:
-    """Return the messages in the first cells of a page's tables that nothing prints. In them, `...`
-    and a capital letter stand for a value."""
+    """Return the messages in the first cells of a page's tables that no code prints.
+
+    In them, `...` and a capital letter represent a value.
+    """
     unknown = []
     for cell in re.findall(r"^\| ([^|]*`[^|]*) \|", page, re.MULTILINE):
         for message in re.findall(r"`([^`]+)`", cell):

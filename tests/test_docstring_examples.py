@@ -1,4 +1,4 @@
-"""The examples in docstrings give the results that they show."""
+"""Test that the examples in docstrings give the shown results."""
 
 import doctest
 import importlib

@@ -1,4 +1,4 @@
-"""Variables of the Gaudi fork that have no effect, and those that other software reads."""
+"""Test variables of the Gaudi fork that have no effect, and variables that other software reads."""
 
 import re
 from collections import Counter
@@ -57,7 +57,7 @@ _CLAIM = re.compile(r"\b(no|not|never|nothing|neither|only|one)\b")
 
 @cache
 def sources() -> str:
-    """Return the sources of the package, without the sources of the reasons themselves."""
+    """Return the sources of the package, except the sources of the reasons themselves."""
     root = Path(vllm.__file__).parent
     paths = [path for path in root.rglob("*.py") if path.parent != root / "env"]
     return "\n".join(path.read_text() for path in paths).lower()
@@ -117,7 +117,7 @@ REASONS = dict.fromkeys(
 
 @pytest.mark.parametrize("reason", REASONS)
 def test_what_a_reason_says_of_this_version_is_so(reason):
-    """What it denies is not there, and the arguments that it names are."""
+    """Features that a reason denies do not exist, and arguments that it names exist."""
     if _CLAIM.search(reason) or reason in names_of_refused():
         (marker,) = [marker for text, marker in ABSENT.items() if reason.startswith(text)]
         assert not exists(marker), f"stale: {reason!r}, as there is {marker}"

@@ -1,4 +1,4 @@
-"""Environment variables: parsing, defaults, unknown names, and who may read them."""
+"""Test environment variables: parsing, defaults, unknown names, and which modules may read them."""
 
 import re
 from dataclasses import FrozenInstanceError, fields

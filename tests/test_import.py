@@ -1,4 +1,4 @@
-"""`import vllm` is cheap, and every public name exists."""
+"""Test that `import vllm` is fast, and that every public name exists."""
 
 import subprocess
 import sys

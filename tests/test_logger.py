@@ -1,4 +1,6 @@
-"""Log lines as a user sees them; each test is a fresh process, as configuration happens once."""
+"""Test log lines as a user sees them. Each test is a new process, because logging is configured
+once.
+"""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Messages with arrays arrive in another process as they were sent."""
+"""Test that messages with arrays arrive unchanged in another process."""
 
 import msgspec
 import numpy as np

@@ -1,4 +1,4 @@
-"""Outputs can be compared, whatever they hold."""
+"""Test comparing outputs with any content."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Every name that programs written for vLLM import is there, and does what it says."""
+"""Test that every name that programs written for vLLM import exists and works."""
 
 import gc
 import importlib
@@ -71,7 +71,7 @@ def test_every_program_can_be_run_as_a_module(module):
 
 
 def test_names_that_hold_data_load_no_torch():
-    """Programs import them beside another engine, or in a client."""
+    """Programs import these names in a client, or next to another engine."""
     light = ("vllm.lora.request", "vllm.sequence", "vllm.inputs", "vllm.assets.image", "vllm.utils")
     code = f"import sys, {', '.join(light)}; print(sorted({{'torch'}} & set(sys.modules)))"
     result = subprocess.run(

@@ -1,4 +1,5 @@
-"""Every command of the READMEs and the pages about Gaudi is planned, run, or listed as not run.
+"""Test every command of the READMEs and the pages about Gaudi: it is planned, run, or listed as not
+run.
 
 `make test` plans what starts an engine: for a simulated card, with the variables and flags as they
 stand there. `make test-exhaustive` runs what can run here, word for word. Counts on the pages are
@@ -120,7 +121,7 @@ NOT_RUN = {
 
 @dataclass(frozen=True)
 class Run:
-    """What a command prints when it runs."""
+    """The expected output of a command, and its input."""
 
     output: str
     """A pattern that its standard output has, or the file that it writes."""
@@ -212,7 +213,7 @@ RECIPES = [command for command in ENGINES if command.title]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
-    """Make folders with the config.json of the models that are not here."""
+    """Make folders with the config.json of the models that are not installed."""
     folders = {}
     for model, shape in SHAPES.items():
         folders[model] = tmp_path_factory.mktemp("model")
@@ -222,7 +223,9 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 @contextmanager
 def engine_of(command: Command, models: dict[str, Path]) -> Iterator[EngineArgs]:
-    """The arguments of a command's engine, inside with its variables and a simulated card."""
+    """Return the engine arguments of a command, in a context with its variables and a simulated
+    card.
+    """
     variables = dict(command.variables)
     if "QUANT_CONFIG" in variables:
         variables["QUANT_CONFIG"] = str(ROOT / "tests" / "seeds" / "maxabs_quant_g3.json")
@@ -259,7 +262,7 @@ def command_of(text: str) -> Command:
 
 
 def test_every_command_is_run_or_has_a_reason():
-    """Each in one way, and no way is left of a command that is no more."""
+    """Each command has exactly one entry, and no entry is left of a command that was removed."""
     ways = {key(command): [] for command in COMMANDS}
     for command in unique(COMMANDS):
         for pattern in NOT_RUN:
@@ -321,7 +324,9 @@ def table_of_recipes() -> dict[str, list[str]]:
 
 
 def num_blocks_of(command: Command) -> int:
-    """The KV blocks of a command's engine: of the table of recipes, or of the bundled model."""
+    """Return the KV blocks of a command's engine: from the table of recipes, or of the bundled
+    model.
+    """
     if command.title:
         return int(table_of_recipes()[command.title][5].replace(",", ""))
     (blocks,) = re.findall(r"# HPU blocks: (\d+)", (ROOT / BUCKETS).read_text())
@@ -387,7 +392,7 @@ def test_the_table_of_strategies_is_generated():
 
 
 def test_the_example_of_memory_is_computed(models):
-    """Llama-3.1-8B, of whose card 15.4 GiB are taken after the profiling run."""
+    """Llama-3.1-8B takes 15.4 GiB of the card before the cache is allocated."""
     rows = {row[0]: row for row in reversed(read_tables(GAUDI, "## Memory"))}
     with engine_of(RECIPES[0], models) as args:
         config = args.create_engine_config()
@@ -417,8 +422,7 @@ def test_the_example_of_memory_is_computed(models):
 
 
 def log_block(page: str, heading: str) -> list[str]:
-    """Return the lines of the first log below a heading, as patterns; none for lines that are left
-    out."""
+    """Return the lines of the first log below a heading as patterns; omitted lines are left out."""
     text = (ROOT / page).read_text().partition(f"\n{heading}\n")[2]
     (block,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)[:1]
     lines = [line for line in block.splitlines() if line != "..."]
@@ -461,7 +465,7 @@ def folder(tmp_path) -> Path:
 
 
 def environment(command: Command, folder: Path) -> dict[str, str]:
-    """As on a new machine; one with a card, simulated, for the pages about Gaudi."""
+    """Return the environment of a new machine; for the pages about Gaudi, with a simulated card."""
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("VLLM_", "PT_HPU"))}
     kept["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), kept["PATH"]))
     kept["PYTHONPATH"] = str(ROOT)
@@ -507,7 +511,7 @@ def test_a_command_runs(each, folder, models):
 @pytest.mark.exhaustive
 @needs_simulated_device
 def test_the_servers_answer_and_end(folder, models):
-    """One after the other, because all of them listen on port 8000."""
+    """They run one after another, because all of them listen on port 8000."""
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", 8000)) == 0:
             pytest.skip("another program listens on port 8000")

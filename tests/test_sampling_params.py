@@ -1,4 +1,6 @@
-"""What SamplingParams accepts, refuses and changes: one group of tests per row of the API table."""
+"""Test which values SamplingParams accepts, refuses and changes, with one group of tests per line
+of the API table.
+"""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""The columns of docs/supported_models.md say what tests run."""
+"""Test that the columns of docs/supported_models.md show what tests run."""
 
 import pytest
 

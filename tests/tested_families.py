@@ -1,4 +1,4 @@
-"""Which families each capability is tested with, read from the parameters of the tests."""
+"""Find the families with which each capability is tested, from the parameters of the tests."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,18 +15,18 @@ from tests.tiny_models import _FAMILIES
 
 @dataclass(frozen=True)
 class Proof:
-    """A test, and with which of its parameters it proves a capability.
+    """A test, and the parameters with which it proves a capability.
 
     Attributes:
         test: module:name; it has a parameter `family`.
-        where: what other parameters must be, by name.
+        where: required values of other parameters, by name.
     """
 
     test: str
     where: dict[str, Any] = field(default_factory=dict)
 
     def families(self) -> set[str]:
-        """Those that the test has as parameters, whatever its marks."""
+        """Return the families in the parameters of the test, whatever its marks."""
         module_name, _, name = self.test.partition(":")
         module = import_module(module_name)
         rows = [r for r in _rows(getattr(module, name)) if self.where.items() <= r.items()]
@@ -69,7 +69,7 @@ PROOFS: dict[str, tuple[Proof, ...]] = {
 
 @cache
 def architectures_with(capability: str) -> frozenset[str]:
-    """Return the architectures of which a tiny model with this capability is tested."""
+    """Return the architectures for which a tiny model is tested with this capability."""
     families = set().union(*(proof.families() for proof in PROOFS[capability]))
     return frozenset(_architecture(family) for family in families & _FAMILIES.keys())
 
@@ -82,7 +82,7 @@ def _rows(test: object) -> Iterator[dict[str, Any]]:
 
 
 def _cases(names: Any, cases: Any) -> Iterator[dict[str, Any]]:
-    """Those of one mark."""
+    """Yield the parameters of each case of one `parametrize` mark, by name."""
     names = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
     for case in cases:
         if isinstance(case, type(pytest.param())):

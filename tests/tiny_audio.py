@@ -22,7 +22,7 @@ PIECE = SETTINGS["chunk_length"] * RATE
 
 @dataclass(frozen=True)
 class TinyAudio:
-    """A family with sound, small."""
+    """A family with sound, and the sizes of its small model."""
 
     architecture: str
     audio: dict[str, Any]
@@ -66,8 +66,8 @@ def make_tiny_audio(family: str, folder: Path, *, seed: int = 0, **text: Any) ->
 
     Args:
         family: one of `FAMILIES`.
-        folder: created when it is not there.
-        seed: of the weights.
+        folder: folder of the model, created if it does not exist.
+        seed: seed of the weights.
         text: values of `text_config` instead of the family's.
     """
     made = FAMILIES[family]
@@ -89,7 +89,7 @@ def make_tiny_audio(family: str, folder: Path, *, seed: int = 0, **text: Any) ->
 
 @dataclass(frozen=True)
 class Expected:
-    """Greedy output of transformers."""
+    """The greedy output of transformers."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -103,9 +103,9 @@ def expected_outputs(
     """Return the greedy outputs of transformers.
 
     Args:
-        folder: of a model.
-        prompts: tokens, with the tokens of all sounds, and the sounds.
-        max_tokens: of each output.
+        folder: folder of the model.
+        prompts: tokens, including the tokens of all sounds, and the sounds.
+        max_tokens: length of each output.
     """
     config = json.loads((folder / "config.json").read_text())
     model_class = getattr(transformers, config["architectures"][0])

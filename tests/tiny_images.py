@@ -48,13 +48,13 @@ def make_tokenizer(
     merges: Sequence[tuple[str, str]] = (),
     names: dict[str, str] | None = None,
 ) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of bytes, with some more tokens.
+    """Return a tokenizer of bytes with some special tokens.
 
     Args:
-        special: tokens of images.
-        chat_image: an image in the chat template.
-        merges: of bytes, to a token each.
-        names: attributes of the tokenizer with such tokens.
+        special: special tokens of images.
+        chat_image: text for an image in the chat template.
+        merges: sequences of bytes that become one token.
+        names: attributes of the tokenizer that contain such tokens.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merged = list(map("".join, merges))
@@ -91,7 +91,7 @@ _CROPPED = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 
 
 @dataclass(frozen=True)
 class TinyImages:
-    """A family with images, small."""
+    """A family with images, and the sizes of its small model."""
 
     architecture: str
     vision: dict[str, Any]
@@ -320,8 +320,8 @@ def make_tiny_images(family: str, folder: Path, *, seed: int = 0, **text: Any) -
 
     Args:
         family: one of `FAMILIES`.
-        folder: created when it is not there.
-        seed: of the weights.
+        folder: folder of the model, created if it does not exist.
+        seed: seed of the weights.
         text: values of `text_config` instead of the family's.
     """
     made = FAMILIES[family]
@@ -388,10 +388,10 @@ def expected_outputs(
     """Return the greedy outputs of transformers.
 
     Args:
-        folder: of a model.
-        prompts: tokens, with the tokens of all images and videos, and the images.
-        videos: for each prompt, frames and their number in a second. Empty: no prompt has videos.
-        max_tokens: of each output.
+        folder: folder of the model.
+        prompts: tokens, including the tokens of all images and videos, and the images.
+        videos: for each prompt, frames and frames per second. Empty: no prompt has videos.
+        max_tokens: length of each output.
     """
     config = json.loads((folder / "config.json").read_text())
     named = config if "architectures" in config else config["text_config"]
@@ -443,11 +443,11 @@ def expected_outputs(
 
 
 def seen_tiles(token_ids: list[int], num_tiles: list[list[int]]) -> torch.Tensor:
-    """Return what Llama 3.2 Vision gets as `cross_attention_mask` [1, tokens, images, 4].
+    """Return the `cross_attention_mask` [1, tokens, images, 4] for Llama 3.2 Vision.
 
     Args:
-        token_ids: of a prompt, where the largest id is the token of an image.
-        num_tiles: of the images of one prompt.
+        token_ids: tokens of a prompt; the largest id is the token of an image.
+        num_tiles: number of tiles of each image of the prompt.
     """
     from transformers.models.mllama import processing_mllama as rules
 
@@ -457,8 +457,10 @@ def seen_tiles(token_ids: list[int], num_tiles: list[list[int]]) -> torch.Tensor
 
 
 def hide_images_before_the_first(model: Any) -> None:
-    """Let tokens before the first image read nothing, as Meta's own code does. With transformers
-    they read all images of the prompt, so that it depends on what follows it."""
+    """Hide all images from tokens before the first image, as Meta's own code does.
+
+    In transformers these tokens read all images of the prompt, so they depend on later tokens.
+    """
     for layer in model.model.language_model.layers:
         if not hasattr(layer, "cross_attn") or layer._forward_pre_hooks:
             continue

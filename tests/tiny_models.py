@@ -1,8 +1,8 @@
 """Tiny seeded checkpoints of every supported family, made with transformers.
 
 Hidden size 64, two or three layers, grouped-query attention, vocabulary of the bundled model's
-tokenizer. Weights are large enough that greedy outputs vary; every bias and norm weight is
-random too, so that one that is forgotten shows.
+tokenizer. Weights are large enough that greedy outputs vary; biases and norm weights are also
+random, so that a forgotten one is noticed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -111,7 +111,9 @@ in the rope parameters, and is then no reference where they differ."""
 
 
 def _if_known(family: str, config: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """One row, or none where this transformers is too old for the family (`make test-vendor`)."""
+    """Return one entry of the table; empty if this transformers is too old for the family (`make
+    test-vendor`).
+    """
     cls = getattr(transformers, config, None)
     return {} if cls is None else {family: (cls, arguments)}
 
@@ -689,11 +691,11 @@ changes its rotations when a request grows beyond a length, which an engine with
 
 
 def sparing(families: Iterable[str], rare: Sequence[str]) -> list[Any]:
-    """Return families as parameters of a test, of which some are for the exhaustive run.
+    """Return families as parameters of a test, some of them only for the exhaustive run.
 
     Args:
         families: the parameters.
-        rare: which of them the exhaustive run has.
+        rare: families that only the exhaustive run tests.
     """
     marks = pytest.mark.exhaustive
     return [pytest.param(f, marks=marks if f in rare else ()) for f in families]
@@ -713,7 +715,7 @@ def make_tiny_model(
     Args:
         family: one of `FAMILIES`.
         folder: created when it is not there.
-        seed: of the weights.
+        seed: seed of the weights.
         dtype: torch dtype the weights are stored in.
         overrides: values of the transformers config in place of the family's.
 
@@ -736,8 +738,9 @@ def make_tiny_model(
 
 
 def _without_initialization() -> AbstractContextManager[None]:
-    """Leave weights as they are, where transformers cannot initialize all: version 4 fails for a
-    norm without bias."""
+    """Leave weights uninitialised, because transformers 4 fails to initialise a norm without
+    bias.
+    """
     if not is_version_4():
         return nullcontext()
     from transformers.modeling_utils import no_init_weights

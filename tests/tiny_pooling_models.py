@@ -1,4 +1,6 @@
-"""Tiny seeded checkpoints of pooling models, and what transformers makes of a prompt with them."""
+"""Tiny checkpoints of pooling models with fixed seeds, and the results of transformers for a
+prompt.
+"""
 
 import json
 from collections.abc import Sequence
@@ -57,7 +59,7 @@ REWARD_MODELS = {"Qwen2ForRewardModel": 1, "Qwen2ForProcessRewardModel": 2}
 
 
 def make_pooling_model(architecture: str, folder: Path, **overrides: Any) -> Path:
-    """Write config.json and safetensors of a small random model. Returns the folder."""
+    """Write config.json and safetensors of a small random model; return the folder."""
     if architecture in REWARD_MODELS:
         return _make_reward_model(architecture, folder, REWARD_MODELS[architecture])
     create_config, values = MODELS[architecture]
@@ -82,7 +84,9 @@ def _make_reward_model(architecture: str, folder: Path, num_rewards: int) -> Pat
 
 
 def add_sentence_transformers_files(folder: Path, mode: str, *, normalize: bool = True) -> Path:
-    """modules.json and its kind, pooling by `mode`, as in `pooling_mode_<mode>`."""
+    """Write modules.json and the files that it names, with the pooling `pooling_mode_<mode>`;
+    return the folder.
+    """
     names = ["Transformer", "Pooling"] + ["Normalize"] * normalize
     modules = [
         {"idx": i, "name": str(i), "path": f"{i}_{name}" * (i > 0), "type": f"st.models.{name}"}
@@ -126,7 +130,9 @@ def class_logits(
 
 @torch.inference_mode()
 def rewards(folder: Path, architecture: str, token_ids: Sequence[int]) -> Tensor:
-    """Return the rewards [T, rewards]: the head written out, on hidden states of transformers."""
+    """Return the rewards [T, rewards], computed by the formula of the head from hidden states of
+    transformers.
+    """
     tensors = load_file(folder / "model.safetensors")
     x = hidden_states(folder, architecture, token_ids)
     x = nn.functional.linear(x, tensors["score.0.weight"], tensors["score.0.bias"]).relu()
@@ -145,11 +151,12 @@ def pair_logits(folder: Path, architecture: str, text: str, other: str) -> Tenso
 
 
 def add_tokenizer(folder: Path, *, has_types: bool = True) -> Path:
-    """A tokenizer of the words w5, w6, ...; [CLS] and [SEP] around texts, types for pairs.
+    """Add a tokenizer of the words w5, w6, ..., with [CLS] and [SEP] around texts and token types
+    for pairs.
 
     Args:
-        folder: of the model.
-        has_types: its `model_input_names` have the types, as those of BERT do.
+        folder: folder of the model.
+        has_types: `model_input_names` contains the token types, as in BERT.
     """
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     words = [*names, *(f"w{i}" for i in range(len(names), VOCAB_SIZE))]

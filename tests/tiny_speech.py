@@ -1,5 +1,6 @@
-"""Small random Whispers, complete with tokenizer, feature extractor and generation_config.json, and
-their outputs by transformers."""
+"""Small random Whisper models with tokenizer, feature extractor and generation_config.json, and
+their outputs by transformers.
+"""
 
 import json
 from collections.abc import Sequence
@@ -52,10 +53,10 @@ def make_tiny_whisper(
     """Write a small random Whisper that reads 2 s of sound.
 
     Args:
-        folder: created when it is not there.
-        seed: of the weights.
-        is_english: it knows no other language.
-        values: of config.json, instead of the usual ones.
+        folder: folder of the model, created if it does not exist.
+        seed: seed of the weights.
+        is_english: the model only supports English.
+        values: values of config.json that replace the usual ones.
     """
     tokenizer = _make_tokenizer()
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
@@ -113,8 +114,8 @@ class Reference:
     """A Whisper of transformers in float32.
 
     Args:
-        folder: of the model.
-        dtype: of its weights.
+        folder: folder of the model.
+        dtype: dtype of its weights.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -145,13 +146,13 @@ class Reference:
     def greedy(
         self, sound: np.ndarray, prompt: Sequence[int], max_tokens: int, *, begin: int | None = None
     ) -> tuple[list[int], list[float]]:
-        """Return tokens with the rules of `generate`, and the log-probability of each. The end does
-        not end them.
+        """Return tokens chosen by the rules of `generate`, and the log-probability of each. An end
+        token does not stop the output.
 
         Args:
-            sound: of the prompt.
-            prompt: its tokens.
-            max_tokens: of the output.
+            sound: sound of the prompt.
+            prompt: tokens of the prompt.
+            max_tokens: length of the output.
             begin: index of the first token that counts as output; None: the length of the prompt.
         """
         states, found, logprobs = self.states(sound), [], []
@@ -177,7 +178,7 @@ class Reference:
     def beams(
         self, sound: np.ndarray, prompt: Sequence[int], width: int, max_tokens: int
     ) -> list[tuple[list[int], float]]:
-        """Return the best outputs of this length, and the sums of their log-probabilities."""
+        """Return the best outputs of this length, and their total log-probabilities."""
         states, processors = self.states(sound), self._processors(len(prompt), prompt)
         live: list[tuple[list[int], float]] = [([], 0.0)]
         for _ in range(max_tokens):

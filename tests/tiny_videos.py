@@ -1,4 +1,4 @@
-"""Small videos, made with PyAV, whose frames tell their number."""
+"""Small videos, made with PyAV, whose frames encode their number."""
 
 import io
 from collections.abc import Sequence
@@ -31,12 +31,12 @@ def make_video(
     """Return a video of gray frames.
 
     Args:
-        name: of its format, one of `FORMATS`.
-        brightness: of each frame.
+        name: name of its format, one of `FORMATS`.
+        brightness: brightness of each frame.
         rate: frames per second.
         size: width and height.
         key_every: frames from one key frame to the next.
-        last_s: when the last frame is shown; None: as the rate says.
+        last_s: time of the last frame in seconds; None: by the rate.
     """
     import av
 
@@ -68,14 +68,14 @@ def draw_frames(
 
 
 def expected_patches(processor: Any, frames: NDArray[np.uint8]) -> tuple[torch.Tensor, list[int]]:
-    """Return the pixels of a video as transformers has them, and their grid.
+    """Return the pixels of a video as in transformers, and their grid.
 
-    Its video processors need torchvision, which is missing in many installations. Its image
+    The video processors of transformers need torchvision, which is often missing. Its image
     processors repeat an image for all frames of a patch. So each frame of a patch is taken from the
     patches of an image.
 
     Args:
-        processor: of images; resizes each frame alike.
+        processor: image processor, which resizes each frame alike.
         frames: [n, H, W, 3].
     """
     each = [

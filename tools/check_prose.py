@@ -78,7 +78,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """A habit to avoid, and what to write instead."""
+    """A rule of the glossary: how to find a habit, and what to write instead."""
 
     id: str
     better: str
@@ -103,7 +103,7 @@ class Glossary:
 
     @cached_property
     def rules(self) -> list[Rule]:
-        """All rules about texts of files."""
+        """The rules for texts of files, which are all but those for commits."""
         return [
             *map(_term_rule, self.terms),
             Rule(
@@ -115,7 +115,7 @@ class Glossary:
         ]
 
     def is_imperative(self, text: str) -> bool:
-        """Whether a text begins with a verb of the list; `Copy of` is a noun."""
+        """Return whether a text begins with a verb of the list; `Copy of` is a noun."""
         words = text.split()[:2]
         first = words[0].rstrip(",:.").lower() if words else ""
         return first in self._verbs and words[1:] != ["of"]
@@ -345,7 +345,7 @@ def main() -> int:
 
 
 def _check(root: Path, glossary: Glossary, findings: list[Finding], baseline: Counts) -> int:
-    """Report what has risen above the baseline, and commits with a wrong subject."""
+    """Report counts that have risen above the baseline, and commits with a wrong subject."""
     now = count(findings)
     bad = risen(now, baseline)
     lines = []

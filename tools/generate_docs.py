@@ -42,7 +42,7 @@ _NOTE = "<!-- Written by tools/generate_docs.py. Change the code it reads, then 
 
 
 def env_variables() -> Iterator[str]:
-    """The page about environment variables."""
+    """Write the page about environment variables."""
     yield _NOTE
     yield "# Environment variables"
     yield ""
@@ -111,7 +111,7 @@ def _env_default(field: "Field[object]") -> str:
 
 
 def engine_arguments() -> Iterator[str]:
-    """The page about engine arguments."""
+    """Write the page about engine arguments."""
     yield _NOTE
     yield "# Engine arguments"
     yield ""
@@ -136,7 +136,7 @@ def engine_arguments() -> Iterator[str]:
 
 
 def server_arguments() -> Iterator[str]:
-    """The page about flags of the server."""
+    """Write the page about flags of the server."""
     yield _NOTE
     yield "# Server arguments"
     yield ""
@@ -158,7 +158,7 @@ def server_arguments() -> Iterator[str]:
 
 
 def compatibility() -> Iterator[str]:
-    """The page about what documents of vLLM on Gaudi say."""
+    """Write the page about the documented features of vLLM on Gaudi."""
     yield _NOTE
     yield from compatibility_lines()
 
@@ -246,7 +246,7 @@ _TESTED = {
 
 
 def supported_models() -> Iterator[str]:
-    """The page about architectures."""
+    """Write the page about supported architectures."""
     yield _NOTE
     yield "# Supported models"
     yield ""
@@ -321,7 +321,7 @@ def supported_models() -> Iterator[str]:
 
 
 def glossary() -> Iterator[str]:
-    """Write the page about the words of this project."""
+    """Write the glossary."""
     yield _NOTE
     yield "# Glossary"
     yield ""
@@ -444,7 +444,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
 
 
 def main() -> int:
-    """Write or check every page; returns the exit code."""
+    """Write or check every page, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--folder", type=Path, default=ROOT / "docs", help="default: docs")

@@ -18,7 +18,7 @@ else:
 
 @dataclass(frozen=True)
 class Layer:
-    """Modules of one layer, with all that they contain.
+    """The modules of one layer; a package includes its submodules.
 
     Attributes:
         modules: their full names.
@@ -31,7 +31,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Layers:
-    """One contract.
+    """A contract of import-linter: the layers of a package.
 
     Attributes:
         container: the package that it divides.

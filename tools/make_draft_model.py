@@ -34,7 +34,7 @@ FOR_CHECKS = 16
 
 
 def read_blocks(folder: Path, pattern: str, tokenizer_file: Path) -> torch.Tensor:
-    """[n, BLOCK] texts in pieces, in an order that does not depend on the machine."""
+    """Read the tokens of texts as pieces [n, BLOCK], in the same order on every machine."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file))
     token_ids: list[int] = []
     paths = [path for path in folder.rglob(pattern) if "test" not in str(path)]
@@ -51,7 +51,7 @@ def read_blocks(folder: Path, pattern: str, tokenizer_file: Path) -> torch.Tenso
 
 
 def keep_layers(model: PreTrainedModel, layers: list[int], folder: str) -> PreTrainedModel:
-    """The model with only these layers, in the order given."""
+    """Load a copy of a model that has only these layers, in this order."""
     num_layers = len(model.model.layers)
     if not layers or not all(0 <= layer < num_layers for layer in layers):
         raise SystemExit(f"--layers {layers}: the model has the layers 0 to {num_layers - 1}")
@@ -65,7 +65,7 @@ def keep_layers(model: PreTrainedModel, layers: list[int], folder: str) -> PreTr
 
 @torch.no_grad()
 def agreement(model: PreTrainedModel, draft: PreTrainedModel, blocks: torch.Tensor) -> float:
-    """Share of tokens at which both have the same likeliest token."""
+    """Return how often both models have the same likeliest next token, from 0 to 1."""
     theirs, ours = model(blocks).logits.argmax(-1), draft(blocks).logits.argmax(-1)
     return (theirs == ours).float().mean().item()
 

@@ -52,7 +52,7 @@ SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 
 
 def parts_of(weight: Tensor, arguments: QuantizationArgs) -> Tensor:
-    """The numbers that share a scale, in the last dimension."""
+    """Return a weight so that its last dimension has the elements that share a scale."""
     if arguments.strategy == "tensor":
         return weight.reshape(1, -1)
     if arguments.strategy == "channel":
@@ -65,7 +65,7 @@ def parts_of(weight: Tensor, arguments: QuantizationArgs) -> Tensor:
 
 
 def stored(weights: dict[str, Any], inputs: dict[str, Any] | None) -> tuple[dict[str, Tensor], Any]:
-    """The tensors of a layer and its dequantized weight, and the settings."""
+    """Quantize a layer; return its tensors, with the dequantized weight, and its settings."""
     torch.manual_seed(0)
     layer = nn.Linear(NUM_IN, NUM_OUT, bias=False)
     layer.weight.data = torch.randn(NUM_OUT, NUM_IN) * 0.1
@@ -94,8 +94,10 @@ def stored(weights: dict[str, Any], inputs: dict[str, Any] | None) -> tuple[dict
 
 
 def without_init(*names: str) -> None:
-    """Make packages that are not run as they are imported: what they import takes no part in
-    packing, and is not installed."""
+    """Replace packages by empty ones, so that importing their modules does not run `__init__`.
+
+    The imports of `__init__` are not needed to pack weights, and are not installed.
+    """
     for name in names:
         package = types.ModuleType(name)
         root = importlib.util.find_spec(name.partition(".")[0])
@@ -109,14 +111,16 @@ def without_init(*names: str) -> None:
 def rounded(
     num_out: int, bits: int, groups: Tensor, is_symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight whose numbers are some of those of their groups, with scales and zero points
-    [out, G].
+    """Make a weight whose elements have exact quantized values.
 
     Args:
-        num_out: output features.
-        bits: of a number.
-        groups: of each input.
+        num_out: number of output features.
+        bits: bits of a quantized element.
+        groups: [in] group of each input feature.
         is_symmetric: whether all zero points are half of the range.
+
+    Returns:
+        The weight [out, in], and scales and zero points [out, number of groups].
     """
     torch.manual_seed(0)
     shape = num_out, int(groups.max()) + 1
@@ -129,12 +133,12 @@ def rounded(
 
 
 def groups_of(size: int) -> Tensor:
-    """[in] neighbours."""
+    """Return the group of each input [in], for groups of `size` adjacent inputs."""
     return (torch.arange(NUM_IN) // size).int()
 
 
 def by_autogptq() -> dict[str, tuple[dict[str, Tensor], Any]]:
-    """Layers of AutoGPTQ."""
+    """Make layers with AutoGPTQ."""
     without_init("auto_gptq", "auto_gptq.nn_modules", "auto_gptq.nn_modules.qlinear")
     library = importlib.import_module("auto_gptq.nn_modules.qlinear.qlinear_cuda")
     made = {}
@@ -165,7 +169,7 @@ def by_autogptq() -> dict[str, tuple[dict[str, Tensor], Any]]:
 
 
 def by_autoawq() -> dict[str, tuple[dict[str, Tensor], Any]]:
-    """Layers of AutoAWQ."""
+    """Make layers with AutoAWQ."""
     without_init("awq", "awq.modules", "awq.modules.linear", "awq.utils")
     gemm = importlib.import_module("awq.modules.linear.gemm")
     packing = importlib.import_module("awq.utils.packing_utils")
@@ -184,12 +188,12 @@ def by_autoawq() -> dict[str, tuple[dict[str, Tensor], Any]]:
 
 
 def by_compressed_tensors() -> dict[str, tuple[dict[str, Tensor], Any]]:
-    """Layers of compressed-tensors."""
+    """Make layers with compressed-tensors."""
     return {name: stored(*arguments) for name, arguments in SCHEMES.items()}
 
 
 def main(folder: str) -> None:
-    """Write the files."""
+    """Write a checkpoint for each library."""
     for make in (by_compressed_tensors, by_autogptq, by_autoawq):
         tensors: dict[str, Tensor] = {}
         settings: dict[str, str] = {}

@@ -113,7 +113,7 @@ def read_sources(root: Path, package: str = "vllm") -> dict[str, str]:
 
 
 def parse(source: str) -> list[ast.AST]:
-    """Return the nodes of a source."""
+    """Parse a source file and return its syntax tree."""
     return list(ast.walk(ast.parse(source)))
 
 

@@ -48,7 +48,7 @@ def _children(pid: str) -> list[str]:
 
 
 class CpuTimes:
-    """Measures tests and fixtures.
+    """Measure the processor time of tests and fixtures.
 
     Attributes:
         tests: seconds of each test, by its id.

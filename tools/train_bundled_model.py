@@ -289,7 +289,7 @@ def make_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
 
 
 def learning_rate(peak: float, progress: float) -> float:
-    """Linear warm-up, then a cosine down to zero at progress 1."""
+    """Return the learning rate: a linear warm-up, then a cosine that reaches 0 at progress 1."""
     if progress < WARMUP:
         return peak * (0.05 + 0.95 * progress / WARMUP)
     return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - WARMUP) / (1 - WARMUP))))
@@ -297,7 +297,7 @@ def learning_rate(peak: float, progress: float) -> float:
 
 @dataclass
 class Stage:
-    """What the model card reports about one run; a model may have gone through several."""
+    """Figures of one training run for the model card; a model may have had several runs."""
 
     options: str
     steps: int = 0
@@ -424,7 +424,7 @@ class Score:
 
 @torch.inference_mode()
 def token_losses(model: LlamaForCausalLM, ids: list[int]) -> list[float]:
-    """Loss of every token but the first, in windows of LONG_BLOCK that do not overlap."""
+    """Return the loss of every token but the first, in windows of LONG_BLOCK without overlap."""
     losses: list[float] = []
     for start in range(0, len(ids) - 1, LONG_BLOCK):
         window = torch.tensor([ids[start : start + LONG_BLOCK + 1]])

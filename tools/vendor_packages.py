@@ -1,4 +1,4 @@
-"""Keeps the packages of a Gaudi image as they are while others are installed beside them.
+"""Keep the packages of a Gaudi image unchanged while other packages are installed.
 
     python tools/vendor_packages.py write FILE    what is installed now, as pip constraints
     python tools/vendor_packages.py check FILE    fail if one of them is no longer what FILE says
@@ -33,7 +33,7 @@ _TRITON_RANGE = runpy.run_path(
 
 
 def installed() -> dict[str, str]:
-    """Normalised name -> version, of everything that this Python finds."""
+    """Return the installed packages of this Python: normalised name -> version."""
     found: dict[str, str] = {}
     for distribution in distributions():
         name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"]).lower()
@@ -42,7 +42,7 @@ def installed() -> dict[str, str]:
 
 
 def constraints(packages: dict[str, str]) -> list[str]:
-    """Exact pins of the vendor's packages, the major version of numpy, and the range of triton.
+    """Return exact pins of the vendor's packages, and ranges of versions of numpy and triton.
 
     Numpy: compiled packages of the image only work with the major version they were built for.
     Triton: where the image has none, one that fits its torch.
@@ -69,7 +69,7 @@ def _pins(packages: dict[str, str]) -> list[str]:
 
 
 def changes(wanted: Sequence[str], packages: dict[str, str]) -> list[str]:
-    """What differs from the constraints, one text per package."""
+    """Return a message for each package that does not fit the constraints."""
     now = _pins(packages)
     return [
         f"{line} is now {packages.get(re.split('[=<>]', line)[0], 'gone')}"
@@ -79,7 +79,7 @@ def changes(wanted: Sequence[str], packages: dict[str, str]) -> list[str]:
 
 
 def _is_in_range(line: str, triton: str | None) -> bool:
-    """True for a line with a range of triton that this one, or none, keeps to."""
+    """Return whether a constraint is a range of triton that the installed triton, if any, is in."""
     bounds = re.fullmatch(r"triton>=([\d.]+),<([\d.]+)", line)
     if bounds is None or triton is None:
         return bounds is not None
@@ -92,7 +92,7 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write or check; returns the exit code."""
+    """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("action", choices=("write", "check"))
     parser.add_argument("file", type=Path)

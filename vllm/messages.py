@@ -138,17 +138,17 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def start(self) -> int:
-        """Index of the first token that depends on it directly."""
+        """Index of the first token that depends on the item directly."""
         return self.seen_by[0] if self.num_states else self.runs[0][0]
 
     @property
     def end(self) -> int:
-        """Index after the last token that depends on it directly."""
+        """Index after the last token that depends on the item directly."""
         return self.seen_by[1] if self.num_states else sum(self.runs[-1])
 
     @property
     def num_embeddings(self) -> int:
-        """Number of embeddings, or hidden states, that the encoder computes for it."""
+        """Number of embeddings, or hidden states, that the encoder computes for the item."""
         return self.num_states or sum(count for _, count in self.runs)
 
 
@@ -188,7 +188,7 @@ class OutputRules(msgspec.Struct, frozen=True, kw_only=True):
     written: tuple[int, ...] = ()
     """Tokens at the end of the prompt that count as the beginning of the output."""
     never: tuple[int, ...] = ()
-    """Tokens that no output has."""
+    """Tokens that no output may have."""
     not_first: tuple[int, ...] = ()
     """Tokens that are not the first of an output."""
     end: int = 0
@@ -520,7 +520,7 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     num_loaded_bytes: int = 0
     """Bytes of blocks written into the KV cache."""
     num_saved_bytes: int = 0
-    """Bytes of blocks read out of it."""
+    """Bytes of blocks read out of the KV cache."""
 
 
 class MediaStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -538,7 +538,7 @@ class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: int = 0
     """Number of times that a request had drafts in a step."""
     num_draft_tokens: int = 0
-    """Drafts in all."""
+    """Number of draft tokens."""
     accepted: tuple[int, ...] = ()
     """Accepted drafts, by position: the first drafts of all requests, the second ones, and so
     on."""
@@ -553,9 +553,10 @@ class WarmUpStats(msgspec.Struct, frozen=True, kw_only=True):
     num_warm: int = 0
     """Buckets in use."""
     num_wanted: int = 0
-    """Buckets there will be; 0: all were warmed up before the first request, or there are none."""
+    """Number of buckets when the warm-up is complete; 0: all were warmed up before the first
+    request, or there are none."""
     seconds_left: float | None = None
-    """Until nothing is left, at the present load; None: unknown."""
+    """Seconds until the warm-up is complete, at the present load; None: unknown."""
     longest_delay_s: float = 0.0
     """The longest time for which a step of the engine has waited for the warm-up."""
     padded_share: float | None = None

@@ -445,7 +445,8 @@ _USUAL_NUMBERS = tuple(
     )
     for name, number in NUMBERS.items()
 )
-"""Name, type, least and largest value, whether None is accepted: of what needs no further look."""
+"""Name, type, least and largest value, and whether None is accepted, of numbers without further
+rules."""
 _BOOLS = tuple(field.name for field in msgspec.structs.fields(SamplingParams) if field.type is bool)
 
 

@@ -48,15 +48,15 @@ _Result = TypeVar("_Result")
 
 
 class ClientLeftError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has closed the connection, so nobody waits for the answer."""
 
 
 class Router:
-    """Passes requests on.
+    """Pass each request to a prefill server, then to a decode server.
 
     Args:
         prefill, decode: addresses of the servers, at least one of each.
-        prefill_timeout_s: for a prompt to be computed ahead.
+        prefill_timeout_s: the time that a prefill server may take for a prompt, in seconds.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Router:
         )
 
     async def handle(self, request: Request) -> Response:
-        """Send a request to a server of each kind, and return the answer of the second."""
+        """Send a request to a prefill server, then to a decode server, whose answer is returned."""
         body, path = await request.body(), request.url.path
         headers = [
             (name, value) for name, value in request.headers.items() if name not in OF_A_CONNECTION
@@ -106,7 +106,10 @@ class Router:
     async def _ask(
         self, request: Request, body: bytes, headers: list[tuple[str, str]]
     ) -> httpx.Response:
-        """The beginning of the answer of the first decode server that accepts a connection."""
+        """Send a request to the first decode server that accepts a connection.
+
+        Returns the answer; its body has not been read.
+        """
         query = f"?{request.url.query}" if request.url.query else ""
         for number in range(len(self._decode)):
             address = _next(self._decode)
@@ -146,22 +149,24 @@ class Router:
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """Closes the connections at the end."""
+        """Close the connections to the servers when the router stops."""
         async with self._client:
             yield
 
 
 def _next(addresses: list[str]) -> str:
-    """The server whose turn it is, which is the last of all from now on."""
+    """Return the server whose turn it is, and move it to the end of the list."""
     addresses.append(addresses.pop(0))
     return addresses[-1]
 
 
 async def _unless_left(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """The result of some work, which is cancelled when the client leaves. The body was read.
+    """Await some work and return its result; cancel it when the client disconnects.
+
+    The body of the request must have been read.
 
     Raises:
-        ClientLeftError: it has left.
+        ClientLeftError: the client has disconnected.
     """
     task, left = asyncio.create_task(work), asyncio.create_task(_left(request))
     try:

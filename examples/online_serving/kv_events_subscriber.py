@@ -20,13 +20,13 @@ decode = msgspec.msgpack.Decoder(KVEventBatch).decode
 
 
 class Blocks:
-    """What the server holds: hash of a block -> its tokens."""
+    """The cached blocks of the server: hash of a block -> its tokens."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
 
     def follow(self, batch: KVEventBatch) -> None:
-        """Take in one batch."""
+        """Apply the events of one batch."""
         for event in batch.events:
             if isinstance(event, BlockStored):
                 size = event.block_size

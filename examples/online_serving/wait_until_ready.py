@@ -8,7 +8,7 @@ import urllib.request
 
 
 def read_state(url: str) -> dict[str, object] | None:
-    """What /readyz says; None while nobody listens."""
+    """Return the answer of /readyz, or None while no server listens."""
     try:
         with urllib.request.urlopen(url, timeout=5) as response:
             return json.load(response)

@@ -1,6 +1,6 @@
-"""The arguments of an operator as leaves in lists, tuples and dicts.
+"""Read and replace the leaves of an operator's arguments, in lists, tuples and dicts.
 
-`torch.utils._pytree` does this for any container, but takes longer than a small operator.
+`torch.utils._pytree` supports any container, but takes longer than a small operator.
 """
 
 from collections.abc import Callable

@@ -114,9 +114,10 @@ class SimulatedCard:
         """Recipes are launched, and take time and memory, but the results are zeros: nobody reads
         them."""
         self.signatures: dict[Hashable, Signature] = {}
-        """What `sim_device` has seen so far, by operator and kinds of operands."""
+        """Results of `sim_device` so far, by operator and kinds of operands."""
         self.results: dict[Hashable, Results | None] = {}
-        """As far as `sim_execute` knows them without computing, by what they depend on."""
+        """Results that `sim_execute` knows without computing, by the properties that they depend
+        on."""
         self._step: list[Signature] = []  # operations recorded since the last flush
         self._recipes_seen: list[Recipe] | None = None
         self._recipes: set[Hashable] = set()

@@ -111,7 +111,7 @@ class CopiedWrite:
     """An input that is copied as a whole because of a write to it."""
 
     node: fx.Node
-    """The copy back."""
+    """Node that copies the new value to the input."""
     reason: str
 
     @property

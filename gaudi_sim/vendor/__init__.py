@@ -75,7 +75,9 @@ _FINDER = _Finder()
 
 
 def _is_ours(name: str) -> bool:
-    """Return whether a module belongs to the simulation; False below a really installed package."""
+    """Return whether a module belongs to the simulation. False for a submodule of a real package
+    that is installed.
+    """
     root = sys.modules.get(_ROOT)
     return name == _ROOT or isinstance(getattr(root, "__loader__", None), _Loader)
 

@@ -1,4 +1,6 @@
-"""Pictures and sounds of examples: packaged, one's own, and what is said when there is none."""
+"""Test example images and sounds: the packaged ones, a user's own files, and the error if a file is
+missing.
+"""
 
 import struct
 import sys
@@ -63,7 +65,7 @@ def test_a_sound_is_read_as_samples_and_their_rate(own_folder):
 
 
 class FakeCapture:
-    """A video of five frames of one pixel; frame i has blue i."""
+    """A video of five frames with one pixel each; frame i has the blue value i."""
 
     def __init__(self, path):
         self.frames = [np.array([[[i, 7, 9]]], np.uint8) for i in range(5)]

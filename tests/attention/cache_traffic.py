@@ -1,4 +1,4 @@
-"""Bytes that the operators of a launch move to and from the KV cache."""
+"""Count the bytes that the operators of a forward pass move to and from the KV cache."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class CacheTraffic(TorchDispatchMode):
-    """Counts them, as if no operator were fused with another one.
+    """Count the bytes as if no operator were fused with another one.
 
-    What an operator reads of a cache, and of a copy of one, counts, and so does a copy that it
-    makes of one: the result of any but a product.
+    It counts the reads of a cache and of copies of it. The result of an operator that reads the
+    cache counts as such a copy, unless it is the result of a matmul.
 
     Attributes:
         read_bytes, written_bytes: so far.

@@ -1,4 +1,4 @@
-"""Padded launches over a random cache, for the tests of this folder."""
+"""Padded forward passes over a random cache, for the tests of this folder."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +17,11 @@ else."""
 
 @dataclass
 class Cache:
-    """Keys and values of some requests in shuffled blocks. All that belongs to no token is NaN in
-    keys and huge in values, the null block too, so that reading it shows."""
+    """Keys and values of some requests in shuffled blocks.
+
+    Slots without a token, including the null block, have NaN as keys and huge values, so that a
+    test notices if they are read.
+    """
 
     keys: Tensor
     """[num_blocks, S, G, D]"""
@@ -32,18 +35,19 @@ class Cache:
 
     @property
     def flat(self) -> tuple[Tensor, Tensor]:
-        """Keys and values as HPU has them, in the same memory."""
+        """Keys and values in the layout of HPU, as views of the same memory."""
         return flat(self.keys), flat(self.values)
 
 
 def flat(cache: Tensor) -> Tensor:
-    """[num_blocks, S, ...] -> [num_blocks * S, ...]"""
+    """Merge the first two dimensions: [num_blocks, S, ...] -> [num_blocks * S, ...]."""
     return cache.view(-1, *cache.shape[2:])
 
 
 def padded_caches(keys: Tensor, values: Tensor, num_blocks: int) -> list[Tensor]:
-    """Return the caches with unused blocks behind them, as the caches of one bucket have one
-    size."""
+    """Return the caches with unused blocks after their own ones, because all caches of a bucket
+    have the same size.
+    """
     shape = (num_blocks - len(keys), *keys.shape[1:])
     return [
         torch.cat((x, x.new_full(shape, unused)))
@@ -59,7 +63,9 @@ def random_cache(
     dtype: torch.dtype = torch.float32,
     shared_blocks: int = 0,
 ) -> Cache:
-    """A cache; the first `shared_blocks` blocks of every request are those of the longest."""
+    """Make a random cache. All requests share the first `shared_blocks` blocks of the longest
+    request.
+    """
     lengths = np.array(seq_lens, np.int32)
     max_blocks = max(1, -(-int(lengths.max()) // block_size))
     num_blocks = len(seq_lens) * max_blocks + 3
@@ -82,7 +88,9 @@ def random_cache(
 
 
 class StaticOnly(TorchDispatchMode):
-    """Fails on all that reads a tensor on the host, or has a shape that depends on content."""
+    """Fails on every operator that reads a tensor on the host, or whose result has a shape that
+    depends on values.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,4 +1,6 @@
-"""Options and tensors of attention layers by one table of names, as tests list them."""
+"""Split one dictionary of options and tensors, as tests list them, into those for layers and those
+for operators.
+"""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -10,12 +12,12 @@ _OPTIONS = {field.name for field in fields(AttentionOptions)}
 
 
 def split_options(given: Mapping[str, Any]) -> tuple[AttentionOptions, dict[str, Any]]:
-    """Return the options among what is given, and the rest."""
+    """Return the attention options in the dictionary, and the remaining entries."""
     rest = {name: value for name, value in given.items() if name not in _OPTIONS}
     return AttentionOptions(**{name: given[name] for name in _OPTIONS & set(given)}), rest
 
 
 def operator_options(**given: Any) -> tuple[AttentionOptions, AttentionTensors]:
-    """Return what operators of attention take of what is given."""
+    """Return the entries that attention operators accept."""
     options, rest = split_options(given)
     return options, AttentionTensors(**rest)

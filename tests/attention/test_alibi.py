@@ -1,4 +1,6 @@
-"""ALiBi from slopes to outputs: a prompt and the decodes after it are one attention."""
+"""Test ALiBi from the slopes to the outputs: a prompt and the decodes after it give the same as one
+pass.
+"""
 
 import numpy as np
 import pytest
@@ -48,7 +50,9 @@ def test_no_heads_have_no_slopes():
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("num_heads", [4, 6])
 def test_decode_continues_what_a_prompt_began(num_heads, window):
-    """Two chunks of a prompt and its last tokens one by one equal the prompt in one piece."""
+    """Two chunks of a prompt, and then its last tokens one by one, give the same as the prompt in
+    one piece.
+    """
     torch.manual_seed(0)
     length, slopes, options = 43, alibi_slopes(num_heads), AttentionOptions(0.25, window)
     query = torch.randn(1, length, num_heads, 16)
@@ -163,7 +167,7 @@ def test_layers_with_slopes_of_their_own_are_refused():
 
 
 def test_random_caches_of_alibi_rows_do_not_see_each_other():
-    """The same row alone and among others."""
+    """A request gives the same result in a batch of its own and in a batch with others."""
     torch.manual_seed(0)
     cache, slopes = random_cache([40, 7, 130]), alibi_slopes(4)
     query, new = torch.randn(3, 4, 16), torch.randn(2, 3, 2, 16)

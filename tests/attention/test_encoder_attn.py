@@ -1,4 +1,4 @@
-"""Attention in both directions: prompts of a launch do not see each other."""
+"""Test attention in both directions: the prompts of a forward pass do not see each other."""
 
 import itertools
 
@@ -21,7 +21,9 @@ def operators(request):
 
 
 def attend(lens, dtype):
-    """Queries, keys and values of prompts, and what attends to them together."""
+    """Return queries, keys and values of random prompts, and a function that computes their
+    attention in one forward pass.
+    """
     torch.manual_seed(0)
     layer, num_tokens = EncoderAttention(2, 8), sum(lens)
     bind_prompt_caches(layer, num_tokens, len(lens), dtype)

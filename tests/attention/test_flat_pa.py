@@ -1,4 +1,4 @@
-"""Flat paged attention against the torch reference of the operators."""
+"""Test flat paged attention against the torch reference of the operators."""
 
 import numpy as np
 import pytest
@@ -135,7 +135,9 @@ def test_agrees_with_reference(
 @pytest.mark.parametrize("is_list_cut", [True, False])
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 100, 5000])
 def test_sliding_window(window, is_list_cut, is_contiguous, mode):
-    """The window holds to the token, whether or not the list has the blocks before it."""
+    """The window is exact to the token, whether or not the block list contains the blocks before
+    it.
+    """
     cache = random_cache([1, 15, 16, 17, 31, 64, 250])
     query = random_query(cache, 4)
     launch = decode_launch(cache, is_contiguous, window if is_list_cut else None)
@@ -158,7 +160,9 @@ def test_blocks_shared_by_several_rows(window, is_contiguous):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("factor", [1.0, 30.0, 1e4, 1e30])
 def test_blocks_and_rows_with_very_different_scores(factor, mode, is_contiguous):
-    """One row's scores are all far below those of another, and blocks of one row far apart."""
+    """All scores of one request are far below the scores of another, and so are the blocks of one
+    request.
+    """
     cache = random_cache([400, 390, 30, 20])
     sign = torch.tensor([1.0, -1.0])
     for row in range(4):
@@ -178,7 +182,7 @@ def test_blocks_and_rows_with_very_different_scores(factor, mode, is_contiguous)
 
 
 def test_block_far_below_the_maximum_adds_nothing():
-    """The only block of row 1 would underflow under the maximum of row 0."""
+    """Relative to the maximum of request 0, the scores of request 1 would underflow."""
     cache = random_cache([16, 16], num_kv_heads=1)
     first, second = cache.tables[0, 0], cache.tables[1, 0]
     cache.keys[first], cache.keys[second] = 100.0, -100.0
@@ -190,7 +194,7 @@ def test_block_far_below_the_maximum_adds_nothing():
 
 
 def test_worked_example_with_two_rows():
-    """q 1 and 2; the numbers of the specification."""
+    """The example of the specification, with the queries 1 and 2."""
     keys = torch.tensor([[NAN, NAN], [1, 2], [3, 9.9], [0.5, 7]]).view(4, 2, 1, 1)
     values = torch.tensor([[HUGE, HUGE], [10, 20], [30, 99], [5, 77]]).view(4, 2, 1, 1)
     cache = Cache(keys, values, np.array([[1, 2], [3, 0]]), np.array([3, 1]))
@@ -222,7 +226,7 @@ def test_alibi(is_contiguous):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_launch_of_padding_alone_is_zero(mode):
-    """A warm-up runs such a batch."""
+    """The warm-up runs batches that contain only padding."""
     cache = random_cache([0, 0])
     query = random_query(cache, 4)
     got = flat(query, cache, decode_launch(cache, False), mode=mode)
@@ -241,7 +245,7 @@ def test_slice_beyond_the_cache_is_refused():
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
 def test_new_tokens_are_stored_and_seen(is_contiguous, dtype):
-    """Steps of a decode through the entry of the layer; padding goes to the null block."""
+    """Run steps of a decode through the layer; padding is written to the null block."""
     cache = random_cache([15, 16, 0, 40], dtype=dtype)
     mirror = Cache(cache.keys.clone(), cache.values.clone(), cache.tables, cache.seq_lens)
     before = cache.keys.clone()
@@ -264,7 +268,9 @@ def test_new_tokens_are_stored_and_seen(is_contiguous, dtype):
 
 @pytest.mark.parametrize(("is_contiguous", "factor"), [(True, 1), (False, 3)])
 def test_a_decode_reads_keys_and_values_once_and_writes_one_token(is_contiguous, factor):
-    """A gather writes what it reads, and that is read again."""
+    """A gather reads the blocks, writes a copy, and reads the copy again; a slice reads the blocks
+    once.
+    """
     lengths, num_kv_heads = np.full(4, 8 * 16, np.int32), 4
     cache = random_cache(lengths.tolist(), num_kv_heads)
     tables = np.arange(1, 33, dtype=np.int32).reshape(4, 8)
@@ -286,8 +292,10 @@ def test_a_decode_reads_keys_and_values_once_and_writes_one_token(is_contiguous,
 
 @pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
 def test_values_that_are_not_finite_stay_with_their_token(is_contiguous):
-    """They are stored as 0, and the keys as they are. Whoever has the block next does not see
-    either; whoever computes with the token does."""
+    """Values that are not finite are stored as 0, and keys unchanged.
+
+    A later request that gets the block is not affected, but the request with this token is.
+    """
     cache = random_cache([20, 40])
     launch = decode_launch(cache, is_contiguous)
     slots = int(cache.tables[0, 1]) * 16 + torch.arange(16)
@@ -344,7 +352,7 @@ def test_nothing_happens_on_the_host_and_shapes_are_static():
 
 
 def test_runs_without_content():
-    """On the meta device: no operator depends on the values of a tensor."""
+    """It runs on the meta device, so no operator depends on the values of a tensor."""
     cache, options = random_cache([15, 40], shared_blocks=1), AttentionOptions(SCALE, 20)
     for is_contiguous in (True, False):
         on_cpu = decode_launch(cache, is_contiguous)
@@ -383,7 +391,9 @@ def test_one_graph_of_a_bucket_serves_every_step(mode):
 @pytest.mark.parametrize("window", [None, 1, 17])
 @pytest.mark.parametrize("has_slopes", [False, True])
 def test_several_tokens_of_a_row_see_what_each_sees_alone(has_slopes, window, is_contiguous, mode):
-    """Drafts: the last tokens of a row, fewer of some rows, at both sides of a block's edge."""
+    """Decode the last tokens of each request together, as for drafts: some requests have fewer
+    tokens, and some cross the edge of a block.
+    """
     query_len, num_padded = 4, 2
     counts = np.array([4, 1, 3, 2, 4], np.int32)
     cache = random_cache([4, 16, 18, 33, 100])
@@ -433,7 +443,9 @@ def test_several_tokens_of_a_row_see_what_each_sees_alone(has_slopes, window, is
 @pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_values_that_are_the_first_numbers_of_the_keys(is_contiguous, dtype):
-    """The cache of latent attention. What is stored of a token is finite where it is a value."""
+    """In a latent cache the values are the first elements of the keys. The stored elements that are
+    values are made finite.
+    """
     cache, value_size = random_cache([70, 1, 33], 1, HEAD_SIZE, 16, dtype), 12
     cache.keys.nan_to_num_(0.0)
     key_cache, _ = cache.flat

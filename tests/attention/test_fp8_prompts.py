@@ -1,4 +1,4 @@
-"""Prompts that attend in fp8 on the simulated card, against float32 on the host."""
+"""Test prompt attention in FP8 on the simulated card against float32 on the host."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ def ops():
 
 
 def attend(device: str, kernel, context: int, cached: torch.dtype, is_measured=True, **options):
-    """Return what a prefill gives for the real tokens, in float32."""
+    """Return the result of a prefill for the real tokens, in float32."""
     torch.manual_seed(0)
     contexts = np.full(len(LENS), context, np.int32)
     cache = random_cache((contexts + LENS).tolist(), KV_HEADS, HEAD_SIZE, BLOCK_SIZE)

@@ -1,5 +1,6 @@
-"""Sliding windows and sinks of prompts on the simulated card, without a mask where the kernel knows
-them, against plain products."""
+"""Test sliding windows and sinks of prompts on the simulated card against plain matmuls. No mask is
+made if the kernel supports windows.
+"""
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def seeded() -> None:
 
 
 class Layer:
-    """What the launch asks of an attention layer."""
+    """The attributes of an attention layer that the forward pass reads."""
 
     def __init__(self, cache, device: str, window: int | None, sinks: Tensor | None) -> None:
         self.key_cache, self.value_cache = (x.to(device) for x in cache.flat)
@@ -46,7 +47,7 @@ def attend(
     context: int = 0,
     query_len: int = 256,
 ) -> tuple[PaddedPrefill, Tensor]:
-    """The launch, and what it gives for the real tokens, in float32."""
+    """Return the forward pass, and its result for the real tokens in float32."""
     torch.manual_seed(0)
     lens = np.minimum(QUERY_LENS, query_len)
     contexts = np.full(len(lens), context, np.int32)

@@ -1,4 +1,4 @@
-"""Padded prefills against the torch reference of the operators, with each kernel."""
+"""Test padded prefills with each kernel against the torch reference of the operators."""
 
 from typing import Any
 
@@ -58,8 +58,9 @@ def seeded() -> None:
 
 
 class Prefill:
-    """A padded prefill. In its cache the new tokens are not written yet; in the one of the
-    reference they are."""
+    """A padded prefill with two caches: its own one, without the new tokens, and the one of the
+    reference, with them.
+    """
 
     def __init__(
         self,
@@ -147,7 +148,9 @@ def test_prefill_agrees_with_reference(rows, window, block_size, num_heads, dtyp
 
 
 def test_context_that_another_row_of_the_launch_writes():
-    """Two prompts with one prefix: the second has it from the cache as the first computes it."""
+    """Two prompts share a prefix: the second reads it from the cache in the same forward pass in
+    which the first computes it.
+    """
     tables = np.array([[1, 2], [1, 3]])
     launch = build_prefill_metadata(tables, [0, 16], [20, 4], 2, 20, 1, 16).to("cpu")
     new = torch.randn(2, 2, 20, 2, HEAD_SIZE)
@@ -206,7 +209,7 @@ def test_alibi(rows, window, kernel):
 
 
 def test_padding_is_stored_in_the_null_block():
-    """Also with more padding than the block has slots, so that slots repeat."""
+    """There may be more padding than slots in the null block; then slots repeat."""
     launch = build_prefill_metadata([[2, 1]], [3], [4], 3, 9, 1, 4).to("cpu")
     caches = torch.zeros(2, 4, 4, 2, HEAD_SIZE)
     new = torch.randn(2, 3, 9, 2, HEAD_SIZE)
@@ -220,7 +223,9 @@ def test_padding_is_stored_in_the_null_block():
 
 @pytest.mark.parametrize("is_prefill", [True, False])
 def test_caches_are_written_as_they_are_and_not_through_a_view(is_prefill):
-    """A compiler finds a copy of each input that is written, made of that input itself."""
+    """The compiler restores writes in place only if they are to the input itself, not to a view of
+    it.
+    """
     launch = build_decode_metadata([[1], [2]], [3, 5], 2, 4, 16).to("cpu")
     prefill = Prefill(ROWS["chunks"])
 
@@ -259,7 +264,7 @@ def test_nothing_happens_on_the_host_and_shapes_are_static(rows):
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_runs_without_content(rows):
-    """On the meta device: no operator depends on the values of a tensor."""
+    """It runs on the meta device, so no operator depends on the values of a tensor."""
     prefill = Prefill(ROWS[rows], dtype=torch.bfloat16)
     tensors = vars(prefill.metadata).items()
     metadata = HPUPrefillMetadata(**{name: x.to("meta") for name, x in tensors})

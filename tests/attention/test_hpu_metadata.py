@@ -1,4 +1,6 @@
-"""The builders of padded launches: worked examples, refusals, and that nothing is lost."""
+"""Test the builders of padded forward passes: worked examples, refused inputs, and no lost
+tokens.
+"""
 
 import numpy as np
 import pytest
@@ -16,7 +18,9 @@ from vllm.messages import NULL_BLOCK_ID
 
 @st.composite
 def decodes(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
-    """Tables (with shared prefixes), lengths (0 for padded rows), and the block size."""
+    """Draw block tables (with shared prefixes), lengths (0 for padded requests), and the block
+    size.
+    """
     block_size = draw(st.sampled_from([1, 4, 16, 128]))
     lengths = np.array(draw(st.lists(st.integers(0, 6 * block_size), min_size=1, max_size=8)))
     ids = draw(st.permutations(range(1, 6 * len(lengths) + 1)))
@@ -29,7 +33,9 @@ def decodes(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def entries(launch: HPUDecodeMetadata) -> list[tuple[int, int, int, int]]:
-    """(row, block, age, usage) of every entry that is not padding, as the device reads them."""
+    """Return (request, block, age, usage) of every entry that is not padding, as the device reads
+    them.
+    """
     num_sliced = len(launch.block_groups) - len(launch.block_list)
     blocks = [*range(num_sliced), *launch.block_list.tolist()]
     rows = zip(

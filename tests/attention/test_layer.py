@@ -1,4 +1,4 @@
-"""What an attention layer was made with reaches the operators, with a cache and without."""
+"""Test that the options of an attention layer reach the operators, with a cache and without."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
@@ -48,7 +48,7 @@ def launch(num_decodes: int, begin: int, end: int) -> RaggedMetadata:
 
 
 def attend_in_pieces(layer: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """A chunk, another chunk, then one token at a time."""
+    """Run two chunks of the prompt, then one token at a time. Return all results."""
     pieces = [(0, 0, 17), (0, 17, 40), *((1, i, i + 1) for i in range(40, LENGTH))]
     outputs = []
     for piece in pieces:
@@ -60,7 +60,7 @@ def attend_in_pieces(layer: Attention, query: Tensor, key: Tensor, value: Tensor
 
 
 class TwoLayers(nn.Module):
-    """Gives what its layers read of the launch, one after the other."""
+    """Returns the contexts of the forward pass that its two layers read, one after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,9 @@ class TwoLayers(nn.Module):
 
 
 def test_engines_in_two_threads_do_not_read_each_others_launches():
-    """One sets its launch as code that is compiled does, the other with a context manager."""
+    """One thread sets its forward pass as compiled code does, the other one with a context
+    manager.
+    """
     ours, theirs = TwoLayers(), TwoLayers()
     our_holder, their_holder = share_context(ours), share_context(theirs)
     our_launch, their_launch = (LaunchContext(None, torch.arange(n)) for n in (3, 4))

@@ -1,4 +1,4 @@
-"""Prompts end to end in one row, against the reference of each prompt on its own."""
+"""Test prompts that are concatenated to one sequence against each prompt in a batch of its own."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,8 +47,9 @@ def seeded() -> None:
 
 @dataclass
 class Merged:
-    """A merged prefill. In its cache the new tokens are not written yet; in the one of the
-    reference they are."""
+    """A merged prefill with two caches: its own one, without the new tokens, and the one of the
+    reference, with them.
+    """
 
     arrays: MergedPrefillMetadata
     query: Tensor
@@ -60,7 +61,7 @@ class Merged:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Of one row, and the cache."""
+        """The tensors of the merged sequence, and its cache."""
         return self.query[None], self.key[None], self.value[None], *self.cache.flat
 
     def run(
@@ -99,7 +100,9 @@ def merged(
     num_heads: int = 4,
     sizes: tuple[int, int, int] | None = None,
 ) -> Merged:
-    """A launch of these prompts; `sizes` are its prompts, tokens and context blocks."""
+    """Make a merged forward pass of these prompts; `sizes` are its padded numbers of prompts,
+    tokens and context blocks.
+    """
     contexts, queries = np.array(prompts).T
     num_context = sum(-(-contexts // block_size))
     sizes = sizes or (len(prompts) + 1, sum(queries) + 3, num_context + 2 if num_context else 0)
@@ -118,7 +121,7 @@ def merged(
 
 
 def test_worked_example():
-    """The one at the top of the module."""
+    """The example in the docstring of the module that is tested."""
     launch = build_merged_prefill_metadata([[7, 3, 5], [9, 0, 0]], [4, 0], [5, 2], 3, 9, 2, 4)
     assert launch.sequence_ids.tolist() == [0, 0, 0, 0, 0, 1, 1, -1, -1]
     assert launch.positions.tolist() == [4, 5, 6, 7, 8, 0, 1, 0, 0]
@@ -194,7 +197,9 @@ def test_any_prompts_equal_themselves_one_by_one(prompts, block_size, window):
 
 
 def test_context_that_another_prompt_of_the_launch_writes():
-    """Two prompts with one prefix: the second has it from the cache as the first computes it."""
+    """Two prompts share a prefix: the second reads it from the cache in the same forward pass in
+    which the first computes it.
+    """
     tables = np.array([[1, 2], [1, 3]])
     metadata = build_merged_prefill_metadata(tables, [0, 16], [20, 4], 2, 30, 1, 16).to("cpu")
     query, new = torch.randn(30, 4, HEAD_SIZE), torch.randn(2, 30, 2, HEAD_SIZE)
@@ -219,7 +224,9 @@ def test_context_that_another_prompt_of_the_launch_writes():
 @pytest.mark.parametrize("prompts", PROMPTS)
 @pytest.mark.parametrize("window", [None, 10])
 def test_alibi(prompts, window):
-    """Each prompt alone in a launch gives what it gives among others, and what the bias says."""
+    """A prompt gives the same result in a forward pass of its own and with others, and the result
+    of the formula.
+    """
     slopes, launch = alibi_slopes(4), merged(PROMPTS[prompts])
     got = launch.run(window, slopes).split(launch.query_lens.tolist())
     for row, (context, count) in enumerate(PROMPTS[prompts]):
@@ -245,7 +252,9 @@ def test_every_query_sees_something(window):
 
 
 class Attention(nn.Module):
-    """What a captured forward does with a launch."""
+    """A module that computes attention from the fields of a forward pass, as in a captured
+    graph.
+    """
 
     def __init__(self, kernel: SDPAKernel, window: int | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Decodes whose softmax is taken relative to one value per row and head."""
+"""Test decodes whose softmax is computed relative to one value per request and head."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,9 @@ def seeded() -> None:
 def decode_blocks(
     cache: Cache, dtype: torch.dtype, is_contiguous: bool, window: int | None = None
 ) -> DecodeBlocks:
-    """All requests of a cache, with two padded rows and two padded blocks after them."""
+    """Return the decode of all requests of a cache, followed by two padded requests and two padded
+    blocks.
+    """
     counts = count_decode_blocks(cache.tables, cache.seq_lens, cache.block_size)
     return derive_decode_blocks(
         build_decode_metadata(
@@ -60,7 +62,7 @@ def attend(
 
 
 def example() -> Cache:
-    """The worked example of flat attention: maxima of the blocks 2, 3 and 1."""
+    """Return the worked example of flat attention: the maxima of the blocks are 2, 3 and 1."""
     keys = torch.tensor([[NAN, NAN], [1, 2], [3, 9.9], [0.5, 7]]).view(4, 2, 1, 1)
     values = torch.tensor([[HUGE, HUGE], [10, 20], [30, 99], [5, 77]]).view(4, 2, 1, 1)
     return Cache(keys, values, np.array([[1, 2], [3, 0]]), np.array([3, 1]))
@@ -98,7 +100,7 @@ def test_what_is_subtracted_in_the_worked_example(name, want):
 
 @pytest.mark.parametrize("setting", [None, 0.0, *NORMALISERS])
 def test_a_soft_cap_keeps_scores_of_any_size_within_reach_of_every_normaliser(setting):
-    """Without a cap these scores are in the thousands; what is hidden stays hidden."""
+    """Without a soft cap these scores are in the thousands. Hidden keys must stay hidden."""
     cache = random_cache([70, 300, 5])
     query = torch.randn(3, 4, 16) * 3000
     blocks = decode_blocks(cache, torch.float32, is_contiguous=False, window=80)
@@ -123,7 +125,7 @@ def test_a_soft_cap_keeps_scores_of_any_size_within_reach_of_every_normaliser(se
 )
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_ordinary_scores_give_the_exact_result(setting, dtype, tolerance, window, is_contiguous):
-    """The window hides whole blocks of the longer rows."""
+    """The window hides whole blocks of the longer requests."""
     cache = random_cache([70, 64, 300, 0, 65], dtype=dtype, shared_blocks=4)
     query = torch.randn(5, 4, 16).to(dtype)
     blocks = decode_blocks(cache, dtype, is_contiguous, window)

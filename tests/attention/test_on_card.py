@@ -1,4 +1,6 @@
-"""Padded launches on a strict simulated card: no fallback, no recompilation, no host sync."""
+"""Test padded forward passes on a strict simulated card: no CPU fallback, recompilation or host
+sync.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -143,7 +145,7 @@ def test_one_graph_of_a_prefill_serves_every_step(card, num_context, window):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_operator_of_a_decode_falls_back_in_eager_mode(variant):
-    """Where int64 stays int64, which fewer operators take."""
+    """In eager mode a card keeps int64, which fewer operators support."""
     eager = SimBridge("gaudi2")
     cache = random_cache([15, 40, 7])
     launch = build_decode_metadata(cache.tables, cache.seq_lens, 4, 16, 16).to("hpu")
@@ -154,7 +156,7 @@ def test_no_operator_of_a_decode_falls_back_in_eager_mode(variant):
 
 @pytest.mark.parametrize("variant", ["pipelined", "wsum_head_amax"])
 def test_a_compiled_decode_is_one_graph(variant):
-    """In eager mode, where `torch.compile` takes the place of captured graphs."""
+    """In eager mode, `torch.compile` replaces captured graphs."""
     eager = SimBridge("gaudi2")
     decode = Decode(20, VARIANTS[variant])
     compiled = torch.compile(decode, backend=COMPILE_BACKEND, fullgraph=True, dynamic=False)

@@ -1,4 +1,4 @@
-"""The fields of a dataclass in one int32 buffer, and back."""
+"""Test packing the fields of a dataclass into one int32 buffer, and unpacking them."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -40,7 +40,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 class Layer:
-    """The options that a launch reads from an attention layer."""
+    """The options that a forward pass reads from an attention layer."""
 
     alibi_slopes = sinks = cache_scales = prompt_scales = None
 
@@ -87,7 +87,7 @@ class Launch:
         self.inputs = [x.to("hpu") for x in (query, *torch.randn(2, num_tokens, 2, HEAD_SIZE))]
 
     def run(self, bridge: SimBridge, slicing: PromptSlicing) -> tuple[PaddedPrefill, Tensor]:
-        """Return the launch, and what it gives for the real tokens."""
+        """Return the forward pass, and its result for the real tokens."""
         kinds = layer_kinds([self.layer])
         kernel = fit_kernel(bridge_sdpa(bridge.kernels, slicing), kinds)
         derive = PaddedPrefill.derive_merged if self.is_merged else PaddedPrefill.derive
@@ -96,8 +96,9 @@ class Launch:
 
 
 def last_keys_of(contexts: np.ndarray, image: tuple[int, int]) -> np.ndarray:
-    """The last key that each new token sees; the tokens of each prompt from one index to another,
-    if it has so many, see each other."""
+    """Return the last key that each new token sees. If a prompt is long enough, its tokens between
+    the two indices of `image` see each other.
+    """
     found = []
     for context, num_new in zip(contexts, LENS, strict=True):
         last_keys = np.arange(context, context + num_new, dtype=np.int32)
@@ -162,7 +163,7 @@ def test_slices_give_what_all_queries_give_at_once(name, context, is_merged, mas
 @pytest.mark.parametrize(("context", "image"), [(0, (20, 90)), (200, (150, 290))])
 @pytest.mark.parametrize("name", ["plain", "window", "short window", "sinks"])
 def test_tokens_see_all_of_their_image(name, context, image, is_merged):
-    """At once and in slices, and where the image begins in the context."""
+    """The prompts attend at once and in slices, and the image may begin in the context."""
     release = (1, 24) if name == "sinks" else (1, 21)
     bridge = SimBridge("gaudi2", is_lazy=True, is_strict=True, release=release)
     launch = Launch(context, LAYERS[name], is_merged=is_merged, image=image)
@@ -206,7 +207,9 @@ def test_short_prompts_are_not_sliced(masks):
 
 
 def replay(slicing: PromptSlicing) -> tuple[Tensor, int]:
-    """Return what a graph of one launch gives for another one, and the workspace it took."""
+    """Return the result of a graph that was captured with one forward pass and replayed with
+    another, and its workspace.
+    """
     bridge = SimBridge("gaudi2", is_lazy=True, is_strict=True)
     first, second = (Launch(context, {}) for context in (200, 193))
     layer = first.layer

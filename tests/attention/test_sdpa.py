@@ -1,4 +1,4 @@
-"""Every attention kernel against the naive one."""
+"""Test every attention kernel against the naive one."""
 
 import sys
 

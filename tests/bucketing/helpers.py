@@ -1,4 +1,4 @@
-"""Builders shared by the bucketing tests, and the seeds' own buckets."""
+"""Builders that the bucketing tests share, and the buckets of published logs."""
 
 from typing import Any
 
@@ -18,12 +18,12 @@ SEED_DECODES = [decode(batch, seq) for batch in (1, 2, 4) for seq in range(128, 
 
 
 def close(catalog: Catalog, limits: StepLimits) -> Catalog:
-    """Return the catalog with the buckets that it lacks for the proof."""
+    """Return the catalog with the buckets that the proof still needs."""
     return catalog.with_buckets(missing_buckets(catalog, limits))
 
 
 def make_limits(**changes: Any) -> StepLimits:
-    """Return the limits of the seeds' example: four sequences, plain prompts."""
+    """Return the limits of the published example: four sequences, whole prompts."""
     defaults: dict[str, Any] = {
         "max_num_seqs": 4,
         "max_model_len": 2048,
@@ -41,7 +41,7 @@ def make_settings(
     decode_bs: tuple[int, int, int] = (1, 128, 4),
     decode_block: tuple[int, int, int] = (128, 128, 2048),
 ) -> BucketSettings:
-    """Return the ranges of the seeds' log."""
+    """Return the bucket ranges of the published log."""
     return BucketSettings(
         prompt_bs=BucketRange(*prompt_bs),
         prompt_seq=BucketRange(*prompt_seq),

@@ -1,4 +1,4 @@
-"""From a configuration to a catalog that has a bucket for whatever its scheduler emits."""
+"""Test that the catalog of a configuration has a bucket for everything that its scheduler emits."""
 
 from dataclasses import replace
 from itertools import product
@@ -16,7 +16,9 @@ SMALL = {"block_size": 16, "max_model_len": 128, "max_num_seqs": 4, "max_num_bat
 
 
 def seed_config(max_model_len: int) -> VllmConfig:
-    """Return the config of the seed: four sequences, whole prompts, no prefix cache."""
+    """Return the config of the published example: four sequences, whole prompts, no prefix
+    cache.
+    """
     return make_config(
         block_size=128,
         max_model_len=max_model_len,
@@ -154,7 +156,9 @@ def test_no_launch_is_longer_than_the_longest_bucket(settings, longest):
 
 
 def test_parts_of_a_prompt_have_context_even_where_no_prompt_has():
-    """2048 tokens without chunks and without hits: only the second half has context."""
+    """A prompt of 2048 tokens runs in two parts, without chunked prefill and prefix caching. Only
+    the second part has context.
+    """
     plan = plan_buckets(seed_config(2048), num_blocks=4107)
     assert plan.limits.max_query_len == 1024
     counts = {bucket.blocks for bucket in plan.catalog.prefill if bucket.query_len == 1024}
@@ -166,7 +170,9 @@ def test_parts_of_a_prompt_have_context_even_where_no_prompt_has():
 @pytest.mark.parametrize("strategy", ["linear", "exponential", "sparse"])
 @pytest.mark.parametrize("contiguous_pa", [False, True])
 def test_no_decode_bucket_is_beyond_what_is_launched_at_once(strategy, contiguous_pa):
-    """With sharing 128 rows could reference 131,072 blocks; they run in parts of 4,106."""
+    """With shared blocks, 128 requests could reference 131,072 blocks; they run in parts of
+    4,106.
+    """
     config = make_config(
         block_size=128,
         max_model_len=131072,
@@ -210,7 +216,7 @@ SHAPES = {
 @pytest.mark.parametrize("strategy", ["linear", "exponential", "sparse", "pad"])
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_every_bucket_can_run_and_every_step_has_one(shape, strategy, prefix_caching):
-    """Whatever the block size, and whether decodes read slices or gather."""
+    """This holds for each block size, and whether decodes read slices or gather blocks."""
     max_model_len, seqs, budget, num_blocks = shape
     for block_size, contiguous_pa in product((16, 64, 128, 512), (False, True)):
         config = make_config(
@@ -244,7 +250,7 @@ def test_buckets_of_a_file_that_no_step_can_use_are_left_out_and_named(tmp_path)
 
 @pytest.mark.parametrize(("captured", "num_long"), [(2048, 15), (8192, 10), (131072, 0)])
 def test_sequences_beyond_the_captured_length_add_few_prompt_buckets(captured, num_long):
-    """A model of 131,072 tokens that is served with all defaults."""
+    """A model with 131,072 positions is served with all defaults."""
     config = make_config(
         block_size=128,
         max_model_len=131072,
@@ -260,7 +266,7 @@ def test_sequences_beyond_the_captured_length_add_few_prompt_buckets(captured, n
 
 
 def test_a_plan_before_the_blocks_are_known_covers_one_after():
-    """The profiling run measures launches of the first kind."""
+    """The profiling run uses the plan that is made before the number of blocks is known."""
     config = make_config(**SMALL)
     before, after = plan_buckets(config).catalog, plan_buckets(config, num_blocks=20).catalog
     for phase in Phase:

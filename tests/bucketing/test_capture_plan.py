@@ -24,7 +24,7 @@ SEED_GRAPH_BYTES = int(15.85 * GIB)
 
 
 class FakeDevice:
-    """Takes memory for graphs by a formula and remembers what it was asked to do."""
+    """Takes memory for graphs by a formula, and records the graphs that it was asked to capture."""
 
     def __init__(self, bytes_of) -> None:
         self.bytes_of = bytes_of
@@ -75,7 +75,7 @@ def seed_bytes(bucket: Bucket) -> int:
 
 
 def switches(steps: list[CaptureStep]) -> list[tuple[Phase, int, int]]:
-    """Return the first and last index of each run of one phase."""
+    """Return phase, first and last index of each series of graphs of one phase."""
     runs: list[tuple[Phase, int, int]] = []
     for step in steps:
         if runs and runs[-1][0] is step.phase and runs[-1][2] == step.index - 1:
@@ -105,9 +105,12 @@ def test_prompts_go_by_tokens_and_decodes_by_batch():
 
 
 def test_the_second_seed_stops_goes_on_and_ends_where_the_log_does():
-    """11 prompts, 48 decodes, prompts 12 to 15. The log shows 7.92 GiB of prompts in the first
-    pass, more than the 4.755 GiB it prints for them; half of the graph memory, the default of
-    VLLM_GRAPH_PROMPT_RATIO before 0.3, is what gives its order."""
+    """The published log captures 11 prompts, 48 decodes, and prompts 12 to 15.
+
+    It shows 7.92 GiB of prompt graphs in the first pass, more than the 4.755 GiB that it prints for
+    them. Half of the graph memory, the default of VLLM_GRAPH_PROMPT_RATIO before 0.3, explains its
+    order.
+    """
     pools = split_graph_memory(SEED_GRAPH_BYTES, 0.5)
     found, device, ledger = run(SEED_PROMPTS, SEED_DECODES, pools, seed_bytes)
     assert switches(device.steps) == [
@@ -150,7 +153,7 @@ def test_with_the_printed_ratio_the_same_graphs_are_captured_the_decodes_come_ea
 
 
 def test_the_second_pass_ends_with_nothing_left():
-    """Four prompts of 10, 20, 20 and 40 MB within 55, two decodes of 5 within 45."""
+    """Four prompts take 10, 20, 20 and 40 MB of 55 MB, and two decodes 5 MB each of 45 MB."""
     prompts = [prefill(b, n) for b in (1, 2) for n in (128, 256)]
     decodes = [decode(b, 128) for b in (1, 2)]
     megabyte = 10**6

@@ -13,7 +13,7 @@ decodes = st.builds(decode, sizes, sizes)
 
 
 def cheapest(buckets: list[Bucket], shape: Bucket) -> Bucket | None:
-    """Return the bucket that `fit` has to find, without any table."""
+    """Return the bucket that `fit` must find, by trying all buckets."""
     covering = [bucket for bucket in buckets if bucket.covers(shape)]
     return min(covering, key=lambda b: (padded_cost(b), b), default=None)
 
@@ -57,7 +57,9 @@ def test_the_cheapest_is_not_the_first_in_order():
 
 
 def test_the_seeds_batch_of_three_is_padded_as_the_seed_says():
-    """(4, 512) prompt, (4, 512) decode, (4, 640) beyond 512 tokens, (2, ...) when one is done."""
+    """As published: a prompt of (4, 512), a decode of (4, 512), (4, 640) beyond 512 tokens, and (2,
+    ...) after one request has finished.
+    """
     catalog = Catalog(SEED_PROMPTS, SEED_DECODES)
     assert catalog.fit(Phase.PREFILL, 3, 412, 0) == prefill(4, 512)
     assert catalog.fit(Phase.DECODE, 3, 1, 413) == decode(4, 512)

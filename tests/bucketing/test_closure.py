@@ -1,4 +1,4 @@
-"""The bounds and the proof against enumeration of everything that can happen, in small."""
+"""Test the bounds and the proof on small engines, by enumerating every step that can happen."""
 
 import itertools
 from dataclasses import replace
@@ -34,10 +34,10 @@ small_limits = st.builds(
 
 
 def tables(limits: StepLimits, count: int) -> set[tuple[int, int]]:
-    """(references, distinct blocks) of every way `count` sequences can hold blocks.
+    """Return (references, distinct blocks) of every way in which `count` sequences can hold blocks.
 
-    Sequence after sequence: a table of up to C blocks, whose beginning may be shared with an
-    earlier one. The last block of a table, which is being written, is never shared.
+    Each sequence has a table of up to C blocks, and may share its first blocks with an earlier
+    sequence. The last block of a table, which is being written, is never shared.
     """
     found = set()
     for lengths in itertools.product(range(1, limits.max_blocks_per_seq + 1), repeat=count):
@@ -52,7 +52,9 @@ def tables(limits: StepLimits, count: int) -> set[tuple[int, int]]:
 
 
 def decodes_of(limits: StepLimits) -> set[Bucket]:
-    """Every decode launch: of rows without drafts, and of some with drafts, as many as may be."""
+    """Return every decode batch: without drafts, and with the largest number of drafts for some
+    requests.
+    """
     found = set()
     most = limits.max_draft_batch or limits.max_num_seqs
     for count in range(1, min(limits.max_num_seqs, limits.max_num_batched_tokens) + 1):
@@ -67,7 +69,9 @@ def decodes_of(limits: StepLimits) -> set[Bucket]:
 
 
 def prefills_of(limits: StepLimits) -> set[Bucket]:
-    """Every prefill launch of one prompt, and of prompts that fit the budget when padded."""
+    """Return every prefill of one prompt, and of several prompts that fit the budget with
+    padding.
+    """
     longest = min(limits.max_model_len, limits.usable_blocks * limits.block_size)
     chunk = limits.max_num_batched_tokens
     if limits.enable_chunked_prefill and limits.max_chunk_tokens is not None:

@@ -1,7 +1,7 @@
-"""Bucket counts published for one configuration, and the ranges that give them.
+"""Test the published bucket counts of one configuration, and the ranges that give them.
 
-max_num_batched_tokens 8192, max_model_len 32768, max_num_seqs 256, 4127 blocks:
-exponential 120 prompt + 81 decode, linear 14,368 + 4,042
+max_num_batched_tokens 8192, max_model_len 32768, max_num_seqs 256, 4127 blocks: exponential 120
+prompt + 81 decode, linear 14,368 + 4,042
 """
 
 import pytest
@@ -35,9 +35,12 @@ def test_sparse_gives_the_published_exponential_counts():
 
 
 def test_linear_gives_the_published_counts():
-    """Prompts one by one up to the budget, with every context that fits beside them; decode
-    batches in steps of two, decode blocks up to the whole cache, trimmed to what the sequences
-    can have. (The defaults of the twelve variables have batches in steps of 32.)"""
+    """Prompts run one by one, with lengths up to the budget and every context that fits in
+    addition. Decode batches grow in steps of two, and decode blocks up to the whole cache, trimmed
+    to the blocks that the sequences can have.
+
+    With the defaults of the twelve variables, batches grow in steps of 32.
+    """
     settings = make_settings(
         prompt_bs=(1, 1, 1),
         prompt_seq=(128, 128, 8192),

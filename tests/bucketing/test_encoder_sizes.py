@@ -1,4 +1,4 @@
-"""Padded sizes of an encoder of images have room for every image, with little padding."""
+"""Test that every image fits into a padded size of the encoder, with little padding."""
 
 import random
 
@@ -53,8 +53,10 @@ def grid_family(max_pixels: int) -> Qwen2VLFamily:
 
 
 def patches_of(width: float, height: float, max_pixels: int) -> int:
-    """The patches of an image of Qwen2-VL by the published rule: sides of a multiple of 28 pixels,
-    within the limits of pixels."""
+    """Return the number of patches of a Qwen2-VL image, by the published rule.
+
+    Its sides are multiples of 28 pixels, and its number of pixels is within the limits.
+    """
     sides = [max(28, round(side / 28) * 28) for side in (width, height)]
     pixels = sides[0] * sides[1]
     if pixels > max_pixels:
@@ -67,14 +69,14 @@ def patches_of(width: float, height: float, max_pixels: int) -> int:
 
 
 def shapes_of(rng: random.Random, count: int):
-    """Return widths and heights of all sizes and ratios that are accepted."""
+    """Return widths and heights for all accepted sizes and aspect ratios."""
     for _ in range(count):
         side, ratio = 2 ** rng.uniform(0, 13), 2 ** rng.uniform(-7, 7)
         yield max(1.0, side * ratio**0.5), max(1.0, side / ratio**0.5)
 
 
 def sizes_of_photographs(rng: random.Random, count: int):
-    """Return widths and heights of usual pictures at several scales, cropped a little."""
+    """Return widths and heights of common photographs at several scales, slightly cropped."""
     for _ in range(count):
         width, height = rng.choice(PHOTOGRAPHS)
         scale = rng.choice([1, 1, 0.75, 0.5, 0.25])

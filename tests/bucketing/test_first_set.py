@@ -1,4 +1,6 @@
-"""The buckets of a start, and the order of the others, for random engines."""
+"""Test which buckets a start compiles first and in which order the others follow, for random
+engines.
+"""
 
 import random
 
@@ -49,7 +51,7 @@ def test_what_is_warm_is_closed_at_each_moment_and_the_largest_come_first(tmp_pa
 
 @pytest.fixture(scope="module")
 def usual():
-    """The plan of Llama-3.1-8B on a Gaudi 2 with the defaults."""
+    """Return the plan of Llama-3.1-8B on a Gaudi 2 with the defaults."""
     config = make_config(
         block_size=128,
         max_model_len=8192,

@@ -1,4 +1,6 @@
-"""Buckets for a traffic: closed, in the number that was asked for, and read back from a file."""
+"""Test buckets that are chosen for recorded traffic: they cover all steps, have the requested
+number, and are read back from a file.
+"""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Whole strategies, and the lines the seeds print for them."""
+"""Test whole bucketing strategies, and the lines that published logs show for them."""
 
 import pytest
 

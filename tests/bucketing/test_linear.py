@@ -92,7 +92,7 @@ def test_a_budget_below_the_smallest_bucket_is_ignored_with_a_warning():
 
 
 def counts_by_length(buckets: list[Bucket], batch: int) -> dict[int, list[int]]:
-    """Return the numbers of context blocks for each query length."""
+    """Return the numbers of context blocks that each query length has buckets for."""
     found: dict[int, list[int]] = {}
     for bucket in buckets:
         if bucket.batch == batch:
@@ -207,7 +207,7 @@ def test_the_whole_cache_is_a_decode_size():
 
 
 def test_a_slice_of_full_sequences_includes_the_null_block():
-    """Four sequences of 2048 tokens fill 64 blocks; a slice begins with block 0."""
+    """Four sequences of 2048 tokens fill 64 blocks, and a slice also contains block 0."""
     settings = make_settings(decode_block=(16, 16, 128))
     plain = trim_decodes(linear_decode_buckets(settings), make_limits())
     assert pairs(plain)[-4:] == [(4, 16), (4, 32), (4, 48), (4, 64)]

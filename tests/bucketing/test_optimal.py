@@ -1,4 +1,4 @@
-"""The chosen buckets against every possible set, in small."""
+"""Test the chosen buckets against every possible set, on small examples."""
 
 import itertools
 import random
@@ -35,7 +35,7 @@ def random_shapes(rng: random.Random, num_dimensions: int) -> tuple[Ints, Weight
 
 
 def product_of(shapes: Ints) -> list[Bucket]:
-    """Return every bucket with sizes of the shapes."""
+    """Return every combination of the sizes that occur in the shapes."""
     batches, lengths, blocks = (np.unique(shapes[:, c]).tolist() for c in (1, 2, 3))
     return [decode(b, k, q) for b, q, k in itertools.product(batches, lengths, blocks)]
 
@@ -118,7 +118,7 @@ def test_a_budget_of_seconds_is_kept_and_is_no_worse_than_any_set_within_it() ->
 
 
 def test_merged_sizes_keep_the_bound_below_the_cost() -> None:
-    """More shapes than are looked at one by one."""
+    """There are too many shapes to consider each of them separately."""
     rng = np.random.default_rng(0)
     batch = rng.integers(1, 129, 3000)
     shapes = np.stack([np.ones(3000), batch, np.ones(3000), batch * rng.integers(1, 30, 3000)], 1)

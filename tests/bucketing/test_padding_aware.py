@@ -1,4 +1,4 @@
-"""Padding-aware ranges, against the documented ones and their own bound."""
+"""Test padding-aware ranges against documented examples and their own bound on padding."""
 
 from itertools import pairwise
 
@@ -47,7 +47,7 @@ def test_padded_range_gives_the_documented_sizes(sizes, expected):
 def test_no_step_between_sizes_is_both_avoidable_and_beyond_the_bound(
     low, step, more, pad_max, percent
 ):
-    """Above the step a larger gap than one step keeps to both bounds."""
+    """If a gap between two sizes is larger than one step, its padding is within both bounds."""
     sizes = PaddedRange(low, step, low + more, pad_max, percent)
     found = padded_range(sizes)
     assert found == sorted(set(found))

@@ -1,4 +1,6 @@
-"""Buckets that replace the buckets of a running engine: closed, and no larger."""
+"""Test buckets that replace the buckets of a running engine: they cover all steps and are not
+larger.
+"""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""What the scheduler emits under random load stays within the limits, and so has its buckets."""
+"""Test that each step of the scheduler under random load is within the limits, and so has a
+bucket.
+"""
 
 import random
 
@@ -45,7 +47,9 @@ def make_scheduler(limits: StepLimits) -> Scheduler:
 
 
 def make_request(rng: random.Random, name: int, limits: StepLimits) -> EngineRequest:
-    """Make a prompt of few different tokens, so that it shares prefixes with others."""
+    """Make a request whose prompt has few distinct tokens, so that it shares prefixes with
+    others.
+    """
     total = rng.randint(2, limits.max_seq_len)
     prompt = [rng.randrange(2) for _ in range(rng.randint(1, total - 1))]
     return EngineRequest(
@@ -60,7 +64,9 @@ def make_request(rng: random.Random, name: int, limits: StepLimits) -> EngineReq
 
 
 def launches(step: SchedulerOutput) -> list[tuple[Phase, int, int, int]]:
-    """Return one decode of all rows with a single token, and one prefill for each other row."""
+    """Return one decode of all requests with a single token, and one prefill for each other
+    request.
+    """
     computed, scheduled = step.num_computed_tokens, step.num_scheduled_tokens
     is_decode = scheduled == 1
     found = [

@@ -1,4 +1,6 @@
-"""Launches shrink until the closure holds without what was given up, and no further."""
+"""Test how the limits of a step shrink: only until the proof holds without the buckets that were
+given up.
+"""
 
 import random
 
@@ -85,7 +87,9 @@ def test_without_memory_for_any_launch_there_is_nothing_left(prompts, decodes, s
 
 @pytest.mark.parametrize("seed", range(40))
 def test_giving_up_what_is_too_large_ends_in_a_proof_or_in_nothing(seed):
-    """A device that has no memory for launches above a size, asked bucket by bucket."""
+    """Give up buckets one by one, for a device without memory for forward passes above some
+    size.
+    """
     rng = random.Random(seed)
     max_model_len, block = rng.randint(16, 96), rng.choice([4, 8, 16])
     num_blocks = 1 + -(-max_model_len // block) * rng.randint(1, 4)

@@ -1,4 +1,6 @@
-"""Recorded traffic: what is counted, what is kept, and what a damaged file says."""
+"""Test recorded traffic: which sizes are counted, which are stored, and the errors of damaged
+files.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every check a config class makes of its own fields; all of them are frozen."""
+"""Test the checks of each config class, and that all config classes are frozen."""
 
 from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any

@@ -1,4 +1,6 @@
-"""The table of families: its entries are consistent, and there is no second table."""
+"""Test the table of families: its entries are consistent, and no other table in the package lists
+families.
+"""
 
 import ast
 import re
@@ -24,7 +26,7 @@ ALLOWED = {
 
 
 def names_of_families() -> set[str]:
-    """Return every name that a second table could have as a key."""
+    """Return every name of a family that a second table could have as a key."""
     found = set(FAMILIES)
     for family in FAMILIES.values():
         found |= {*family.also_typed, *family.first_typed, *family.also_published_as}
@@ -114,7 +116,7 @@ def test_an_unknown_model_type_has_the_facts_of_no_family(model_type):
 
 
 def tables(source: str) -> Iterator[tuple[int, list[str]]]:
-    """Return line and names of each literal that has three families or more as keys or entries."""
+    """Return line and names of each literal with three or more families as keys or entries."""
     inside: set[ast.AST] = set()
     for node in ast.walk(ast.parse(source)):
         if node in inside or not isinstance(node, (ast.Dict, ast.Set, ast.List, ast.Tuple)):

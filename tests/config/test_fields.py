@@ -1,4 +1,4 @@
-"""What is read off a config class, and how values are converted."""
+"""Test how flags and help texts are read from a config class, and how values are converted."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from vllm.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """An example."""
+    """A config class with one field of each kind."""
 
     size: int = field(default=3, metadata={"aliases": ("-s",)})
     """How large,

@@ -1,4 +1,4 @@
-"""Settings of images: the ways to write limits, and what is refused."""
+"""Test the settings of images: the spellings of limits, and refused values."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What speculative_config accepts."""
+"""Test which values `speculative_config` accepts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The program that a card runs, on tensors of the host: any torch can capture it."""
+"""The program that a card runs, on tensors of the host, so that any torch can capture it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,7 +76,9 @@ _NUM_LAYERS |= dict.fromkeys(("gemma3n", "gemma4"), 4) | dict.fromkeys(
 
 
 def _values_of(architecture: str) -> tuple[Any, dict[str, Any]]:
-    """A config class of transformers, and values for a model of as few layers as there can be."""
+    """Return a config class of transformers, and the values for a model with as few layers as
+    possible.
+    """
     if architecture in GENERATORS:
         family = GENERATORS[architecture]
         create, values = _FAMILIES[family]
@@ -89,7 +91,7 @@ def _values_of(architecture: str) -> tuple[Any, dict[str, Any]]:
 
 
 def config_of(architecture: str, dtype: str) -> VllmConfig:
-    """An engine's config for a tiny model of an architecture with dummy weights."""
+    """Return the engine config for a tiny model of an architecture with dummy weights."""
     create, values = _values_of(architecture)
     pooler = None
     if architecture not in GENERATORS:
@@ -111,7 +113,7 @@ def config_of(architecture: str, dtype: str) -> VllmConfig:
 
 @contextmanager
 def operators_of_a_card() -> Iterator[None]:
-    """Inside, layers call the operators of a card, with the fused kernels as simulated ones."""
+    """Let layers call the operators of a card in this context, with simulated fused kernels."""
     register()
     bridge = SimpleNamespace(kernels=SimulatedKernels(), is_recording=True, fp8_max=240.0)
     with MonkeyPatch.context() as patch:
@@ -120,7 +122,7 @@ def operators_of_a_card() -> Iterator[None]:
 
 
 def launch_model(config: VllmConfig) -> LaunchModel:
-    """What the runner of a card makes of a model, with a KV cache of zeros."""
+    """Return the model as the runner of a card wraps it, with a KV cache of zeros."""
     model = load_model(config, TPGroup(), torch.device("cpu"))
     kernel = bridge_sdpa(SimulatedKernels())
     layers, dtype = layers_with_cache(model), cache_dtype(config)
@@ -139,7 +141,7 @@ def launch_model(config: VllmConfig) -> LaunchModel:
 
 
 def resident_tokens() -> DeviceTokens:
-    """Return resident tokens for rows whose drafts are made on the card."""
+    """Return the tokens that a card keeps of requests whose drafts it makes."""
     return DeviceTokens(MAX_NUM_SEQS, torch.device("cpu"), MAX_DRAFTS)
 
 

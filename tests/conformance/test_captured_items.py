@@ -1,4 +1,6 @@
-"""Cross-attention as a card compiles it: documented operators, with or without drafts."""
+"""Test cross-attention as a card compiles it: only documented operators, with and without
+drafts.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The model as a card compiles it: every architecture, captured with functionalisation.
+"""Test the graph that a card compiles for every architecture, captured with functionalisation.
 
 Nothing here needs the simulated torch device, so it runs with every torch that a card comes with.
 """
@@ -65,8 +65,11 @@ _DECODES = {_FIRST, "MambaForCausalLM", "DeepseekV3ForCausalLM"}
 
 
 def _is_always_run(architecture: str, shape: str) -> bool:
-    """Return whether every run captures it. Architectures with a prefill have their decode captured
-    only if it has operators of its own: a step of states, or absorbed weights."""
+    """Return whether each run of the tests captures this case.
+
+    For an architecture whose prefill is captured, the decode is captured only if it has operators
+    of its own: a step of a recurrent state, or absorbed weights.
+    """
     if shape == "decode" and architecture in _PREFILLS:
         return architecture in _DECODES
     return architecture in _TYPICAL
@@ -87,7 +90,7 @@ def test_every_architecture_is_captured():
 
 @cache
 def captured(architecture: str, shape: str) -> tuple[fx.Graph, int]:
-    """The graph of a launch, and how many tensors the KV cache has."""
+    """Return the graph of a forward pass, and the number of tensors in the KV cache."""
     with operators_of_a_card():
         model = launch_model(config_of(architecture, "bfloat16"))
         graph = capture(model, padding_input(model, SHAPES[shape]), SHAPES[shape])

@@ -1,4 +1,4 @@
-"""The stages of the sampler as a card compiles them, captured with functionalisation."""
+"""Test the stages of the sampler as a card compiles them, captured with functionalisation."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def launches():
-    """Return sampling metadata of every kind, with edits and penalties or without."""
+    """Return sampling metadata of every kind, with and without edits and penalties."""
     state = SamplingState(
         NUM_ROWS, VOCAB_SIZE, CPU, static_shapes=True, max_model_len=200, max_logprobs=20
     )

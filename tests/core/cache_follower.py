@@ -1,4 +1,4 @@
-"""Follows the prefix cache of an engine by its events alone, as a router does."""
+"""Follow the prefix cache of an engine only by its events, as a router does."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from vllm.messages import AllBlocksCleared, BlockRemoved, BlockStored, CacheEven
 
 
 class CacheFollower:
-    """The blocks that an engine says it holds.
+    """The blocks that an engine has reported.
 
     Attributes:
         blocks: hash -> (hash of the block before it, its tokens).
@@ -18,7 +18,7 @@ class CacheFollower:
         self.blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}
 
     def follow(self, events: list[CacheEvent]) -> None:
-        """Take events in, and find those that cannot be right."""
+        """Apply events, and check that each of them is possible."""
         for event in events:
             if isinstance(event, BlockStored):
                 size, parent = event.block_size, event.parent_block_hash
@@ -36,7 +36,7 @@ class CacheFollower:
                 self.blocks.clear()
 
     def check(self, pool: Any) -> None:
-        """It knows exactly what the pool can find."""
+        """Check that the reported blocks are the ones that the pool can find."""
         assert self.blocks.keys() == {
             public_hash(key) for key in pool._block_of if is_of_first_group(key)
         }

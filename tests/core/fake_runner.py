@@ -1,8 +1,8 @@
-"""A model of the runner, which checks what it reads.
+"""A model of the runner, which checks every read of the KV cache.
 
-`FakeRunner` knows no scheduler: it follows `SchedulerOutput`s as a worker does. Its KV cache holds
-for each slot a hash of everything that decides the content there (`tests.core.reference`), and it
-asserts on every read that the right hash is found.
+`FakeRunner` has no access to the scheduler: it follows `SchedulerOutput`s as a worker does. Its KV
+cache stores for each slot a hash of everything that determines the content of the slot
+(`tests.core.reference`). Each read asserts that it finds the right hash.
 """
 
 import random
@@ -39,7 +39,7 @@ WRONG = -1
 
 
 def replayed_of(step: SchedulerOutput) -> dict[int, int]:
-    """Row -> tokens that its recurrent state takes in again."""
+    """Return batch index -> number of tokens that the recurrent state of the request replays."""
     if step.num_replayed_tokens is None:
         return {}
     return dict(zip(step.rows.tolist(), step.num_replayed_tokens.tolist(), strict=True))
@@ -77,25 +77,26 @@ class FakeRow:
         return self.contents[position]
 
     def written(self, position: int) -> int:
-        """Return the content that it writes at a position, right or wrong."""
+        """Return the content that the runner writes at a position, right or wrong."""
         return WRONG if position >= self.wrong_from else self.content(position)
 
     def accept(self, drafts: list[int], token_ids: list[int]) -> None:
-        """Put those of its sampled tokens that are its output in the place of its drafts: up to
-        the first that is not the draft in its place."""
+        """Replace the drafts by the sampled tokens that are output: up to and including the first
+        that differs from its draft.
+        """
         count = next((i for i, d in enumerate(drafts) if token_ids[i] != d), len(drafts)) + 1
         num_known = len(self.token_ids) - len(drafts)
         self.token_ids[num_known:] = token_ids[:count]
         self.take_back(num_known - 1 + count)
 
     def take_back(self, num_tokens: int) -> None:
-        """Let only the first `num_tokens` tokens count as computed."""
+        """Count only the first `num_tokens` tokens as computed."""
         del self.contents[num_tokens:]
         self.num_computed = num_tokens
 
 
 def drafts_of(step: SchedulerOutput) -> dict[int, list[int]]:
-    """Return row -> drafts, for the rows that have drafts."""
+    """Return batch index -> drafts, for the requests with drafts."""
     if step.num_draft_tokens is None:
         assert step.draft_token_ids is None
         return {}
@@ -111,18 +112,20 @@ class FakeRunner:
 
     Args:
         block_size: tokens per block.
-        is_split: one launch for the decodes, then one per prefill, as on a device with static
-            shapes; False: everything in one launch, which writes before it reads.
+        is_split: one forward pass for the decodes, then one per prefill, as on a device with static
+            shapes; False: one forward pass for everything, which writes before it reads.
         fails_at: request id -> number of output tokens after which its sampling fails.
-        windows: of the groups of layers.
-        stalls_every: of so many rows with drafts one gets no token; 0: none.
-        reads_tokens: of several decodes the first that ends a row is the last; False: all run, as
-            on a card whose tokens stay there.
-        guesses: how right the drafts are that it makes itself.
-        has_states: each row also has a state, which is a hash of all tokens that it has run.
-        max_embeddings: of images that are kept.
-        max_encoded: embeddings that a step makes, unless it is of one image.
-        fails_to_encode: tells whether an image with this key fails now; None: none does.
+        windows: sliding window of each group of layers.
+        stalls_every: one of this many requests with drafts gets no token; 0: all get one.
+        reads_tokens: stop further decodes of a step after one that finishes a request; False: run
+            all of them, as on a card that keeps the tokens.
+        guesses: makes the drafts of the runner, which may be wrong.
+        has_states: each request also has a recurrent state, which is a hash of all tokens that it
+            has run.
+        max_embeddings: largest number of image embeddings that are kept.
+        max_encoded: largest number of embeddings that a step with more than one image makes.
+        fails_to_encode: returns whether encoding the image with this key fails now; None: no image
+            fails.
     """
 
     def __init__(
@@ -218,7 +221,9 @@ class FakeRunner:
         return outputs[0] if step.num_decodes == 1 else self._join(step, outputs)
 
     def _encode(self, step: SchedulerOutput) -> None:
-        """Drop and encode images; then all that the tokens of the step need are there."""
+        """Drop and encode images, then check that the step has all embeddings that its tokens
+        need.
+        """
         for key in step.dropped_media:
             assert key in self.images or self.fails_to_encode is not None
             self.images.pop(key, None)
@@ -270,7 +275,9 @@ class FakeRunner:
         replayed: dict[int, int],
         drafts: dict[int, list[int]],
     ) -> None:
-        """Let each row's state take in what it replays, and then its tokens, but for drafts."""
+        """Apply the replayed tokens, and then the tokens of the step without drafts, to the state
+        of each request.
+        """
         for row_id, start, count in launch:
             row, num_replayed = self.rows[row_id], replayed.get(row_id, 0)
             begin = start - num_replayed
@@ -307,14 +314,16 @@ class FakeRunner:
         return guess[:first_wrong] + [(t + 1) % VOCAB_SIZE for t in guess[first_wrong:]]
 
     def _is_last(self, output: ModelRunnerOutput) -> bool:
-        """Return whether no more decodes follow this one."""
+        """Return whether no further decode follows this one in the step."""
         if output.errors or not self.reads_tokens:
             return self.reads_tokens
         pairs = zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)
         return any(token in self.rows[row].spec.end_token_ids for row, token in pairs)
 
     def _join(self, step: SchedulerOutput, outputs: list[ModelRunnerOutput]) -> ModelRunnerOutput:
-        """A row that fails behind its first token keeps those before."""
+        """Join the outputs of several decodes. A request that fails after its first token keeps the
+        tokens before.
+        """
         assert (step.num_scheduled_tokens == 1).all()
         self.num_further_decodes += len(outputs) - 1
         counts, token_ids = [], []
@@ -461,7 +470,9 @@ class FakeRunner:
         )
 
     def _verify(self, row: FakeRow, num_known: int, guess: list[int]) -> list[int]:
-        """The tokens of a row, up to the first that is not its draft; none when the first fails."""
+        """Return the tokens of a request, up to the first that differs from its draft. Empty if the
+        first one fails.
+        """
         num_prompt = len(row.spec.prompt_token_ids)
         tokens: list[int] = []
         for draft in [*guess, None]:
@@ -475,7 +486,7 @@ class FakeRunner:
         return tokens
 
     def _stalls(self, guess: list[int]) -> bool:
-        """Return whether a row gets no token in this step, although nothing is wrong with it."""
+        """Return whether a request gets no token in this step, although it has no error."""
         if not guess:
             return False
         self.num_verified += 1
@@ -483,7 +494,7 @@ class FakeRunner:
 
 
 def _logprob_rows(token_ids: list[int], positions: list[int]) -> LogprobRows:
-    """Rows that carry their positions as values, so that a test can see which they are."""
+    """Return log-probabilities whose values are the positions, so that a test can identify them."""
     return LogprobRows(
         token_ids=np.array(token_ids, np.int32)[:, None],
         logprobs=-np.array(positions, np.float32)[:, None],

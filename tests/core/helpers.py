@@ -1,4 +1,6 @@
-"""Builders, a loop that drives scheduler and runner, and what must be true after each step."""
+"""Builders, a loop that runs a scheduler with a runner, and checks of their state after each
+step.
+"""
 
 import copy
 import random
@@ -56,9 +58,12 @@ def make_request(
     seen: Iterable[tuple[int, int, int, str]] = (),
     **sampling: Any,
 ) -> EngineRequest:
-    """A request; a number for a prompt means that many tokens nobody else has. Media are images as
-    (index of the first token, tokens, key), and `seen` items of cross-attention as (first token
-    that sees it, index after the last one, hidden states, key)."""
+    """Make a request.
+
+    A number as `prompt` makes a prompt of this many tokens that no other request has. `media` are
+    images as (index of the first token, tokens, key). `seen` are items of cross-attention as (first
+    token that sees the item, index after the last one, hidden states, key).
+    """
     media, seen = tuple(media), tuple(seen)
     if isinstance(prompt, int):
         first = zlib.crc32(request_id.encode()) % 2**30
@@ -115,10 +120,12 @@ def make_scheduler(
     clock: Callable[[], float] = time.perf_counter,
     **limits: Any,
 ) -> Scheduler:
-    """A scheduler; `num_blocks` counts the usable ones, `windows` are those of
-    the groups of layers, `num_kept_states` is None for a model without states, and `limits` are of
-    SchedulerConfig. As many steps run at the same time as
-    there are stages, unless told otherwise."""
+    """Make a scheduler.
+
+    `num_blocks` counts the usable blocks, `windows` are the windows of the groups of layers,
+    `num_kept_states` is None for a model without recurrent state, and `limits` are fields of
+    SchedulerConfig. By default, as many steps run at the same time as there are pipeline stages.
+    """
     defaults = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 128}
     config = SchedulerConfig(**{**defaults, **limits})
     events = CacheEventLog(block_size)
@@ -143,7 +150,7 @@ def make_scheduler(
 
 
 def num_scheduled(scheduler: Scheduler, step: SchedulerOutput) -> dict[str, int]:
-    """Return the number of tokens of each request in a step that was just scheduled."""
+    """Return the number of tokens that a new step schedules for each request."""
     names = [request.request_id for request in scheduler.running.at(step.rows)]
     return dict(zip(names, step.num_scheduled_tokens.tolist(), strict=True))
 
@@ -164,7 +171,7 @@ class Result:
 
 
 class Loop:
-    """Scheduler and runner, with `depth` steps in flight, every step checked.
+    """Runs a scheduler and a runner with `depth` steps in flight, and checks every step.
 
     Args:
         depth: results outstanding while the next step is scheduled.
@@ -219,14 +226,16 @@ class Loop:
         check_scheduler(self.scheduler)
 
     def follow(self) -> None:
-        """Take in what the cache tells about itself; it is all that there is to know."""
+        """Apply the events of the prefix cache, and check the followed blocks against the pool."""
         cache = self.scheduler.cache
         assert cache._events is not None
         self.follower.follow(cache._events.drain())
         self.follower.check(cache.pool)
 
     def step(self) -> dict[str, int]:
-        """Schedule and execute one step, take in the oldest; the tokens each request got."""
+        """Schedule and execute one step, and use the oldest result. Return the tokens that each
+        request got.
+        """
         scheduler = self.scheduler
         step = scheduler.schedule()
         scheduled = num_scheduled(scheduler, step)
@@ -249,7 +258,9 @@ class Loop:
             self._take_in(self._in_flight.popleft())
 
     def run(self, max_steps: int = 2000) -> dict[str, Result]:
-        """Run steps until no request is left; then all blocks of the cache must be free."""
+        """Run steps until no request is left, and check that all blocks of the cache are free
+        then.
+        """
         end = self.num_steps + max_steps
         while self.scheduler.num_unfinished_requests or self._in_flight:
             assert self.num_steps < end, f"not done after {max_steps} steps"
@@ -306,7 +317,7 @@ def _plain(output: EngineOutput) -> tuple[Any, ...]:
 
 
 def check_step(scheduler: Scheduler, step: SchedulerOutput) -> None:
-    """A step keeps the limits and the order that `SchedulerOutput` promises."""
+    """Check that a step keeps the limits and the order that `SchedulerOutput` promises."""
     config, running = scheduler.config, scheduler.running
     rows, counts = step.rows.tolist(), step.num_scheduled_tokens.tolist()
     assert len(set(rows)) == len(rows), "a row twice"
@@ -350,7 +361,7 @@ def check_step(scheduler: Scheduler, step: SchedulerOutput) -> None:
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """Requests, rows, arrays and blocks agree with each other."""
+    """Check that requests, batch indices, arrays and blocks agree with each other."""
     running, size = scheduler.running, scheduler.cache.block_size
     requests, waiting = running.requests, list(scheduler.waiting)
     assert len(requests) == len(running) <= scheduler.config.max_num_seqs
@@ -392,7 +403,7 @@ def _never_passes_over(scheduler: Scheduler) -> bool:
 
 
 def check_blocks(scheduler: Scheduler, requests: list[Request]) -> None:
-    """Counts, free queue and hashes of the pool agree with the block tables."""
+    """Check that counts, free queue and hashes of the pool agree with the block tables."""
     pool, size = scheduler.cache.pool, scheduler.cache.block_size
     holders: dict[int, list[tuple[Request, int, int]]] = {}
     for request in requests:
@@ -413,7 +424,7 @@ def check_blocks(scheduler: Scheduler, requests: list[Request]) -> None:
 
 
 def check_pool(pool: Any) -> None:
-    """The free queue holds what nobody holds, once; both hash maps say the same."""
+    """Check that the free queue contains each free block once, and that both hash maps agree."""
     queue = []
     block_id = pool._next[NULL_BLOCK_ID]
     while block_id != NULL_BLOCK_ID:

@@ -1,8 +1,8 @@
-"""What requests must get, worked out without a scheduler; and guesses of it.
+"""The correct result of requests, computed without a scheduler; and guesses of it.
 
-A hash stands for the content of a slot of the cache: of everything that decides it (salt, extra
-keys, all tokens up to the position). The next token is a function of that hash alone, so what a
-request gets must not depend on how it is scheduled.
+A hash represents the content of a slot of the cache. It depends on everything that determines the
+content: salt, extra keys, and all tokens up to the position. The next token is a function of this
+hash only, so the tokens of a request must not depend on how it is scheduled.
 """
 
 import random
@@ -47,7 +47,7 @@ def next_token(spec: EngineRequest, content: int, num_output: int) -> int:
 
 
 def expected_result(spec: EngineRequest, fails_at: int | None = None) -> tuple[list[int], Finished]:
-    """Return output tokens and finish of a request, without a scheduler."""
+    """Return output tokens and finish reason of a request, computed without a scheduler."""
     content = root_content(spec)
     for position, token_id in enumerate(spec.prompt_token_ids):
         content = next_content(content, token_id, keys_at(spec, position))
@@ -68,7 +68,7 @@ def expected_result(spec: EngineRequest, fails_at: int | None = None) -> tuple[l
 
 
 def next_tokens(spec: EngineRequest, token_ids: list[int], count: int) -> list[int]:
-    """Return the next samples of a request that has these tokens, as if it never ended."""
+    """Return the next sampled tokens of a request with these tokens, as if it never finished."""
     content = root_content(spec)
     for token_id in token_ids:
         content = next_content(content, token_id)
@@ -82,8 +82,9 @@ def next_tokens(spec: EngineRequest, token_ids: list[int], count: int) -> list[i
 
 
 class GuessSource:
-    """Guesses that are right, right up to some token, wrong, or none; they do not care where the
-    output ends."""
+    """Makes guesses that are right, right up to some token, wrong, or empty. They may go beyond the
+    end of the output.
+    """
 
     def __init__(self, rng: random.Random, max_drafts: int) -> None:
         self.max_drafts = max_drafts

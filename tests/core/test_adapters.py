@@ -1,4 +1,4 @@
-"""How many LoRA adapters a step uses, and that nobody waits for one for ever."""
+"""Test how many LoRA adapters a step uses, and that no request waits for its adapter forever."""
 
 from msgspec.structs import replace
 

@@ -1,5 +1,8 @@
-"""Random loads: whatever comes, goes, shares, runs out or is cancelled, every request gets exactly
-the tokens it would get alone, and nothing leaks. `Loop` and `FakeRunner` check each step.
+"""Test random loads: every request gets exactly the tokens that it gets without other requests, and
+no block leaks.
+
+Requests arrive, finish, share prefixes, run out of blocks and are cancelled. `Loop` and
+`FakeRunner` check each step.
 """
 
 import random
@@ -32,7 +35,7 @@ WINDOWS = [*[(None,)] * 4, (5,), (None, 5), (None, None, 16), (None, 9, 9), (7, 
 
 @dataclass
 class Setup:
-    """An engine: limits of the scheduler, size of the cache, steps in flight."""
+    """The settings of an engine: limits of the scheduler, size of the cache, steps in flight."""
 
     limits: dict[str, Any]
     num_blocks: int
@@ -158,8 +161,7 @@ def arrivals(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def programs() -> st.SearchStrategy[list[Any]]:
-    """Return events in their order: requests arrive or are cancelled, steps run, results come
-    in."""
+    """Draw events in order: requests arrive or are cancelled, steps run, results come in."""
     event = st.one_of(
         st.tuples(st.just("add"), arrivals()),
         st.tuples(st.just("add"), arrivals()),
@@ -171,8 +173,9 @@ def programs() -> st.SearchStrategy[list[Any]]:
 
 
 def run_program(setup: Setup, program: Sequence[tuple[str, Any]]) -> Loop:
-    """Run a load to its end, and check that each request got the tokens that it gets when it runs
-    alone."""
+    """Run a load to its end, and check that each request got the tokens that it gets without other
+    requests.
+    """
     loop = setup.loop()
     specs: dict[str, EngineRequest] = {}
     for number, (event, value) in enumerate(program):
@@ -197,7 +200,9 @@ def run_program(setup: Setup, program: Sequence[tuple[str, Any]]) -> Loop:
 
 
 def check_result(loop: Loop, setup: Setup, spec: EngineRequest, name: str) -> None:
-    """Check that a request got the tokens, the end and the log-probabilities that it gets alone."""
+    """Check that a request got the tokens, finish reason and log-probabilities that it gets without
+    other requests.
+    """
     result = loop.results[name]
     token_ids, finished = expected_result(spec, setup.fails_at.get(name))
     has_failed = result.finished == Finished(FinishReason.ERROR, error=FAILED_IMAGE)
@@ -244,7 +249,7 @@ def test_a_long_crowded_load_gives_everybody_what_they_get_alone(seed):
 
 
 def random_setup(rng: random.Random) -> Setup:
-    """Like `setups`, with more requests at a time and less cache for each."""
+    """Return a setup like `setups`, with more requests at a time and a smaller cache for each."""
     block_size = rng.choice([1, 4, 4, 16])
     max_num_seqs = rng.randint(2, 12)
     is_chunked = rng.random() < 0.7
@@ -366,7 +371,7 @@ MAX_IMAGE = 7
 
 
 def with_seen_items(rng: random.Random, event: tuple[str, Any]) -> tuple[str, Any]:
-    """Let tokens of a prompt that arrives see items, the last of which all later tokens see."""
+    """Let tokens of an arriving prompt see items; all later tokens see the last item."""
     if event[0] != "add" or rng.random() < 0.3:
         return event
     starts = sorted(rng.sample(range(len(event[1]["prompt"])), min(2, len(event[1]["prompt"]))))
@@ -380,7 +385,7 @@ def with_seen_items(rng: random.Random, event: tuple[str, Any]) -> tuple[str, An
 
 
 def with_images(rng: random.Random, event: tuple[str, Any]) -> tuple[str, Any]:
-    """Let images give the embeddings of some tokens of a prompt that arrives."""
+    """Let images provide the embeddings of some tokens of an arriving prompt."""
     if event[0] != "add" or rng.random() < 0.3:
         return event
     media, index = [], 0

@@ -150,7 +150,9 @@ def test_any_use_keeps_counts_queue_and_hashes_together(seed):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_content_stays_where_its_hash_says_and_as_old_as_it_was(seed):
-    """Against a model of the cache: what is in each place, and the order of eviction."""
+    """Compare the pool with a model of the cache: the content of each block, and the order of
+    eviction.
+    """
     rng = random.Random(seed)
     pool = BlockPool(rng.randint(4, 16))
     memory: dict[int, bytes] = {}

@@ -1,4 +1,4 @@
-"""Events of the prefix cache. That they tell all of any load is checked in every `Loop`."""
+"""Test the events of the prefix cache. `Loop` checks that the events of any load are complete."""
 
 from tests.core.helpers import Loop, make_request, make_scheduler
 from vllm.core.kv.cache_events import CacheEventLog, public_hash
@@ -10,8 +10,7 @@ def hashes(count: int) -> list[bytes]:
 
 
 def stored(*indices: int) -> list[tuple[list[int], int | None, list[int]]]:
-    """Return (blocks, the block before them, tokens) of each event for some of five blocks of two
-    tokens."""
+    """Return (blocks, block before them, tokens) of each event about five blocks of two tokens."""
     log = CacheEventLog(block_size=2)
     log.stored(hashes(5), indices, range(10))
     known = {public_hash(value): i for i, value in enumerate(hashes(5))}

@@ -1,5 +1,7 @@
-"""Drafts change no output: right, partly right, wrong, beyond the end or none; whatever else
-happens. `Loop` and `FakeRunner` check each step.
+"""Test that drafts change no output, whether they are right, partly right, wrong, empty, or longer
+than the output.
+
+`Loop` and `FakeRunner` check each step.
 """
 
 import random
@@ -64,7 +66,7 @@ def test_drafts_of_the_worker_change_no_output(seed):
 
 
 class MoodyControl(DraftControl):
-    """Pauses for some steps, whatever is in flight."""
+    """Pauses drafts for some random steps, even while steps are in flight."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(9, adaptive=False)
@@ -109,7 +111,7 @@ def test_drafts_change_no_output_where_windows_give_blocks_back(windows):
 
 
 class RightSource:
-    """Guesses that are always right, also beyond the end."""
+    """Makes guesses that are always right, even beyond the end of the output."""
 
     def __init__(self, max_drafts: int) -> None:
         self.max_drafts = max_drafts
@@ -124,7 +126,7 @@ class RightSource:
 
 
 class WrongSource(RightSource):
-    """Guesses that are never right."""
+    """Makes guesses that are never right."""
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
         return [[token + 1 for token in guess] for guess in super().propose(requests)]
@@ -229,7 +231,9 @@ def test_a_request_waits_while_its_drafts_are_in_flight_and_others_run():
 
 
 def test_no_step_begins_that_would_split_the_batch_while_drafts_are_in_flight():
-    """As the parts would take turns from then on, and each step runs the whole model."""
+    """Otherwise the two parts of the batch would run alternately from then on, and each step runs
+    the whole model.
+    """
     source = RightSource(3)
     scheduler = make_scheduler(draft_source=source)
     loop = Loop(scheduler)

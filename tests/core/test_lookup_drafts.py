@@ -1,4 +1,6 @@
-"""Drafts from known text: where they come from, when they stop, and that they change no output."""
+"""Test drafts that are looked up in known text: their source, when they pause, and that they change
+no output.
+"""
 
 import random
 
@@ -21,7 +23,7 @@ def request_of(tokens: list[int], name: str = "a", num_prompt: int = 1) -> Reque
 
 
 def best_place(text: list[int], n: int, most: int) -> tuple[int, int]:
-    """Return, by comparing everything, the latest of the positions where most tokens agree."""
+    """Return the latest of the positions at which most tokens agree, by comparing all positions."""
     best = (0, 0)
     for end in range(n, len(text)):
         length = 0
@@ -132,7 +134,7 @@ def test_drafts_stop_where_a_token_costs_what_it_saves():
 
 
 def test_interrupted_steps_do_not_count_for_what_they_took():
-    """Also among the first ones, before anything is known."""
+    """This includes the first steps, before any time is known."""
     cost = StepCost()
     for seconds in (0.9, 0.01, 0.01):
         cost.record(2, seconds)
@@ -142,7 +144,9 @@ def test_interrupted_steps_do_not_count_for_what_they_took():
 
 
 def steps_with_drafts(control: DraftControl, request: Request, steps: int, seconds: float) -> int:
-    """Steps of which each takes a second, or `seconds` with drafts, two of which are right."""
+    """Simulate steps; return how many had drafts. A step takes 1 s, or `seconds` with drafts, two
+    of which are right.
+    """
     num_with_drafts = 0
     for _ in range(steps):
         limit = 0 if control.pauses(1) else control.limits([request], 1)[0]
@@ -164,8 +168,9 @@ def test_steps_have_drafts_only_where_they_give_more_tokens_in_a_second():
 
 
 def test_replays_after_drafts_do_not_make_steps_without_drafts_look_slow():
-    """Here a step with drafts gives 3 tokens in the time of 4 steps. A step that only replays takes
-    as long."""
+    """A step with drafts gives 3 tokens in the time of 4 steps. A step that only replays tokens
+    takes as long.
+    """
     control, request = DraftControl(4), request_of([1])
     num_with_drafts, has_replays = 0, False
     for _ in range(1500):

@@ -1,4 +1,4 @@
-"""Images of requests: which steps encode them, and how long their embeddings stay."""
+"""Test the images of requests: which steps encode them, and how long their embeddings are kept."""
 
 import msgspec
 import numpy as np

@@ -1,4 +1,6 @@
-"""A request that pools ends when its prompt is computed, and never holds more than that."""
+"""Test that a pooling request finishes when its prompt is computed, and never holds more blocks
+than its prompt needs.
+"""
 
 import numpy as np
 import pytest

@@ -235,7 +235,9 @@ def test_requests_of_one_step_share_what_the_first_of_them_computes():
 
 
 def test_sharing_within_a_step_waits_when_one_token_is_left():
-    """It would run with the decodes, before the launch that computes what it shares."""
+    """A request with one token left would run with the decodes, before the forward pass that
+    computes the shared blocks.
+    """
     loop = make_loop()
     loop.add(*(make_request(name, list(range(9))) for name in "abc"))
     assert loop.step() == {"a": 9}
@@ -451,7 +453,9 @@ def test_requests_of_equal_priority_do_not_preempt_each_other():
 
 
 def test_an_urgent_request_starts_at_once_on_the_blocks_of_the_one_it_drove_out():
-    """Those are computed, so a single token is no reason to wait; waiting would end the engine."""
+    """These blocks are computed already, so a request with one token left need not wait. Waiting
+    would stop the engine.
+    """
     loop = priority_loop(max_num_seqs=1)
     loop.add(make_request("a", list(range(10)), priority=1, max_tokens=9))
     loop.step()
@@ -473,7 +477,9 @@ def test_nobody_is_preempted_when_that_would_not_make_enough_room():
 
 
 def test_nobody_is_preempted_for_blocks_that_the_waiting_one_would_share_with_him():
-    """Setting them free makes no room: they are the prefix that it counts on already."""
+    """Freeing these blocks gives no room: the waiting request already counts on them as its
+    prefix.
+    """
     loop = priority_loop(num_blocks=16)
     loop.add(make_request("vip", 24, priority=-2, max_tokens=8))
     loop.add(make_request("a", list(range(16)), priority=1, max_tokens=12))
@@ -620,7 +626,9 @@ def test_an_output_belongs_to_whoever_receives_it():
 
 
 def test_results_for_an_earlier_stay_in_the_same_row_are_dropped():
-    """With two steps in flight a request can leave and be back in its row before a result."""
+    """With two steps in flight, a request can leave and return to the same batch index before a
+    result arrives.
+    """
     loop = make_loop(depth=2, num_blocks=6)
     specs = [make_request("a", 7, max_tokens=3), make_request("b", 7, max_tokens=8)]
     loop.add(*specs)

@@ -1,4 +1,6 @@
-"""Several decodes in a step: the same outputs in fewer steps, and one where the host is needed."""
+"""Test steps with several decodes: the same outputs in fewer steps, and one decode if the host is
+needed.
+"""
 
 import random
 
@@ -25,12 +27,12 @@ def test_crowded_loads_give_everybody_what_they_get_alone():
 
 
 def steps_of(*specs, arriving=None, **settings) -> tuple[list[int], Loop]:
-    """The number of decodes of each step until nothing is left.
+    """Return the number of decodes of each step until no request is left.
 
     Args:
         specs: requests that are there from the beginning.
-        arriving: one that arrives before the fourth step.
-        settings: of the scheduler.
+        arriving: a request that arrives before the fourth step.
+        settings: settings of the scheduler.
     """
     scheduler = make_scheduler(**{"num_scheduler_steps": 8, "block_size": 4} | settings)
     loop = Loop(scheduler)
@@ -86,7 +88,7 @@ def test_drafts_take_the_place_of_several_decodes():
 
 
 def test_nobody_is_preempted_for_further_decodes():
-    """7 blocks: both have 3 each, and one is left when both need a fourth."""
+    """Of 7 blocks, both requests hold 3 each; one is free when both need a fourth."""
     specs = make_request("a", 8, 6), make_request("b", 8, 6)
     found, loop = steps_of(*specs, num_blocks=8, enable_caching=False)
     assert found[0] == 1 and loop.scheduler.num_preemptions == 0

@@ -1,4 +1,4 @@
-"""Prefix caching of a model whose layers have a state of each request."""
+"""Test prefix caching of a model whose layers keep a recurrent state for each request."""
 
 import random
 
@@ -13,7 +13,7 @@ PROMPT = list(range(100, 121))
 
 
 def run(loop: Loop, name: str, prompt: list[int], **more) -> int:
-    """Run a request to its end. Returns how many of its tokens were found in the cache."""
+    """Run a request to its end. Return how many of its tokens were found in the cache."""
     loop.add(make_request(name, prompt=prompt, **more))
     loop.run()
     return loop.results[name].num_cached_tokens[0]
@@ -89,7 +89,7 @@ class AlwaysRight(random.Random):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_state_takes_in_a_wrong_draft_in_a_crowded_load(seed):
-    """`FakeRunner` compares each state with the tokens of its request."""
+    """`FakeRunner` compares each recurrent state with the tokens of its request."""
     rng = random.Random(seed)
     setup = random_setup(rng)
     setup.draft_source = GuessSource(rng, rng.choice([1, 3, 5, 20]))

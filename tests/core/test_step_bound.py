@@ -1,4 +1,6 @@
-"""Steps for which streams wait are short: prompts get the tokens that fit the time."""
+"""Test that steps are short while streams wait: prompts get only the tokens that fit the time
+limit.
+"""
 
 import random
 from dataclasses import dataclass, field
@@ -25,7 +27,7 @@ ENGINE = {
 
 @dataclass
 class Machine:
-    """A made-up machine: how long each of its steps takes, and its clock."""
+    """A simulated machine: the time that each of its steps takes, and its clock."""
 
     base_s: float = 0.05
     request_s: float = 0.001
@@ -62,8 +64,10 @@ class Machine:
 
 
 class TimedLoop:
-    """Runs each step on a made-up machine, which samples the same token always. What steps read and
-    write with a bound is checked in test_any_load."""
+    """Runs each step on a simulated machine, which always samples the same token.
+
+    test_any_load checks what steps read and write with a time limit.
+    """
 
     def __init__(self, machine: Machine, bound: StepBound | None, **settings: Any) -> None:
         self.scheduler = make_scheduler(
@@ -121,7 +125,7 @@ def with_streams(bound: StepBound | None, machine: Machine | None = None) -> Tim
 
 
 def measured(bound_s: float) -> StepBound:
-    """Return a bound that knows the time of a step of 256 tokens."""
+    """Return a bound that has measured the time of a step of 256 tokens."""
     bound = StepBound(bound_s)
     for _ in range(2):
         bound.record(StepWork(256, 0.0, has_decodes=False), 0.55)

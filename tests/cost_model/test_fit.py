@@ -1,4 +1,6 @@
-"""The fitted constants: the program makes what is shipped, and predicts what it has not seen."""
+"""Test the fitted constants: the program gives the shipped constants, and they predict runs that
+the fit has not seen.
+"""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Rates of one card: what they change, and files that are refused."""
+"""Test measured rates of one card: which predictions they change, and which files are refused."""
 
 import json
 from dataclasses import replace

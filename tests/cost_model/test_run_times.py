@@ -1,4 +1,6 @@
-"""Seconds of a running engine: the constants that follow, and files that are refused."""
+"""Test times that a running engine has measured: the constants that they give, and files that are
+refused.
+"""
 
 import json
 
@@ -32,7 +34,7 @@ DECODES = [(1, batch, 1, batch * n) for batch in (1, 8, 64, 256) for n in (1, 16
 
 
 def times_of(buckets, factors) -> RunTimes:
-    """Return the times of a card whose constants are longer by these factors."""
+    """Return the times of a card on which each part takes longer by its factor."""
     cost, values = ServingCost("gaudi2", 2, FIGURES), fitted_constants("gaudi2").values
     times = {}
     for phase, batch, length, blocks in buckets:

@@ -1,4 +1,6 @@
-"""Predicted steps: what makes them slower, what bounds them, and where no published run is near."""
+"""Test predicted steps: what makes them slower, what bounds them, and predictions far from any
+published run.
+"""
 
 from dataclasses import replace
 

@@ -1,7 +1,7 @@
 """A strict reader of the part of the Dockerfile language that our Dockerfiles use.
 
-What it does not know is an error, never skipped: a Dockerfile that it accepts holds no surprise.
-The language: https://docs.docker.com/reference/dockerfile/
+Everything that it does not know is an error and is never skipped. The language:
+https://docs.docker.com/reference/dockerfile/
 """
 
 import re
@@ -27,7 +27,7 @@ INSTRUCTIONS = {
 
 
 class DockerfileError(Exception):
-    """The file does not mean anything, or nothing that this reader knows."""
+    """The file is not valid, or uses something that this reader does not know."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Run:
-    """A RUN instruction, taken apart."""
+    """A parsed RUN instruction."""
 
     mounts: tuple[Mapping[str, str], ...]
     command: str
@@ -50,7 +50,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Stage:
-    """A FROM instruction, and what follows until the next one."""
+    """A FROM instruction and the instructions up to the next one."""
 
     image: str
     """What it begins with: an image, or the name of an earlier stage."""
@@ -60,11 +60,11 @@ class Stage:
 
 
 def parse(text: str) -> list[Instruction]:
-    """The instructions of a Dockerfile.
+    """Return the instructions of a Dockerfile.
 
     Raises:
-        DockerfileError: an instruction is unknown, empty or not in capitals, or the last line
-            is to be continued.
+        DockerfileError: an instruction is unknown, empty or not in capitals, or the last line is to
+            be continued.
     """
     instructions = []
     pending = ""
@@ -102,10 +102,10 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
 def substitute(text: str, variables: Mapping[str, str]) -> str:
-    """`text` with its variables filled in.
+    """Return `text` with the values of its variables.
 
     Raises:
-        DockerfileError: one of them is not declared. Docker would take it for empty.
+        DockerfileError: a variable is not declared. Docker would use an empty value.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -129,7 +129,7 @@ def read_pairs(text: str, variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_run(text: str) -> Run:
-    """Return mounts and command of RUN in its shell form."""
+    """Return the mounts and the command of a RUN instruction in shell form."""
     mounts = []
     while text.startswith("--"):
         flag, _, text = text.partition(" ")
@@ -144,8 +144,8 @@ def read_stages(instructions: Iterable[Instruction], args: Mapping[str, str]) ->
     """Return the stages of a file that is built with `--build-arg` for each of `args`.
 
     Raises:
-        DockerfileError: there is none, something but ARG comes first, or `args` has a name that the
-            file does not declare before its first stage.
+        DockerfileError: there is no stage, an instruction other than ARG comes before the first
+            one, or `args` has a name that the file does not declare there.
     """
     variables: dict[str, str] = {}
     stages: list[Stage] = []
@@ -168,7 +168,7 @@ def read_stages(instructions: Iterable[Instruction], args: Mapping[str, str]) ->
 
 
 def used_stages(stages: Iterable[Stage]) -> list[Stage]:
-    """Return those that the last one needs, and itself; a build leaves the others out."""
+    """Return the last stage and the stages that it needs; a build omits the others."""
     names: set[str] = set()
     used = []
     for stage in reversed(list(stages)):
@@ -194,9 +194,9 @@ def base_image(instructions: Iterable[Instruction], args: Mapping[str, str]) -> 
 
 
 class IgnoreFile:
-    """A .dockerignore: which paths of the checkout a build does not see.
+    """A .dockerignore file: the paths of the checkout that a build does not see.
 
-    The last pattern that matches a path or a folder above it decides; `!` lets it in again.
+    The last pattern that matches a path or a folder above it decides; `!` includes it again.
     """
 
     def __init__(self, text: str) -> None:

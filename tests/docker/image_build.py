@@ -1,10 +1,9 @@
-"""Builds an image without a container engine.
+"""Build an image without a container engine.
 
-A folder stands for the file system of a stage, and a virtual environment in it for the Python of
-the vendor's image, with a torch of which there is nothing but the metadata. RUN steps run for
-real, with the paths of the image moved into the folder. pip runs for real too: it resolves and
-installs wheels that have the metadata of the packages of this environment, and nothing else of
-them, so the network is not used.
+A folder represents the file system of a stage. A virtual environment in it represents the Python of
+the vendor's image, with a torch of which only the metadata exist. RUN steps are executed, with the
+paths of the image moved into the folder. pip is executed too: it resolves and installs wheels that
+contain only the metadata of the packages of this environment, so the network is not used.
 """
 
 import json
@@ -38,7 +37,7 @@ _ABSOLUTE = re.compile(r"(?<![\w.}*/])/\w+")
 
 @dataclass
 class Image:
-    """A stage: what it is so far."""
+    """The state of a stage while it is built."""
 
     root: Path
     env: dict[str, str] = field(default_factory=dict)
@@ -49,10 +48,10 @@ class Image:
     command: list[str] = field(default_factory=list)
 
     def moved(self, text: str) -> str:
-        """`text` with absolute paths of the image as paths of this machine.
+        """Replace absolute paths of the image by paths of this machine.
 
         Raises:
-            DockerfileError: one is outside of the folders that an image of ours may touch.
+            DockerfileError: a path is outside of the folders that our images may use.
         """
         rest = _PLACES.sub("place", text)
         if found := _ABSOLUTE.search(rest):
@@ -60,7 +59,7 @@ class Image:
         return _PLACES.sub(lambda match: f"{self.root}{match[0]}", text)
 
     def run(self, command: str, **env: str) -> "subprocess.CompletedProcess[str]":
-        """Run a shell command inside of the image; never raises."""
+        """Run a shell command inside the image; never raises."""
         return subprocess.run(
             ["/bin/sh", "-c", self.moved(command)],
             cwd=self.moved(self.workdir),
@@ -76,18 +75,18 @@ class Image:
         )
 
     def run_entrypoint(self, arguments: Iterable[str]) -> "subprocess.CompletedProcess[str]":
-        """Do what `docker run IMAGE ARGUMENTS` does."""
+        """Run the entry point as `docker run IMAGE ARGUMENTS` does."""
         return self.run(" ".join([*self.entrypoint, *arguments]))
 
 
 class Builder:
-    """Carries out a Dockerfile.
+    """Executes a Dockerfile.
 
     Args:
         context: the checkout.
         base: a folder that stands for the image that is pulled; it is copied.
-        folder: gets a folder per stage.
-        env: for every RUN, above what the Dockerfile says: where pip finds packages.
+        folder: folder in which each stage gets a folder.
+        env: further variables of every RUN step: where pip finds packages.
     """
 
     def __init__(self, context: Path, base: Path, folder: Path, env: Mapping[str, str]) -> None:
@@ -100,10 +99,10 @@ class Builder:
         self._image = Image(folder)
 
     def build(self, dockerfile: Path) -> Image:
-        """The last stage.
+        """Build the last stage and return it.
 
         Raises:
-            DockerfileError: a step cannot be understood, or fails; has what it said.
+            DockerfileError: a step is not understood, or fails; contains the output of the step.
         """
         for stage in used_stages(read_stages(parse(dockerfile.read_text()), {})):
             self._start_stage(stage)
@@ -175,7 +174,7 @@ class Builder:
             raise DockerfileError(f"exit code {done.returncode} of {run.command}\n{said}")
 
     def _mount(self, mount: Mapping[str, str]) -> Path | None:
-        """Return the link that replaces a mount, or None for a cache that stays."""
+        """Return the link that replaces a mount; None for a cache, which is not replaced."""
         target = Path(self._image.moved(mount["target"]))
         target.parent.mkdir(parents=True, exist_ok=True)
         if mount == {"type": "cache", "target": mount["target"]}:
@@ -209,7 +208,7 @@ def write_full_wheel(distribution: Distribution, folder: Path) -> None:
 
 
 def write_vendor_package(name: str, version: str, site_packages: Path, source: str = "") -> None:
-    """Write a package of the vendor's image: its metadata, and a module that runs `source`."""
+    """Write a package of the vendor's image: its metadata, and a module with the code `source`."""
     info = f"{name}-{version}.dist-info"
     files = {
         f"{name}/__init__.py": source,

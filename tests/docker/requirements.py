@@ -1,4 +1,6 @@
-"""What our requirement files bring in, read from the metadata of the packages installed here."""
+"""Find the packages that our requirement files need, by the metadata of the packages that are
+installed here.
+"""
 
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
@@ -8,8 +10,9 @@ from packaging.utils import canonicalize_name
 
 
 def read_file(path: Path) -> list[Requirement]:
-    """Return the requirements of a file, with the files that its `-r` lines name, without
-    constraints."""
+    """Return the requirements of a file and of the files that its `-r` lines name, without
+    constraints.
+    """
     requirements = []
     for line in path.read_text().splitlines():
         text = line.split("#")[0].strip()
@@ -21,10 +24,11 @@ def read_file(path: Path) -> list[Requirement]:
 
 
 def with_dependencies(requirements: list[Requirement]) -> dict[str, Distribution]:
-    """Every package that installing `requirements` installs: normalised name -> what is here.
+    """Return every package that installing `requirements` installs: normalised name -> installed
+    distribution.
 
     Raises:
-        PackageNotFoundError: one of them is not installed.
+        PackageNotFoundError: a package is not installed here.
     """
     found: dict[str, Distribution] = {}
     pending = [(requirement, "") for requirement in requirements]

@@ -1,4 +1,4 @@
-"""Dockerfile.cpu, and the wheel that runs on a machine without a compiler."""
+"""Test Dockerfile.cpu, and the wheel that runs on a machine without a compiler."""
 
 import json
 import re
@@ -67,7 +67,7 @@ def test_the_container_serves_as_a_user_without_rights_and_is_asked_for_its_heal
 @pytest.mark.slow
 @pytest.mark.exhaustive  # exhaustive: the tests above read the Dockerfile in every run
 def test_the_steps_of_the_file_make_an_image(tmp_path):
-    """With packages that are metadata only, and an apt-get that installs a false compiler."""
+    """The packages contain only metadata, and apt-get installs a fake compiler."""
     packages = tmp_path / "packages"
     packages.mkdir()
     for package in with_dependencies(read_file(ROOT / "requirements-cpu.txt")).values():
@@ -107,7 +107,9 @@ def test_the_steps_of_the_file_make_an_image(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.skipif(load_cpu_kernels() is None, reason="the C++ kernels are not built")
 def test_the_wheel_generates_text_where_there_is_no_compiler(tmp_path):
-    """In a new environment, which takes all other packages from this one."""
+    """The wheel is installed into a new environment, which takes all other packages from this
+    one.
+    """
     command = ["make", "wheel", f"PYTHON={sys.executable}", f"WHEELS={tmp_path}"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")

@@ -1,4 +1,4 @@
-"""What the Dockerfiles say, and the reader that the other tests of images rest on."""
+"""Test the content of the Dockerfiles, and the reader that the other image tests use."""
 
 import json
 import re
@@ -63,7 +63,7 @@ def test_the_self_test_of_a_card_names_the_image_that_is_the_default():
 
 @BOTH
 def test_a_release_has_pins_for_the_tests_of_its_torch(instructions):
-    """`make test-vendor` runs them on that torch, without the image."""
+    """`make test-vendor` runs the tests with this torch, without the image."""
     images = [stage.image for stage in read_stages(instructions, {})][:-2]
     assert len(images) == len(RELEASES)
     for image in images:
@@ -130,7 +130,7 @@ def test_the_image_starts_with_the_entry_script_and_serves_by_default(instructio
     ],
 )
 def test_flags_alone_start_the_server_and_a_subcommand_is_run(tmp_path, arguments, command):
-    """What `docker run IMAGE ARGUMENTS` comes to."""
+    """Check which command `docker run IMAGE ARGUMENTS` runs."""
     program = tmp_path / "vllm"
     program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     program.chmod(0o755)

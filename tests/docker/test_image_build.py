@@ -1,4 +1,4 @@
-"""The Dockerfiles are carried out: see image_build.py for what stands for what."""
+"""Test executing the Dockerfiles; image_build.py describes how it replaces a container engine."""
 
 import re
 import shutil
@@ -38,7 +38,7 @@ Requires-Dist: torch>=2.13
 
 @pytest.fixture(scope="module")
 def package_folder(tmp_path_factory) -> Path:
-    """What the image finds on its package index."""
+    """Make a folder with the packages that the image finds on its package index."""
     folder = tmp_path_factory.mktemp("wheels")
     for package in with_dependencies(read_file(ROOT / "requirements-hpu.txt")).values():
         text = package.read_text("METADATA")
@@ -63,7 +63,7 @@ def torch_version(request) -> str:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, torch_version) -> Path:
-    """The image of the vendor."""
+    """Make the image of the vendor."""
     root = tmp_path_factory.mktemp("base")
     venv.create(root / "usr", with_pip=True, symlinks=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -86,7 +86,7 @@ def pip_settings(package_folder) -> dict[str, str]:
 
 
 def steps_of(dockerfile: str) -> tuple[tuple[str, str], ...]:
-    """What `Builder` carries out of a file; one folder stands for the image that it begins with."""
+    """Return the steps of a file that `Builder` executes; one folder represents its base image."""
     stages = used_stages(read_stages(parse((ROOT / dockerfile).read_text()), {}))
     steps = [step for stage in stages for step in stage.steps]
     return tuple((step.name, step.text) for step in steps if step.name != "USER")
@@ -116,7 +116,7 @@ def test_the_torch_of_the_image_is_still_there(image, torch_version):
 
 
 def test_the_triton_that_comes_with_a_package_fits_that_torch(image, torch_version):
-    """xgrammar takes any, and pip would take the newest."""
+    """xgrammar accepts any triton, so pip would install the newest."""
     assert installed_version(image, "triton") == TRITON[torch_version]
 
 

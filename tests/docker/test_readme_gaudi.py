@@ -1,4 +1,4 @@
-"""The pages about Gaudi name only what there is."""
+"""Test that the pages about Gaudi name only variables, flags and files that exist."""
 
 import re
 from dataclasses import fields
@@ -29,7 +29,7 @@ def test_links_lead_somewhere():
 
 
 def test_variables_that_are_recommended_have_an_effect():
-    """Ours are declared; those of other software are on the page of variables."""
+    """Our variables are declared, and variables of other software are on the page of variables."""
     declared = {field.name for field in fields(Envs)}
     page = (ROOT / "docs" / "env_variables.md").read_text()
     text = "\n".join([TEXT, *(other.read_text() for other in OTHER_PAGES)])

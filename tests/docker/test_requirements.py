@@ -1,4 +1,4 @@
-"""requirements-hpu.txt leaves the torch of the vendor's image alone."""
+"""Test that requirements-hpu.txt does not replace the torch of the vendor's image."""
 
 import re
 from importlib.metadata import distribution

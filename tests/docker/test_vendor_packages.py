@@ -1,4 +1,4 @@
-"""tools/vendor_packages.py: the packages of a Gaudi image are written down and checked."""
+"""Test tools/vendor_packages.py, which records and checks the packages of a Gaudi image."""
 
 import importlib.util
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_the_vendors_packages_are_pinned_and_the_major_version_of_numpy_is_kept(
     ],
 )
 def test_whatever_torch_is_there_is_pinned_with_its_triton(tool, torch, triton):
-    """A build of the vendor, or, on an upstream image, one of PyTorch."""
+    """The torch is a build of the vendor or, on an upstream image, of PyTorch."""
     packages = {**IMAGE, "torch": torch}
     found = tool.constraints(packages)
     assert f"torch=={torch}" in found and f"triton{triton}" in found

@@ -1,4 +1,6 @@
-"""A headless Chromium, spoken to over two pipes in its DevTools protocol: no driver, no port."""
+"""A headless Chromium that is controlled over two pipes in its DevTools protocol, without a driver
+or a port.
+"""
 
 import base64
 import json
@@ -30,7 +32,7 @@ class Page:
     """One tab.
 
     Attributes:
-        complaints: what the browser has logged as an error: exceptions, blocked content.
+        complaints: errors that the browser has logged: exceptions, blocked content.
     """
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
@@ -48,7 +50,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def open(self, url: str, width: int = 1200, height: int = 900, scheme: str = "light") -> None:
-        """Go to an address, in a window of this size and in light or dark colours."""
+        """Open an address, in a window of this size and in light or dark colours."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -64,7 +66,7 @@ class Page:
             self._note(self._receive())
 
     def evaluate(self, expression: str) -> Any:
-        """Return the value of a JavaScript expression; promises are awaited."""
+        """Return the value of a JavaScript expression, after waiting for a promise."""
         answer = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -81,13 +83,13 @@ class Page:
         return self.evaluate(f"document.querySelector({json.dumps(selector)}).checkVisibility()")
 
     def click(self, selector: str) -> None:
-        """Click the first element of a selector; it has to be there and in use."""
+        """Click the first element of a selector, which must exist and be enabled."""
         found = f"document.querySelector({json.dumps(selector)})"
         assert self.evaluate(f"{found} && !{found}.disabled"), f"{selector} cannot be clicked"
         self.evaluate(f"{found}.click()")
 
     def fill(self, selector: str, text: str) -> None:
-        """Put a text, as if typed, into the first field of a selector."""
+        """Enter a text into the first field of a selector, as if typed."""
         self.evaluate(
             f"(() => {{ const field = document.querySelector({json.dumps(selector)});"
             f"field.value = {json.dumps(text)};"
@@ -101,9 +103,9 @@ class Page:
         self.wait_for(f"{found} && {found}.innerText.includes({json.dumps(text)})")
 
     def wait_for(self, expression: str) -> None:
-        """Until a JavaScript expression, or its promise, is true.
+        """Wait until a JavaScript expression, or its promise, is true.
 
-        The page is asked a number of times. It answers when it has drawn what it had to draw, so a
+        The page is asked a limited number of times. It answers when it has drawn everything, so a
         slow machine gets more time.
         """
         for _ in range(_POLLS):
@@ -118,7 +120,7 @@ class Page:
         path.write_bytes(base64.b64decode(data))
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Send one command of the protocol, and return its answer."""
+        """Send a command of the protocol, and return the answer."""
         self._last_id += 1
         message = {"id": self._last_id, "method": method, "params": params, **self._session}
         os.write(self._to_browser, json.dumps(message).encode() + b"\0")
@@ -149,7 +151,7 @@ class Page:
 
 @contextmanager
 def chromium_page(profile: Path) -> Iterator[Page]:
-    """A tab of a new browser, which ends with the block.
+    """Open a tab of a new browser, which is closed at the end of the block.
 
     Args:
         profile: an empty folder for its files.
@@ -159,7 +161,7 @@ def chromium_page(profile: Path) -> Iterator[Page]:
     from_browser, browser_writes = os.pipe()
 
     def place_pipes() -> None:
-        """Let the browser read from 3 and write to 4."""
+        """Connect the pipes to the file descriptors 3 and 4, which the browser reads and writes."""
         copies = [os.dup(browser_reads), os.dup(browser_writes)]
         while min(copies) <= 4:  # neither copy may be 3 or 4, which `dup2` replaces below
             copies = [os.dup(copy) for copy in copies]

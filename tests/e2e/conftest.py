@@ -1,4 +1,4 @@
-"""Models of the parity tests, and the browser of the pages."""
+"""Fixtures for the models of the parity tests and for the browser."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -40,22 +40,23 @@ CHAT_FLAGS = (
 
 @pytest.fixture(scope="session")
 def chat_server() -> Iterator[Server]:
-    """Run a live server for the official clients, one for all modules; no request runs between two
-    tests."""
+    """Run a live server for the official clients, one for all modules; no request may run between
+    two tests.
+    """
     with start_server(*CHAT_FLAGS) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory):
-    """Open a tab of the one browser of a module."""
+    """Open a tab in one browser for all tests of a module."""
     with chromium_page(tmp_path_factory.mktemp("profile")) as page:
         yield page
 
 
 @pytest.fixture
 def page(browser: Page):
-    """Return the tab. No test may leave an exception, blocked content or anything stored behind."""
+    """Return the tab. After a test it may not have an exception, blocked content or stored data."""
     browser.complaints.clear()
     yield browser
     browser.evaluate(

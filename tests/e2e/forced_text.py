@@ -1,13 +1,13 @@
-"""Makes the model of a live server say the text that a request asks for.
+"""Make the model of a live server generate the text that a request asks for.
 
-`FLAGS` switch it on for a server. A request of any API then has one more field, which the API
+`FLAGS` switch this on for a server. A request of any API then has one more field, which the API
 ignores:
 
     {"forced": {"text": "<think>Hm.</think>Hello.", "cut": "characters"}}
 
-The text is put into tokens in the way that `cut` names, and a logits processor lets only these
-tokens through, one per step, and then the end token. So the text takes the same way through
-engine, detokenizer, parsers and protocol as a text that the model has thought of itself.
+The text is split into tokens in the way that `cut` names. A logits processor allows only these
+tokens, one per step, and then the end token. So the text passes through engine, detokenizer,
+parsers and protocol like any text that the model generates.
 """
 
 import json
@@ -36,7 +36,7 @@ _MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 
 
 def token_ids(tokenizer: Any, text: str, cut: str) -> list[int]:
-    """Return the tokens of a text, cut in one of the ways of `CUTS`."""
+    """Return the tokens of a text that is split in one of the ways of `CUTS`."""
     if cut == "tokenizer":
         pieces = [text]
     elif cut == "characters":
@@ -50,7 +50,7 @@ def token_ids(tokenizer: Any, text: str, cut: str) -> list[int]:
 
 
 class ForcedTokens:
-    """A logits processor: the only output is these tokens.
+    """A logits processor that allows only the given tokens, one after the other.
 
     Args:
         tokens: the output, with its end token.
@@ -73,7 +73,7 @@ _generate = AsyncLLM.generate
 async def _generate_forced(
     self: AsyncLLM, prompt: Any, sampling_params: SamplingParams, *args: Any, **options: Any
 ) -> AsyncGenerator[Any, None]:
-    """`AsyncLLM.generate`, with the processor where the request asks for a text."""
+    """Call `AsyncLLM.generate`, with the processor if the request asks for a text."""
     if (wanted := _forced.get()) is not None:
         tokenizer = await self.get_tokenizer()
         tokens = token_ids(tokenizer, wanted["text"], wanted.get("cut", "tokenizer"))

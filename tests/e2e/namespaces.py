@@ -1,4 +1,4 @@
-"""Network namespaces: machines of their own, as far as their addresses and links are concerned."""
+"""Network namespaces that behave like machines with their own addresses and links."""
 
 import ctypes
 import os
@@ -17,7 +17,7 @@ class Machine:
     """A namespace with one address and one link.
 
     Attributes:
-        address: of it, for the other one.
+        address: its address, which the other machine uses.
         interface: name of its link.
     """
 
@@ -38,8 +38,9 @@ class Machine:
             self.ip("link", "set", interface, "up")
 
     def set_link(self, state: str) -> None:
-        """Switch the link on or off. While it is off, nothing that is sent arrives, and the sender
-        gets no error."""
+        """Switch the link on or off. While it is off, all sent data is lost, without an error for
+        the sender.
+        """
         self.ip("link", "set", self.interface, state)
 
     def ip(self, *arguments: str) -> None:
@@ -48,7 +49,9 @@ class Machine:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Inside, sockets and processes that this thread makes are in the namespace."""
+        """Let the sockets and processes that this thread makes in this context belong to the
+        namespace.
+        """
         before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         there = os.open(f"/run/netns/{self._name}", os.O_RDONLY)
         try:
@@ -76,7 +79,9 @@ def _enter(descriptor: int) -> None:
 
 @contextmanager
 def two_machines() -> Iterator[tuple[Machine, Machine]]:
-    """Make two namespaces with a link between them, or skip the test where none can be made."""
+    """Make two namespaces with a link between them; skip the test if the system does not allow
+    it.
+    """
     if shutil.which("ip") is None:
         pytest.skip("there is no `ip` (iproute2)")
     first, second = machines = Machine(0), Machine(1)

@@ -1,4 +1,6 @@
-"""What holds for every page: all text can be read, and a screen reader can name what it meets."""
+"""Checks for every page: all text is readable, and a screen reader finds a name for each
+element.
+"""
 
 LOWEST_CONTRAST = """(() => {
   const light = (c) => {

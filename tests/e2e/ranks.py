@@ -1,4 +1,4 @@
-"""One load for engines of several ranks, and what is compared of its results."""
+"""A load for engines with several ranks, and comparisons of its results."""
 
 import os
 import random
@@ -64,7 +64,7 @@ def assert_same(
 def random_load(
     llm: LLM, rng: random.Random, before_step: Callable[[], None] = lambda: None
 ) -> dict[int, list[int]]:
-    """Output of 24 requests, place in the load -> token ids; some of them are cancelled."""
+    """Run 24 requests, some of which are cancelled. Return index of the request -> token ids."""
     engine, todo, got = llm.llm_engine, list(range(24)), {}
     while todo or engine.has_unfinished_requests():
         for _ in range(min(len(todo), rng.randint(0, 4))):
@@ -85,7 +85,7 @@ def ranks_of(llm: LLM) -> list[int]:
 
 
 def assert_death_of_a_rank_ends_requests(llm: LLM) -> None:
-    """Kill the other one of two ranks while a request runs."""
+    """Kill the second of two ranks while a request runs, and check the error."""
     engine = llm.llm_engine
     engine.add_request("a", {"prompt_token_ids": PROMPTS[0]}, PARAMS[0])
     engine.step()

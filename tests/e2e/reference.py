@@ -1,7 +1,7 @@
-"""Outputs of an engine against one forward pass of `transformers` over prompt and output.
+"""Compare outputs of an engine with one forward pass of `transformers` over prompt and output.
 
-A reference generates nothing: a token is right if the reference, given everything before it, ranks
-it first.
+The reference generates nothing: a token is right if the reference, given all tokens before it,
+ranks it first.
 """
 
 import random
@@ -36,7 +36,9 @@ SHORT_TEXTS: dict[str, Any] = {
 
 
 def random_prompts(count: int, longest: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Prompts of mixed length, the shortest and the longest among them; some begin alike."""
+    """Return prompts of mixed length, including the shortest and the longest; some share a
+    beginning.
+    """
     rng = random.Random(seed)
     lengths = [1, 2, 15, 16, 17, longest] + [rng.randint(3, longest) for _ in range(count - 6)]
     shared = [rng.randrange(16, vocab_size) for _ in range(longest)]
@@ -49,7 +51,7 @@ def random_prompts(count: int, longest: int, vocab_size: int, seed: int = 0) -> 
 
 
 class TransformersReference:
-    """The model of a folder, by `transformers`."""
+    """The model of a folder, computed by `transformers`."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         self._model = load_reference(folder, dtype)
@@ -83,14 +85,14 @@ def assert_all_greedy(
     reference: Reference,
     limit: float = LIMIT,
 ) -> None:
-    """Compare greedy outputs with a reference, and log-probabilities where they were asked for.
+    """Compare greedy outputs with a reference, and log-probabilities if they were requested.
 
     Args:
-        outputs: one for each prompt, of one completion each; an end token does not end it.
-        prompts: given to the engine.
-        params: of all prompts, or of each.
+        outputs: one for each prompt, with one completion each that did not stop at an end token.
+        prompts: prompts that the engine got.
+        params: sampling parameters of all prompts, or of each prompt.
         reference: computes the logits.
-        limit: of the difference of two log-probabilities.
+        limit: largest difference of two log-probabilities.
     """
     each_params = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     for output, prompt, asked in zip(outputs, prompts, each_params, strict=True):
@@ -122,14 +124,14 @@ def _assert_same_logprobs(
     num_likeliest: int,
     limit: float,
 ) -> None:
-    """Compare every log-probability of `entries`, and which tokens they have.
+    """Compare every log-probability of `entries`, and the tokens that the entries have.
 
     Args:
-        entries: by position, the log-probabilities by token; its own token is the first.
-        token_ids: by position.
+        entries: for each position, log-probabilities by token; the token of the output comes first.
+        token_ids: token of the output at each position.
         wanted: [positions, vocab] log-probabilities of the reference.
-        num_likeliest: entries of each position, its own token may be one more.
-        limit: of the difference of two log-probabilities.
+        num_likeliest: entries of each position; the token of the output may be one more.
+        limit: largest difference of two log-probabilities.
     """
     assert [next(iter(entry)) for entry in entries] == token_ids
     if not entries:

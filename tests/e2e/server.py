@@ -1,4 +1,4 @@
-"""A server of its own for a test: started, waited for, ended, and nothing of it left behind."""
+"""Start a server for a test, wait for it and stop it, and check that nothing of it is left."""
 
 import contextlib
 import http.client
@@ -43,9 +43,9 @@ class Server:
 
     Attributes:
         process: the API process.
-        port: it listens on.
+        port: port on which it listens.
         log: file with what it writes to stdout and stderr.
-        scratch: its folder for temporary files.
+        scratch: folder for its temporary files.
     """
 
     def __init__(
@@ -75,8 +75,10 @@ class Server:
         on_status: Callable[[], object] | None = None,
         **headers: str,
     ) -> tuple[int, dict[str, str], bytes]:
-        """(status, headers with lower-case names, body); `body` is sent as JSON, and `on_status`
-        is called when the answer begins."""
+        """Send a request; return (status, headers with lower-case names, body).
+
+        `body` is sent as JSON, and `on_status` is called when the answer begins.
+        """
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=START_TIMEOUT_S)
         with contextlib.closing(connection):
             data = None if body is None else json.dumps(body).encode()
@@ -94,10 +96,10 @@ class Server:
         return json.loads(self.request("GET", path)[2])
 
     def metric(self, name: str) -> float:
-        """Sum of the samples of a metric in GET /metrics.
+        """Return the sum of the samples of a metric in GET /metrics.
 
         Raises:
-            LookupError: there is none.
+            LookupError: the metric has no samples.
         """
         text = self.request("GET", "/metrics")[2].decode()
         values = [
@@ -110,7 +112,7 @@ class Server:
         return sum(values)
 
     def wait_for(self, path: str = "/readyz", timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until GET answers 200."""
+        """Wait until GET of a path answers 200."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             assert self.process.poll() is None, self.log_text()
@@ -121,7 +123,7 @@ class Server:
         raise AssertionError(f"{path} is not 200 after {timeout_s} s:\n{self.log_text()}")
 
     def wait_until_idle(self, timeout_s: float = 120) -> None:
-        """Wait until no request runs or waits, and no block is held."""
+        """Wait until no request runs or waits, and no request holds a block."""
         gauges = (
             "vllm:num_requests_running",
             "vllm:num_requests_waiting",
@@ -142,8 +144,9 @@ class Server:
         return [replica["state"] for replica in self.get_json("/replicas")["replicas"]]
 
     def children(self) -> list[psutil.Process]:
-        """Return the processes of the server besides the API process, and remember them for
-        `assert_nothing_is_left`."""
+        """Return the processes of the server other than the API process, and store them for
+        `assert_nothing_is_left`.
+        """
         with contextlib.suppress(psutil.NoSuchProcess):
             found = psutil.Process(self.process.pid).children(recursive=True)
             self._seen |= {child.pid: child for child in found}
@@ -151,8 +154,9 @@ class Server:
         return []
 
     def engine_process(self) -> psutil.Process:
-        """Return the process of the engine core. Its ranks may be copies of it, with its command
-        line."""
+        """Return the process of the engine core. Its ranks may be forks of it, with the same
+        command line.
+        """
         (core,) = (
             each
             for each in self.children()
@@ -171,7 +175,7 @@ class Server:
         return self.process.wait(timeout_s)
 
     def remove_scratch(self) -> None:
-        """The folder of the sockets, which only a server that is not killed removes."""
+        """Remove the folder of the sockets, which a killed server leaves."""
         for folder in self.scratch.glob("vllm-*"):
             shutil.rmtree(folder)
 
@@ -200,10 +204,10 @@ def free_port() -> int:
 
 
 class EngineHold:
-    """Engine processes that wait in their first line until `release`.
+    """Lets engine processes wait in their first line until `release` is called.
 
     Attributes:
-        variables: of the environment of a server whose engine is held.
+        variables: environment variables for a server whose engine waits.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -221,14 +225,14 @@ class EngineHold:
 def start_server(
     *flags: str, variables: dict[str, str] | None = None, is_awaited: bool = True
 ) -> Iterator[Server]:
-    """Run `vllm serve` with flags; the bundled model unless they say otherwise.
+    """Run `vllm serve` with flags, and with the bundled model unless the flags name another one.
 
-    On leaving, the server is ended by SIGTERM unless it has ended, and must leave no process and no
-    folder for its sockets.
+    At the end of the block, SIGTERM stops the server if it still runs. It must leave no process and
+    no folder for its sockets.
 
     Args:
-        flags: of `vllm serve`, without host and port.
-        variables: environment variables besides those of this process.
+        flags: flags of `vllm serve`, without host and port.
+        variables: environment variables in addition to the variables of this process.
         is_awaited: wait until it is ready.
     """
     with tempfile.TemporaryDirectory(prefix="serve-") as folder:

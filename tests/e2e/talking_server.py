@@ -1,4 +1,4 @@
-"""The whole server around an engine that says what a test wrote, for the chat page."""
+"""A whole server whose engine generates the text that a test sets, for the chat page."""
 
 import asyncio
 import threading
@@ -24,7 +24,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 
 class _Release:
-    """An event that any thread may set, and the loop of the server waits for."""
+    """An event that any thread may set and for which the event loop of the server waits."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -39,7 +39,7 @@ class ReadsMedia(MediaFamily):
     """A family whose items are never processed.
 
     Args:
-        modalities: that the model reads.
+        modalities: modalities that the model reads.
     """
 
     placeholder = text_of_image = "<image>"
@@ -56,15 +56,17 @@ class ReadsMedia(MediaFamily):
 
 
 class TalkingEngine:
-    """Gives one piece of text per step, each with one token, then ends; in another thread than the
-    test's. Pieces may be any text, which no tokenizer has as a token.
+    """Generates one piece of text per step, each as one token, then the end token.
+
+    It runs in a different thread than the test. Pieces may be any text, even if no tokenizer has it
+    as a token.
 
     Attributes:
         images: content of the images of each chat request, in the order of the requests.
-        error: raised instead of the piece with number `error_at`.
+        error: error that is raised instead of piece `error_at`.
         is_held: a request stops after its first piece until `release` is set.
         requests: (prompt text, params) by request id.
-        aborted: ids of requests whose consumer left before their end.
+        aborted: ids of requests whose client left before they finished.
     """
 
     def __init__(self) -> None:
@@ -96,7 +98,7 @@ class TalkingEngine:
         return True
 
     def read_media(self, *modalities: str) -> None:
-        """From now on, be an engine whose model reads these modalities and text."""
+        """Let the model read these modalities and text from now on."""
         media = self.input_processor.media
         media.family = ReadsMedia(modalities) if modalities else None
         media.limits = dict.fromkeys(modalities, 16)
@@ -149,7 +151,7 @@ class TalkingEngine:
                 self.aborted.append(request_id)
 
     def _steps(self) -> list[str]:
-        """The pieces, and the end token that has no text."""
+        """Return the pieces, and the end token, which has no text."""
         return [*self.pieces, ""]
 
     def _sample(
@@ -169,8 +171,9 @@ class TalkingEngine:
         )
 
     def say(self, *pieces: str, is_held: bool = False) -> None:
-        """Set the text of all later answers; held ones stop after the first piece until
-        `release`."""
+        """Set the text of all later answers. With `is_held`, they stop after the first piece until
+        `release`.
+        """
         self.pieces = pieces
         self.is_held = is_held
         self.release.clear()
@@ -187,7 +190,7 @@ class TalkingEngine:
 
 
 class Faulty:
-    """Answers chat requests in place of the application while `answer` is set."""
+    """Answers chat requests instead of the application while `answer` is set."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

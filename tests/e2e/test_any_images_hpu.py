@@ -1,5 +1,8 @@
-"""Random loads with images on a simulated card: sizes and numbers of images, equal images, requests
-that are aborted or preempted. Nothing compiles after the warm-up, and nothing is left in caches."""
+"""Test random loads with images on a simulated card.
+
+Images have random sizes and numbers, some are equal, and some requests are aborted or preempted.
+Nothing compiles after the warm-up, and the caches are empty at the end.
+"""
 
 import random
 
@@ -39,8 +42,9 @@ def random_requests(family, rng):
 
 
 def run(llm, requests, rng, abort_share):
-    """Return the tokens of each request that has not been aborted, by its index, and how many have
-    been."""
+    """Return the tokens of each request that was not aborted, by its index, and the number of
+    aborted requests.
+    """
     engine, waiting, found, aborted = llm.llm_engine, list(enumerate(requests)), {}, set()
     running: set[str] = set()
     while waiting or engine.has_unfinished_requests():

@@ -1,4 +1,4 @@
-"""Sounds in prompts: transformers gives the same tokens, whatever else happens in the batch."""
+"""Test sounds in prompts: the engine gives the tokens of transformers in any batch."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Sounds in conversations: all ways to give one have the same tokens and the same outputs."""
+"""Test sounds in conversations: all ways to give a sound result in the same tokens and outputs."""
 
 import base64
 import json
@@ -36,9 +36,9 @@ def check(folder, llm, conversations):
     """Compare outputs with transformers.
 
     Args:
-        folder: of the model.
-        llm: with the model.
-        conversations: each with its text before tokens of sounds are repeated, and its sounds.
+        folder: folder of the model.
+        llm: engine with the model.
+        conversations: each with its text, in which every sound has one token, and its sounds.
     """
     found = llm.chat([messages for messages, _, _ in conversations], GREEDY)
     tokenizer = llm.get_tokenizer()

@@ -1,4 +1,4 @@
-"""`vllm bench serve` against a live server."""
+"""Test `vllm bench serve` against a live server."""
 
 import json
 

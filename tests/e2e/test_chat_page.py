@@ -1,4 +1,6 @@
-"""The chat page in a real browser, over a live server whose engine says what a test wrote."""
+"""Test the chat page in a real browser, with a live server whose engine generates the text of the
+test.
+"""
 
 import base64
 import copy
@@ -34,7 +36,7 @@ TOOL = {"name": "get_weather", "parameters": {"type": "object", "properties": {"
 
 @pytest.fixture(scope="module")
 def talk():
-    """Return an engine, the fault in front of it, and the address of its server."""
+    """Return an engine, the app that can replace its answers, and the address of its server."""
     engine = TalkingEngine()
     faulty = Faulty(make_app(engine))
     with served(faulty) as url:
@@ -85,7 +87,7 @@ def set_settings(page: Page, **texts: str) -> None:
 
 
 def press(page: Page, role: str, label: str) -> None:
-    """Press a button below the last message of a role."""
+    """Click a button below the last message of a role."""
     page.evaluate(
         f"[...[...document.querySelectorAll('.{role}')].at(-1).querySelectorAll('button')]"
         f".find((button) => button.textContent === {label!r}).click()"
@@ -312,7 +314,7 @@ def test_the_page_follows_an_answer_until_somebody_scrolls_back(chat, engine):
 
 
 def test_a_long_answer_grows_at_its_end_alone(chat, engine):
-    """100,000 tokens: what was drawn is not drawn again, so the page never freezes."""
+    """Show 100,000 tokens. Text that is drawn is not drawn again, so the page never freezes."""
     paragraph = "one two three four five six seven eight nine ten.\n\n"
     first = "First paragraph.\n\n```\n" + "x = 1\n" * 200 + "```\n\n" + paragraph
     engine.say(first, *[paragraph * 20] * 455, "last words", is_held=True)

@@ -1,4 +1,4 @@
-"""Client libraries that programs use, each with its own view of the API, against one server."""
+"""Test client libraries that programs use against one server; each uses the API differently."""
 
 import json
 from typing import Any
@@ -35,7 +35,7 @@ WEATHER = {
 
 
 class Place(BaseModel):
-    """What structured answers hold; short, so that a small model comes to its end."""
+    """The fields of structured answers. They are short, so that a small model finishes them."""
 
     name: str = Field(max_length=8)
     size: int = Field(ge=0, le=99)
@@ -60,7 +60,9 @@ def model(server):
 
 @pytest.fixture(scope="module")
 def wanted(url, model):
-    """Return the greedy answer from the official client: every other library must show the same."""
+    """Return the greedy answer that the official client gets; every other library must show the
+    same.
+    """
     import openai
 
     with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0) as client:

@@ -1,4 +1,4 @@
-"""Images that layers of cross-attention read: no setting of the engine changes a token."""
+"""Test images that cross-attention layers read: no setting of the engine changes a token."""
 
 from collections import Counter
 
@@ -122,7 +122,7 @@ def test_stages_of_a_pipeline_are_refused_with_images_only(folder, expected):
     ],
 )
 def test_on_a_simulated_card_nothing_compiles_after_the_warm_up(folder, expected, mode):
-    """Requests with images and without share batches, and two have the same image."""
+    """Requests with and without images share batches, and two requests have the same image."""
     lazy, eager = MODES[mode]
     with simulated_hpu(PT_HPU_LAZY_MODE=lazy, **FEW_BUCKETS) as bridge:
         llm = LLM(str(folder), **ENGINE, enforce_eager=eager)
@@ -141,7 +141,7 @@ def test_memory_is_divided_between_items_and_blocks(llm, monkeypatch):
     # 2 layers.
     each = 2 * 2 * 12 * 2 * 4
     monkeypatch.setattr(worker, "_count_encoder_bytes", lambda: 0)
-    # One request may have 16 images, more than the number of requests.
+    # Memory is planned for the larger of two numbers: images of one request (16), and requests.
     for free, count in ((2**30, 16 * largest), (each * largest * 5, largest * 5 // 4)):
         monkeypatch.setattr(type(worker.platform), "free_memory_bytes", lambda _, free=free: free)
         report = worker.measure()
@@ -156,7 +156,9 @@ def test_memory_is_divided_between_items_and_blocks(llm, monkeypatch):
 
 @pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 def test_a_program_gives_the_bits_of_the_modules(folder, monkeypatch):
-    """Recorded programs run what they can; each has a part with cross-attention and one without."""
+    """Recorded programs run as many layers as possible. Each program has a part with
+    cross-attention and one without.
+    """
     settings = ENGINE | {"dtype": "bfloat16"}
     runs = Counter()
     for name, kind in (("run", FusedDecodeStep), ("forward", Program)):

@@ -1,5 +1,6 @@
-"""Images and sounds that cross-attention layers read on a simulated card: no setting of the engine
-changes a token. Strict mode."""
+"""Test images and sounds that cross-attention layers read on a strict simulated card: no setting of
+the engine changes a token.
+"""
 
 import pytest
 
@@ -36,7 +37,7 @@ def expected(folder):
 
 
 def many_images():
-    """Return a prompt with more images than the smaller number of slots has room for."""
+    """Return a prompt with more images than fit into the smaller number of slots."""
     images = images_of([2, 3, 2, 4])
     return {"prompt": "<|image|>" * len(images), "multi_modal_data": {"image": images}}
 

@@ -1,4 +1,5 @@
-"""Images that cross-attention layers read: the tokens of transformers in every batch and setting.
+"""Test images that cross-attention layers read: the engine gives the tokens of transformers in
+every batch and setting.
 
 The table of families in test_images.py has the usual prompts.
 """
@@ -167,7 +168,7 @@ def test_texts_and_ids_without_images(llm):
 
 @pytest.mark.parametrize("layout", ["before", "since"])
 def test_both_layouts_of_checkpoints_read_images(folder, expected, layout, tmp_path):
-    """transformers has moved the parts of the model since 4.52."""
+    """In transformers 4.52, the parts of the model have moved to other names."""
     tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         rest = name.removeprefix("model.").removeprefix("language_model.")
@@ -199,7 +200,7 @@ def test_without_images_the_model_reads_text(folder, expected, tmp_path):
 
 @pytest.mark.parametrize("draft", ["the model", "a model of text"])
 def test_drafts_of_models_change_no_token(folder, expected, draft, tmp_path):
-    """A model of text has no embedding of the token of an image."""
+    """A draft model that reads only text has no embedding for the token of an image."""
     other = folder
     if draft == "a model of text":
         vocab_size = json.loads((folder / "config.json").read_text())["text_config"]["vocab_size"]
@@ -227,7 +228,7 @@ def test_after_a_sleep_images_are_encoded_again(folder, expected, level):
 
 @pytest.mark.parametrize("name", ["ct-fp8-dynamic", "ct-w8a16-int8"])
 def test_a_quantized_language_model_reads_images(folder, name, tmp_path):
-    """As published: the tower and the projector are not quantized."""
+    """As in published checkpoints, the vision tower and the projector are not quantized."""
     skipped = ("vision_model", "multi_modal_projector")
     found = []
     for each in write_quantized(name, tmp_path, folder, skipped):

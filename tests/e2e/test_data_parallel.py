@@ -1,5 +1,6 @@
-"""`vllm serve --data-parallel-size 2`, through OpenAI's client: the same tokens as one replica,
-also after one of the two was killed or restarted."""
+"""Test `vllm serve --data-parallel-size 2` with the official client: it gives the tokens of one
+replica, even after a replica was killed or restarted.
+"""
 
 import asyncio
 import json
@@ -26,7 +27,7 @@ PROMPTS = [f"import os{n}\ndef f" for n in range(12)] + [f"{PREFIX}def g{n}" for
 
 
 def replicas(server, name: str) -> list:
-    """Return this value of each replica."""
+    """Return the values of one field of /replicas, one for each replica."""
     status, _, body = server.request("GET", "/replicas", **HEADER)
     assert status == 200
     return [each[name] for each in json.loads(body)["replicas"]]

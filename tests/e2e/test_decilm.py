@@ -1,4 +1,6 @@
-"""DeciLM and Llama Nemotron against a Llama of transformers whose layers are changed one by one."""
+"""Test DeciLM and Llama Nemotron against a Llama of transformers whose layers are changed one by
+one.
+"""
 
 import json
 from pathlib import Path
@@ -116,7 +118,7 @@ def test_layers_without_attention_or_mlp_give_the_tokens_of_the_changed_llama(
 
 
 def test_the_first_decilm_lists_the_key_value_heads_of_layers():
-    """Numbers of DeciLM 7B, with fewer layers."""
+    """The config has the values of DeciLM 7B, with fewer layers."""
     raw = SIZES | {"model_type": "deci", "num_key_value_heads_per_layer": [4, 4, 2, 1, 4]}
     found = complete_decilm_config(raw | {"intermediate_size": 96})
     assert (found["num_key_value_heads"], found["intermediate_size"]) == (4, 96)

@@ -1,4 +1,4 @@
-"""The page that lists the routes of the API, in a real browser."""
+"""Test the page that lists the routes of the API, in a real browser."""
 
 import pytest
 

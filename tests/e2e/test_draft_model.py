@@ -1,4 +1,4 @@
-"""A draft model beside the model: the same outputs, and right drafts where the two models agree."""
+"""Test a draft model: outputs are unchanged, and drafts are right if the two models agree."""
 
 import json
 import random

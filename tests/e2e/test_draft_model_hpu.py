@@ -1,5 +1,5 @@
-"""A draft model on the simulated card: users get what they get without it, nothing compiles after
-the warm-up, and right drafts where the two models agree.
+"""Test a draft model on the simulated card: outputs are unchanged, nothing compiles after the
+warm-up, and drafts are right if the two models agree.
 """
 
 import itertools
@@ -48,7 +48,7 @@ def keep(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
 
 
 def run_and_leave(engine: LLMEngine) -> None:
-    """Requests that share prefixes, some without drafts, come and are aborted at any time."""
+    """Run requests that share prefixes and may be aborted at any time; some have no drafts."""
     rng, todo = random.Random(2), list(range(8))
     text = [rng.randrange(300, 400) for _ in range(45)]
     while todo or engine.has_unfinished_requests():
@@ -64,7 +64,9 @@ def run_and_leave(engine: LLMEngine) -> None:
 
 
 def check_reads(engine: LLMEngine, bridge: SimBridge) -> None:
-    """The host waits for the card once for each launch of the model, and never for drafts."""
+    """Check that the host waits for the card once for each forward pass of the model, and never for
+    drafts.
+    """
     runner, launches = runner_of(engine), []
     before = bridge.counters().host_syncs
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,6 @@
-"""Drafts on a real engine: whatever a source guesses, users get what they get without it."""
+"""Test drafts on a real engine: outputs are the same as without drafts, whatever a source
+guesses.
+"""
 
 import random
 from collections.abc import Sequence
@@ -13,7 +15,9 @@ FEW_BLOCKS = {"max_num_seqs": 12, "num_gpu_blocks_override": 18, "max_num_batche
 
 
 class OracleSource:
-    """Knows the outputs of all prompts; some of its guesses are wrong, or go beyond the end."""
+    """A source that knows the outputs of all prompts. Some of its guesses are wrong, or go beyond
+    the end.
+    """
 
     max_drafts = 5
 
@@ -40,7 +44,7 @@ class OracleSource:
 
 
 def seen_by_user(output) -> list:
-    """Return everything except the last digits of log-probabilities."""
+    """Return everything that a user sees, except the last digits of log-probabilities."""
     return [
         (
             list(sample.token_ids),

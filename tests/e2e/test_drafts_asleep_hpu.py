@@ -1,4 +1,4 @@
-"""What makes drafts sleeps and wakes up with the model, on the simulated card."""
+"""Test on the simulated card that the source of drafts sleeps and wakes up with the model."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def used_bytes(bridge: HabanaBridge) -> int:
 
 
 def leave_in_the_middle(llm: LLM) -> None:
-    """Begin requests, and abort them while a step with drafts is in flight."""
+    """Start requests, and abort them while a step with drafts is in flight."""
     engine = llm.llm_engine
     core, drafted = engine.engine_core, stats_of(engine).drafts.num_drafts
     for index, prompt in enumerate(prompts()[1:3]):

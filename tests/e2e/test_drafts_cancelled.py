@@ -1,5 +1,6 @@
-"""Requests with drafts are aborted between any two steps, and preempted: nobody else gets another
-token, and no block is lost."""
+"""Test that requests with drafts can be aborted between any two steps, or preempted: no other
+request changes, and no block is lost.
+"""
 
 import itertools
 import random
@@ -27,7 +28,9 @@ __all__ = ["cases", "expected"]
 
 
 def run_and_abort(llm: LLM, seed: int, count: int) -> dict[str, list[list]]:
-    """What users see of the requests of each kind, of `count`, that were not aborted."""
+    """Run `count` requests of each kind and abort half of them. Return the outputs of the others,
+    by kind.
+    """
     engine, rng = llm.llm_engine, random.Random(seed)
     names = [f"{kind}/{index}" for kind in KINDS for index in range(count)]
     rng.shuffle(names)

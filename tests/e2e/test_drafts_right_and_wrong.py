@@ -1,4 +1,4 @@
-"""A draft that is always right and one that always lies, of every method."""
+"""Test each method with drafts that are always right and with drafts that are always wrong."""
 
 import itertools
 import shutil
@@ -54,7 +54,7 @@ def make(method: str, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def another_token(source: NgramDrafts, request: Any) -> list[int]:
-    """What a text without a period would make of lookups."""
+    """Return wrong drafts, in which each token is one more than the last known token."""
     return [(request.token_ids[-1] + 1) % VOCAB_SIZE] * source.max_drafts
 
 

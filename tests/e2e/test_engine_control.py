@@ -1,4 +1,4 @@
-"""Calls to the workers, sleep mode and traces, on the bundled model in this process."""
+"""Test calls to the workers, sleep mode and traces, with the bundled model in this process."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ CACHE_BLOCKS = 2000
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder for the checkpoint, which a test changes, and for traces."""
+    """Make a folder for traces and for the checkpoint, which a test changes."""
     folder: Path = tmp_path_factory.mktemp("control")
     shutil.copytree(BUNDLED_MODEL, folder / "model")
     return folder

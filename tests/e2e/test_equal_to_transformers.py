@@ -1,9 +1,10 @@
-"""Every family against `transformers`: greedy tokens and log-probabilities of prompts and outputs,
-on the CPU and on a simulated card in its modes, however requests are batched.
+"""Test every family against `transformers`: greedy tokens, and log-probabilities of prompts and
+outputs.
 
-One line of the table is a family, a mode and a setting. An engine runs requests of many kinds, and
-one forward pass of `transformers` over prompt and output checks each of them. A simulated card is
-strict: nothing compiles, and the host waits for nothing, while a launch that was warmed up runs.
+The tests run on the CPU and in each mode of a simulated card, with requests in different batches. A
+line of the table is a family, a mode and a setting. An engine runs requests of many kinds, and one
+forward pass of `transformers` over prompt and output checks each of them. A simulated card is
+strict: in a warmed forward pass nothing compiles, and the host waits for nothing.
 """
 
 import json
@@ -91,15 +92,15 @@ this release knows no windows, so that prompts without context have masks too.""
 
 @dataclass(frozen=True)
 class Setting:
-    """How an engine runs.
+    """The settings with which an engine runs.
 
     Attributes:
-        arguments: of the engine, changes of `DEFAULTS`.
-        variables: of the environment, on a card.
-        is_restless: requests arrive while others run, some are aborted, and the next step is
-            always scheduled before the result of the last one.
-        has_logprobs: requests ask for log-probabilities on a card too. The warm-up compiles more
-            then. On the CPU they always do.
+        arguments: engine arguments that differ from `DEFAULTS`.
+        variables: environment variables, on a card.
+        is_restless: requests arrive while others run, some are aborted, and the next step is always
+            scheduled before the result of the last one.
+        has_logprobs: requests on a card ask for log-probabilities, for which the warm-up compiles
+            more. On the CPU they always ask for them.
     """
 
     arguments: dict[str, Any]
@@ -348,7 +349,7 @@ TABLE = [
 
 @pytest.fixture(scope="module")
 def folder_of(models, tmp_path_factory):
-    """Return the folder of a family or of one of its variants, made once."""
+    """Return the folder of a family or of one of its variants, which is made once."""
 
     @cache
     def folder(name: str) -> Path:
@@ -388,7 +389,9 @@ def as_request(prompt: Prompt) -> dict[str, Any]:
 def run_restless(
     llm: LLM, prompts: list[Prompt], params: list[SamplingParams]
 ) -> list[RequestOutput]:
-    """Add requests while others run, with copies of some, most of which are aborted."""
+    """Add requests while others run. Copies of some requests are added as well, most of which are
+    aborted.
+    """
     engine, rng = llm.llm_engine, random.Random(1)
     todo, finished, copies = list(range(len(prompts))), {}, []
     while todo or engine.has_unfinished_requests():
@@ -413,14 +416,14 @@ def run_and_compare(
     reference: TransformersReference,
     limit: float,
 ) -> None:
-    """Run all requests, then some of them one by one, and compare outputs with the reference.
+    """Run all requests, then some of them one by one, and compare the outputs with the reference.
 
     Args:
         llm: the engine.
-        setting: of the engine.
-        kinds: of requests with token ids, used alternately.
-        reference: of its model.
-        limit: of the difference of two log-probabilities.
+        setting: setting of the engine.
+        kinds: kinds of requests with token ids, used alternately.
+        reference: reference for the model of the engine.
+        limit: largest difference of two log-probabilities.
     """
     has_embeddings = llm.llm_engine.vllm_config.model.enable_prompt_embeds
     embedded = make_embeddings(reference.table) if has_embeddings else []

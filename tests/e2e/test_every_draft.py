@@ -1,5 +1,6 @@
-"""Every method of making drafts with every kind of sampling: users get what they get without
-drafts, on the CPU and on the simulated card."""
+"""Test every draft method with every kind of sampling, on the CPU and on the simulated card:
+outputs are the same as without drafts.
+"""
 
 import itertools
 import random
@@ -95,7 +96,7 @@ SAMPLED_PROMPT = [3, 4, 3, 4, 3]
 
 
 def seen_by_user(output: Any) -> list[Any]:
-    """Return what a user sees of an output, with the log-probabilities last."""
+    """Return everything that a user sees of an output, with the log-probabilities last."""
     entries = [output.prompt_logprobs, *(sample.logprobs for sample in output.outputs)]
     places = [place or {} for found in entries if found is not None for place in found]
     samples = [(list(s.token_ids), s.text, s.finish_reason, s.stop_reason) for s in output.outputs]
@@ -108,7 +109,7 @@ def params_of(kind: str) -> SamplingParams:
 
 
 def run(llm: LLM, *, is_reversed: bool = False) -> dict[str, list[Any]]:
-    """Return what a user sees of each kind of request, all in one batch."""
+    """Run one batch with each kind of request; return what a user sees of each."""
     kinds = list(KINDS)[:: -1 if is_reversed else 1]
     params = [params_of(kind) for kind in kinds]
     prompts = [{"prompt_token_ids": PROMPTS[kind]} for kind in kinds]
@@ -117,7 +118,7 @@ def run(llm: LLM, *, is_reversed: bool = False) -> dict[str, list[Any]]:
 
 
 def sampled(llm: LLM) -> list[list[int]]:
-    """Return three tokens for each of many requests with the same prompt."""
+    """Return three sampled tokens for each of many requests with the same prompt."""
     params = [
         SamplingParams(temperature=0.8, max_tokens=3, ignore_eos=True, seed=seed)
         for seed in range(NUM_SAMPLED)
@@ -128,7 +129,9 @@ def sampled(llm: LLM) -> list[list[int]]:
 
 @torch.no_grad()
 def distribution(target: Path) -> torch.Tensor:
-    """Return the probability of each three tokens by transformers, [V, V, V] float64."""
+    """Return the probability of each sequence of three tokens, [V, V, V] float64, by
+    transformers.
+    """
     model, tokens = load_target(target), torch.arange(VOCAB_SIZE)
     pairs = torch.cartesian_prod(tokens, tokens)
     ids = torch.cat([torch.tensor(SAMPLED_PROMPT).expand(len(pairs), -1), pairs], 1)
@@ -160,7 +163,7 @@ def assert_sampled_from(expected: torch.Tensor, tokens: list[list[int]]) -> None
 
 @dataclass(frozen=True)
 class Case:
-    """A model and what makes its drafts."""
+    """A model, and the settings of its drafts."""
 
     target: Path
     config: dict[str, Any]
@@ -218,7 +221,7 @@ def chances(cases) -> dict[Path, tuple[list[list[int]], torch.Tensor]]:
 
 
 def check_users(case: Case, want: dict[str, list[Any]]) -> LLM:
-    """Check what users see with these drafts, some of which are right."""
+    """Check the outputs with these drafts, some of which are right."""
     llm = make_llm(case)
     assert run(llm) == want
     assert run(llm, is_reversed=True) == want, "in another batch, with a prefix cache"
@@ -261,7 +264,7 @@ ON_CARD = [
 
 @pytest.mark.parametrize(("method", "order"), ON_CARD)
 def test_the_simulated_card_gives_what_the_cpu_gives(method, order, cases, expected):
-    """Strict, with HPU graphs: nothing compiles after the warm-up."""
+    """The card is strict and uses HPU graphs: nothing compiles after the warm-up."""
     card = simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS)
     with card as bridge, steps_in_flight():
         llm = make_llm(cases[method], sampling_warmup="all", async_scheduling=order == AHEAD)

@@ -1,4 +1,6 @@
-"""The offline examples run as they are; those that need a server are in test_server_examples."""
+"""Test that the offline examples run unchanged. test_server_examples runs the ones that need a
+server.
+"""
 
 import runpy
 import subprocess
@@ -24,7 +26,7 @@ def check_shown(out: str, err: str) -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_and_prints(example, monkeypatch, capfd):
-    """In this process, which has imported everything."""
+    """The example runs in this process, which has already imported everything."""
     monkeypatch.setattr(sys, "argv", [str(example)])
     for name, value in LAUNCHER.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,6 @@
-"""Ranks that a launcher has started: each process makes the same engine and gets all outputs."""
+"""Test ranks that an external launcher has started: each process makes the same engine and gets all
+outputs.
+"""
 
 import json
 import subprocess
@@ -24,9 +26,9 @@ EXTERNAL = "external_launcher"
 
 
 def main() -> None:
-    """One process of the launcher: prints its tokens and log-probabilities as JSON.
+    """Run one process of the launcher, and print its tokens and log-probabilities as JSON.
 
-    Arguments: the ranks that share a layer, the stages, and the method that makes drafts or "".
+    Arguments of the process: tensor-parallel size, number of stages, and the draft method or "".
     """
     tensor, stages, method = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     drafts = {"method": method, "num_speculative_tokens": 2, "adaptive": False}
@@ -94,7 +96,7 @@ def test_a_launcher_that_does_not_fit_is_one_line(variables, message, monkeypatc
 
 
 class OtherRank:
-    """The meeting with a rank that was started differently."""
+    """A rendezvous in which the other rank was started with other settings."""
 
     def __init__(self, **differs):
         self.differs = differs

@@ -1,4 +1,6 @@
-"""Replicas of a server that another machine runs; here it is another process of this one."""
+"""Test replicas of a server that another machine runs; here it is another process of this
+machine.
+"""
 
 import contextlib
 import os
@@ -20,7 +22,7 @@ FLAGS = ("--max-model-len", "256", "--max-num-seqs", "8", "--data-parallel-size"
 
 @contextlib.contextmanager
 def machine(port: int, *flags: str, log):
-    """Start a machine with the second replica."""
+    """Start a process, in the role of a machine, with the second replica."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--headless"]
     command += [*FLAGS, "--data-parallel-size-local", "1", "--data-parallel-start-rank", "1"]
     command += ["--data-parallel-rpc-port", str(port), *flags]

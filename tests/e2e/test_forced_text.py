@@ -1,6 +1,7 @@
-"""Thoughts, text and calls of a model, through a live server, by each of its APIs.
+"""Test thoughts, text and calls of a model through a live server, with each of its APIs.
 
-Each text is said in all tokenizations, whole and streamed, and each of them must give the same.
+Each text is generated in all tokenizations, as a whole and streamed, and each answer must be the
+same.
 """
 
 import json

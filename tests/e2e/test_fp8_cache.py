@@ -1,4 +1,4 @@
-"""`--kv-cache-dtype`: a cache of eight-bit floats costs little, however requests are scheduled."""
+"""Test `--kv-cache-dtype`: a cache in FP8 changes outputs little, in any schedule."""
 
 import pytest
 import torch
@@ -25,8 +25,9 @@ def scales_of(worker) -> list[float]:
 
 
 def logprobs_of(prompts: list[list[int]], **settings) -> list[float]:
-    """Return the log-probabilities of all tokens of all prompts except the first; each prompt runs
-    twice."""
+    """Return the log-probabilities of all prompt tokens except the first; each prompt runs
+    twice.
+    """
     settings = {"num_gpu_blocks_override": 400, "max_num_seqs": 32} | settings
     llm = LLM(dtype="bfloat16", skip_tokenizer_init=True, max_model_len=160, **settings)
     scales = llm.collective_rpc(scales_of)[0]
@@ -151,7 +152,7 @@ def test_a_latent_cache_is_near_the_exact_one(latent_model, calculates):
     ],
 )
 def test_a_simulated_card_keeps_an_fp8_cache(prompts, card, mode, changes, error):
-    """Prompts in chunks, so that the second half of a prompt reads the first from the cache."""
+    """Prompts run in chunks, so the second half of a prompt reads the first half from the cache."""
     check_card(card, mode, max(prompts, key=len)[:60], changes, error)
 
 
@@ -162,7 +163,7 @@ def test_a_simulated_card_keeps_a_latent_cache_in_fp8(latent_model):
 
 
 def check_card(card, mode, prompt, changes, error, **model) -> None:
-    """With a cache of fp8, log-probabilities are near those of the exact cache."""
+    """Check that log-probabilities with an FP8 cache are close to the ones with an exact cache."""
     is_lazy, enforce_eager = MODES[mode]
     variables = {"PT_HPU_LAZY_MODE": is_lazy, **FEW_BUCKETS}
     settings = {

@@ -1,4 +1,4 @@
-"""The public interface on the bundled model: what a user does, and does wrong."""
+"""Test the public interface with the bundled model: correct use and mistakes."""
 
 import math
 import signal

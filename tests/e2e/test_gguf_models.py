@@ -1,4 +1,4 @@
-"""A GGUF file as a user has one: named as the model, on the CPU and on a simulated Gaudi."""
+"""Test a GGUF file as users have one: given as the model, on the CPU and on a simulated Gaudi."""
 
 import pytest
 from huggingface_hub import constants

@@ -1,4 +1,4 @@
-"""The log of a start on the simulated card, line after line as users of Gaudi know it."""
+"""Test the log of a start on the simulated card, line by line."""
 
 import re
 
@@ -20,8 +20,9 @@ def warm_up_lines(stage: str, total: int) -> list[str]:
 
 
 def expected_lines(mode: str) -> list[str]:
-    """Return patterns of all lines about Gaudi, in their order, for 2 buckets of prompts and 1
-    bucket of decodes."""
+    """Return patterns of all lines about Gaudi, in order, for 2 prompt buckets and 1 decode
+    bucket.
+    """
     is_eager = MODES[mode][1]
     reserved = "0.0" if is_eager else "0.1"
     lines = [

@@ -1,4 +1,6 @@
-"""Pooling models on the simulated Gaudi: the results of transformers, and nothing compiled late."""
+"""Test pooling models on the simulated Gaudi: the results of transformers, and no late
+compilation.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ SHORT = WHOLE | {"max_model_len": 32}
 def run(
     folder: Path, prompts: Any, mode: str = "HPU graphs", longest: int = 32, **settings: Any
 ) -> list[np.ndarray]:
-    """Return results on a simulated card whose compilations and padding are as planned."""
+    """Return results on a simulated card, after checking its compilations and padding."""
     lazy, is_eager = MODES[mode]
     buckets = FEW_BUCKETS | {"VLLM_PROMPT_SEQ_BUCKET_MAX": longest, "VLLM_PROMPT_BS_BUCKET_MAX": 2}
     with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=lazy, **buckets):

@@ -1,5 +1,6 @@
-"""On the simulated card a step is launched before the tokens of the last one are read, and several
-decodes of one step before its first token is."""
+"""Test on the simulated card that a step starts before the tokens of the last one are read, and
+that several decodes of a step start before the first token is read.
+"""
 
 from collections.abc import Iterator
 
@@ -34,8 +35,9 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[dict[str, LLM]]:
-    """Make three engines on one card: one waits for each step, one runs ahead, and one has several
-    decodes in a step."""
+    """Make three engines on one card: one waits for each step, one schedules ahead, and one has
+    several decodes in a step.
+    """
     card = simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=True, **FEW_BUCKETS)
     with pytest.MonkeyPatch.context() as patch, card:
         # Run ahead however short a step is; other tests measure the time of a step.
@@ -57,8 +59,9 @@ def engines() -> Iterator[dict[str, LLM]]:
 
 
 def generate(llm: LLM, params: SamplingParams) -> tuple[list[list[int]], int, int]:
-    """Return output tokens, the most steps that were in flight at once, and the most decodes of one
-    step."""
+    """Return output tokens, the largest number of steps in flight at once, and the largest number
+    of decodes of one step.
+    """
     core = core_of(llm)
     depths, wait = [], core._wait
     decodes = count_decodes(llm.llm_engine)

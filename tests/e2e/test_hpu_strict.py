@@ -1,7 +1,8 @@
-"""Random requests on a strict simulated card: nothing compiles, only tokens are waited for.
+"""Test random requests on a strict simulated card: nothing compiles, and the host waits only for
+tokens.
 
-Strict means that a compilation, a fallback or a host sync inside a launch that was warmed up
-fails. The counters say the rest: what happened between launches.
+On a strict card, a compilation, a fallback or a host sync inside a warmed forward pass fails. The
+counters show what happens between forward passes.
 """
 
 import random
@@ -49,8 +50,9 @@ PIECES = [
 
 
 def random_request(rng: random.Random, stems: list[str]) -> tuple[str, SamplingParams]:
-    """Return a prompt that may begin like another one, and parameters with any mixture of
-    features."""
+    """Return a prompt that may begin like another one, and parameters with a random mix of
+    features.
+    """
     prompt = rng.choice(stems)[: rng.randint(1, 60)] + "".join(
         rng.choices(PIECES, k=rng.randint(0, 8))
     )
@@ -80,7 +82,7 @@ def random_request(rng: random.Random, stems: list[str]) -> tuple[str, SamplingP
 
 @dataclass
 class Load:
-    """Prompts, what was asked for, and what the CPU made of it."""
+    """Prompts, their parameters, and the outputs of the CPU for them."""
 
     prompts: list[str]
     params: list[SamplingParams]
@@ -182,7 +184,7 @@ def test_sampling_that_was_not_warmed_up_compiles_once_with_a_line_in_the_log(en
 
 
 def only_300(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """A logits processor."""
+    """Allow only token 300, as a logits processor."""
     return torch.full_like(logits, float("-inf")).index_fill(0, torch.tensor([300]), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Images in conversations: all ways to give one have the same tokens and the same outputs."""
+"""Test images in conversations: all ways to give an image result in the same tokens and outputs."""
 
 import base64
 import json
@@ -22,7 +22,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return the folder of a LLaVA whose chat template is in a file of its processor."""
+    """Return the folder of a LLaVA whose chat template is in the file of its processor."""
     made = tiny_images.make_tiny_images("llava", tmp_path_factory.mktemp("llava"))
     (made / "chat_template.jinja").unlink(missing_ok=True)
     (made / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))

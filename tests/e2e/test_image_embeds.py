@@ -1,4 +1,4 @@
-"""Embeddings of images instead of images: the same tokens, without the encoder."""
+"""Test image embeddings given instead of images: the same tokens, without the encoder."""
 
 import base64
 import io
@@ -135,7 +135,9 @@ def test_every_form_of_embeddings_is_the_same_and_has_a_key_by_content(llm):
 
 
 def test_embeddings_take_the_memory_of_the_dtype_of_the_model(llava):
-    """The start counts kept embeddings in it, and files may have others."""
+    """The start reserves memory for stored embeddings in the dtype of the model; files may have
+    another dtype.
+    """
     llm = LLM(llava, **ENGINE | {"dtype": "bfloat16"})
     one = np.random.default_rng(0).standard_normal((16, WIDTH))
     two = torch.from_numpy(one).bfloat16()

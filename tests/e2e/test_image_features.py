@@ -1,4 +1,4 @@
-"""Images together with every other feature of requests, and what is refused."""
+"""Test images together with every other feature of requests, and the refused combinations."""
 
 import io
 import shutil
@@ -39,7 +39,7 @@ def llm(folder):
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    """Return an engine that keeps no blocks between requests, and runs prompts in chunks."""
+    """Return an engine that keeps no blocks between requests and runs prompts in chunks."""
     return LLM(str(folder), **ENGINE, enable_prefix_caching=False, max_num_batched_tokens=24)
 
 

@@ -1,4 +1,4 @@
-"""Images in prompts: transformers gives the same tokens, whatever else happens in the batch."""
+"""Test images in prompts: the engine gives the tokens of transformers in any batch."""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Images on several simulated cards, each a process, give the tokens of the CPU. Strict mode."""
+"""Test images on several strict simulated cards, one process for each: they give the tokens of the
+CPU.
+"""
 
 import pytest
 

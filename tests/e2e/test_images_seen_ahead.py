@@ -1,5 +1,8 @@
-"""Images whose tokens see each other in both directions: transformers gives the same tokens and
-log-probabilities, however prompts are divided and whatever is cached."""
+"""Test images whose tokens see each other in both directions.
+
+The engine gives the tokens and log-probabilities of transformers, however prompts are split and
+whatever is cached.
+"""
 
 import numpy as np
 import pytest
@@ -27,8 +30,9 @@ WINDOW = 20 if is_version_4() else 6
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return the folder of a model with two kinds of layers: with a window smaller than an image,
-    and without a window."""
+    """Return the folder of a model with two kinds of layers: with a window that is smaller than an
+    image, and without a window.
+    """
     return make_tiny_images(
         "gemma3",
         tmp_path_factory.mktemp("gemma3"),
@@ -40,8 +44,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """Return outputs of `requests_of` from the engine without chunks and prefix cache; see the
-    first test."""
+    """Return the outputs of `requests_of` from an engine without chunks and prefix cache, which the
+    first test compares with transformers.
+    """
     llm = LLM(str(folder), **ENGINE, enable_prefix_caching=False)
     return tokens_of(llm.generate(requests_of("gemma3"), GREEDY))
 
@@ -52,7 +57,7 @@ def ask(text, *images):
 
 @torch.inference_mode()
 def logprobs_of_transformers(folder, token_ids, images):
-    """Return the log-probabilities of all tokens after the first one."""
+    """Return the log-probabilities of all tokens except the first one."""
     model_class = transformers.Gemma3ForConditionalGeneration
     model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     name = "Gemma3ImageProcessor" if is_version_4() else "Gemma3ImageProcessorPil"
@@ -127,7 +132,7 @@ def test_preempted_requests_read_their_image_again(folder, enable_prefix_caching
 
 
 def test_a_cached_prefix_may_end_at_any_block_of_an_image(tmp_path):
-    """The rest of the image sees what is cached of it, and all of itself."""
+    """The other tokens of the image see its cached tokens and each other."""
     # Full attention: with windows a cached prefix needs blocks that are dropped early.
     kinds = ["full_attention"] * 2
     folder = str(make_tiny_images("gemma3", tmp_path, layer_types=kinds))
@@ -165,7 +170,7 @@ def test_a_cached_prefix_of_windows_may_end_inside_of_an_image(folder, expected)
 
 
 def test_line_breaks_around_images_are_joined_with_the_text(folder):
-    """As the Processor of transformers joins them, in texts and in tokens."""
+    """Line breaks are joined as the Processor of transformers does it, in texts and in tokens."""
     llm = LLM(str(folder), **ENGINE)
     tokenizer = llm.get_tokenizer()
     name = "Gemma3ImageProcessor" if is_version_4() else "Gemma3ImageProcessorPil"

@@ -1,4 +1,4 @@
-"""Calibration of the bundled model, and serving it in FP8, on the CPU and on simulated cards."""
+"""Test calibrating the bundled model and serving it in FP8, on the CPU and on simulated cards."""
 
 import csv
 import json
@@ -94,7 +94,7 @@ def test_a_folder_that_was_moved_has_the_paths_of_its_new_place(
 def test_a_calibration_that_was_stopped_goes_on_after_its_last_batch(
     calibrated, texts, tmp_path, monkeypatch
 ):
-    """And finds the same numbers."""
+    """The continued calibration finds the same scales."""
     num_calls, real = 0, LLM.generate
 
     def stop_at_the_second(self, *args, **kwargs):
@@ -122,7 +122,9 @@ def test_a_calibration_that_was_stopped_goes_on_after_its_last_batch(
 # Exhaustive: tests/model_executor/test_inc_ranks.py tests the files of ranks.
 @pytest.mark.exhaustive
 def test_two_ranks_are_measured_and_unified_to_one(calibrated, texts, tmp_path, capsys):
-    """With the short flags; the numbers are those of one rank, but for the order of sums."""
+    """The command uses the short flags. The values equal those of one rank, up to the order of
+    sums.
+    """
     short = ["-d", str(texts), "-o", str(tmp_path), "-l", "4", "-b", "2", "-t", "2", "-r", "1"]
     common = ["calibrate", *short, *SMALL[2:6], *ENGINE, "--device-for-scales", "g2"]
     for step in ("1", "2", "3", "unify", "4"):
@@ -158,7 +160,7 @@ def test_a_wrong_call_is_one_line(texts, tmp_path, capsys, flags, message):
 
 
 class Started(Exception):
-    """The engine would start now."""
+    """Raised at the point where the engine would start."""
 
 
 @pytest.mark.parametrize(
@@ -194,9 +196,12 @@ def test_engines_of_a_calibration_warm_up_only_where_that_is_asked_for(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("card", ["gaudi2", "gaudi3"])
 def test_a_simulated_card_is_calibrated_and_serves_the_model(card, tmp_path):
-    """Measured and served on the card alone, with FP8 weights and cache, and with attention of
-    prompts in FP8; strict, so a compilation in a warmed step fails. 1,500 tokens of another module
-    than the measured one."""
+    """Calibrate and serve only on the card: with FP8 weights and an FP8 cache, and with FP8
+    attention of prompts as well.
+
+    The card is strict, so a compilation in a warmed step fails. Perplexity is computed over 1,500
+    tokens of a module that was not measured.
+    """
     source = Path(shutil.__file__).read_text()
     pieces = [source[start : start + 1500] for start in range(0, 30000, 1500)]
     texts = tmp_path / "texts.json"
@@ -245,7 +250,7 @@ def test_a_simulated_card_is_calibrated_and_serves_the_model(card, tmp_path):
 @pytest.mark.exhaustive
 @needs_simulated_device
 def test_two_simulated_cards_have_files_of_their_own(texts, tmp_path):
-    """Measured, quantized and served by both, each a process."""
+    """Two cards, one process for each, measure, quantize and serve the model."""
     card = {"VLLM_HPU_SIM": "gaudi2", "PT_HPU_LAZY_MODE": 1, "PT_HPU_ENABLE_LAZY_COLLECTIVES": 1}
     buckets = {f"VLLM_PROMPT_SEQ_BUCKET_{name}": 128 for name in ("MIN", "STEP", "MAX")}
     changes = card | FEW_BUCKETS | buckets

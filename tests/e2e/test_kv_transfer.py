@@ -1,5 +1,6 @@
-"""Prefixes that were evicted come back from host memory and files, with the same tokens; damaged
-files are computed again."""
+"""Test that evicted prefixes come back from host memory and files with the same tokens, and that
+blocks of damaged files are computed again.
+"""
 
 import asyncio
 import json
@@ -37,7 +38,7 @@ SMALL = {"max_model_len": 512, "num_gpu_blocks_override": 70, "max_num_seqs": 2}
 
 
 def generate(llm) -> tuple[list[list[int]], list[int]]:
-    """Return tokens, and how many tokens of each prompt were cached."""
+    """Return the tokens, and the number of cached tokens of each prompt."""
     outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     return [o.outputs[0].token_ids for o in outputs], [o.num_cached_tokens for o in outputs]
 
@@ -153,7 +154,7 @@ def test_one_engine_computes_prompts_for_another(expected, tmp_path):
 
 
 def test_others_go_on_while_the_files_of_a_request_are_written(expected, tmp_path, monkeypatch):
-    """It ends when they are there, with all of its tokens."""
+    """The request finishes when its files are written, with all of its tokens."""
     config = transfer("SharedStorageConnector", tmp_path, kv_role="kv_producer")
     engine = LLM(**SMALL, kv_transfer_config=config).llm_engine
     go, write = threading.Event(), BlockFolder.write
@@ -200,7 +201,7 @@ def test_an_engine_gets_prompts_of_another_one_over_tcp_and_does_without_it(expe
 
 
 class NeverStarts(ThreadRanks):
-    """Workers that nobody may load."""
+    """Workers whose start fails the test."""
 
     def start_workers(self):
         raise AssertionError("the model is loaded")
@@ -217,7 +218,7 @@ def test_an_address_in_use_is_reported_before_the_model_is_loaded(monkeypatch):
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_tokens_are_the_same_under_random_load(tmp_path, seed):
-    """With preemption, aborts, shared prefixes and little memory."""
+    """The load has preemption, aborts, shared prefixes and little memory."""
     config = {"max_model_len": 256, "num_gpu_blocks_override": 40, "max_num_seqs": 4}
     plain = LLMEngine.from_engine_args(EngineArgs(**config))
     kept = LLMEngine.from_engine_args(
@@ -270,7 +271,7 @@ def run(engine, todo, rng) -> dict[str, list[int]]:
 
 
 class Backend(ThreadingHTTPServer):
-    """A server that notes what it is asked, and answers with it."""
+    """A server that records the requests that it gets, and answers with their content."""
 
     daemon_threads = True
 

@@ -1,5 +1,6 @@
-"""KV blocks that are kept outside of a simulated card come back to it, with the same tokens, and
-nothing compiles for them."""
+"""Test KV blocks that are stored outside of a simulated card: they come back with the same tokens,
+and nothing compiles for them.
+"""
 
 from types import SimpleNamespace
 
@@ -19,7 +20,9 @@ SMALL = SMALL_ENGINE | {"num_gpu_blocks_override": 10, "max_num_seqs": 2}
 
 
 def generate(llm: LLM, size: int = len(PROMPTS)) -> tuple[list[list[int]], list[int]]:
-    """Tokens, and how many tokens of each prompt were cached, with so many prompts at a time."""
+    """Run the prompts in groups of `size`. Return the tokens, and the number of cached tokens of
+    each prompt.
+    """
     outputs = [
         output
         for first in range(0, len(PROMPTS), size)

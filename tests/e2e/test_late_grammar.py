@@ -1,7 +1,7 @@
-"""Thoughts and calls before structured output, through a live server.
+"""Test thoughts and calls before structured output, through a live server.
 
-The bundled model knows neither, so the parsers take a line for thoughts, the end of the line or a
-special token for their end, and a word for the beginning of a call.
+The bundled model generates neither. So the parsers take a line for thoughts, a line break or a
+special token for their end, and a word for the start of a call.
 """
 
 import json
@@ -72,7 +72,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
 
 
 def ask(client: OpenAI, *, seed: int = 0, **body):
-    """Return the choice of an answer."""
+    """Return the first choice of an answer."""
     messages = [{"role": "user", "content": "x"}]
     more = body.pop("extra_body", {})
     answer = client.chat.completions.create(

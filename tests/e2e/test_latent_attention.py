@@ -1,4 +1,4 @@
-"""A latent cache on the CPU: a step in one call of C++ has the tokens of the modules.
+"""Test a latent cache on the CPU: a step in one call of C++ gives the tokens of the modules.
 
 Outputs are compared with `transformers` in test_equal_to_transformers.py.
 """

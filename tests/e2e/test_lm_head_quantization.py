@@ -1,4 +1,6 @@
-"""`--lm-head-quantization int8` with what else splits, shares or changes an output head."""
+"""Test `--lm-head-quantization int8` with other features that split, share or change the output
+head.
+"""
 
 import pytest
 from huggingface_hub import constants
@@ -54,7 +56,9 @@ def head_formats(model) -> list[WeightFormat]:
 def test_ranks_and_stages_have_the_tokens_of_one_process(
     family, split, dtype, tolerance, tmp_path, monkeypatch
 ):
-    """The embedding of granite_code is its head; a vocabulary of 4097 has padding on a rank."""
+    """In granite_code, the head is tied to the embedding. A vocabulary of 4097 tokens needs padding
+    on a rank.
+    """
     folder = str(make_tiny_model(family, tmp_path, vocab_size=4097, dtype=dtype))
     # Use a cache without preemption: tokens that are computed again as a prompt are rounded at
     # other points.

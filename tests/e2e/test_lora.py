@@ -1,4 +1,4 @@
-"""LoRA adapters: the outputs of merged weights, whatever else is in the batch."""
+"""Test LoRA adapters: they give the outputs of merged weights in any batch."""
 
 import asyncio
 import json
@@ -76,7 +76,7 @@ def test_adapters_in_one_batch_give_what_merged_weights_give(llm, adapters):
 
 
 def test_rows_without_an_adapter_keep_their_bits(adapters):
-    """With packed weights, where bits do not depend on the batch."""
+    """The weights are packed, so bits do not depend on the batch."""
     alone = LLM(max_model_len=64).generate([PROMPT], GREEDY, use_tqdm=False)[0]
     llm = LLM(max_model_len=64, enable_lora=True)
     mixed = [adapters[0], None, adapters[1]]
@@ -110,7 +110,7 @@ def test_weights_may_be_a_pickle_of_tensors(llm, adapters, tmp_path):
 
 
 class _RunsCode:
-    """In a pickle: makes a folder where it is loaded."""
+    """An object that makes a folder when a pickle with it is loaded."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -312,7 +312,7 @@ def test_beams_of_several_adapters_are_searched_together(llm, adapters, tmp_path
 
 
 def test_metrics_and_events_name_adapters(adapters, monkeypatch):
-    """While one runs and another waits for its slot."""
+    """One adapter runs, and another one waits for its slot."""
     llm = LLM(max_model_len=64, enable_lora=True, max_loras=1, disable_log_stats=False)
     engine = llm.llm_engine
     core = engine.engine_core
@@ -336,7 +336,7 @@ def test_metrics_and_events_name_adapters(adapters, monkeypatch):
 
 
 def test_no_step_reads_an_adapter(adapters, monkeypatch):
-    """More adapters wait than memory has room for, and requests are preempted."""
+    """More adapters wait than fit into memory, and requests are preempted."""
     readers = set()
     read = AdapterReader.load
 
@@ -376,7 +376,7 @@ def test_without_lora_an_adapter_is_refused(adapters):
 
 
 def test_adapters_are_loaded_ahead_pinned_and_dropped(adapters, tmp_path):
-    """On the synchronous engine."""
+    """This is the interface of the synchronous engine."""
     small = {"max_model_len": 64, "max_num_seqs": 2, "max_loras": 1, "max_cpu_loras": 2}
     llm = LLM(enable_lora=True, **small)
     engine, (one, two, three, four) = llm.llm_engine, adapters

@@ -1,4 +1,6 @@
-"""LoRA adapters of experts, with ranks, packed weights and base rows in one batch."""
+"""Test LoRA adapters of experts with ranks, packed weights, and requests without adapters in one
+batch.
+"""
 
 import json
 from pathlib import Path
@@ -42,7 +44,7 @@ def attention(model, tmp_path_factory) -> LoRARequest:
 
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_ranks_give_what_merged_weights_give(is_whole, model, adapter, tmp_path, monkeypatch):
-    """Each has a part of every expert, or some experts whole."""
+    """Each rank has a part of every expert, or all of some experts."""
     folders = write_down_projections(tmp_path, Path(adapter.path))
     monkeypatch.setattr(engine_core, "make_executor", ThreadRanks)
     ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": is_whole}
@@ -68,7 +70,7 @@ def test_ranks_give_what_merged_weights_give(is_whole, model, adapter, tmp_path,
     ],
 )
 def test_ranks_share_parameters_of_all_experts(family, is_whole, tmp_path, monkeypatch):
-    """gpt_oss: with biases, which are added once; llama4: A is of the outputs."""
+    """gpt_oss has biases, which are added only once; llama4 has A on the side of the outputs."""
     model = make_tiny_model(family, tmp_path / "model")
     folder = write_stacked_expert_adapter(tmp_path / "adapter", model, 1, 4, size=0.3)
     adapter = LoRARequest("experts", 1, str(folder))
@@ -84,7 +86,9 @@ def test_ranks_share_parameters_of_all_experts(family, is_whole, tmp_path, monke
 
 
 def write_down_projections(folder: Path, source: Path) -> list[Path]:
-    """Those of an adapter alone, each by itself; and the same as one parameter of all experts."""
+    """Write two adapters with only the down projections of another one: matrix by matrix, and as
+    one parameter for all experts.
+    """
     given = load_file(source / "adapter_model.safetensors")
     config = json.loads((source / "adapter_config.json").read_text())
     given = {name: tensor for name, tensor in given.items() if ".w2." in name}
@@ -108,7 +112,9 @@ def write_down_projections(folder: Path, source: Path) -> list[Path]:
 def test_packed_experts_keep_the_bits_of_other_rows(
     quantization, model, adapter, attention, tmp_path
 ):
-    """In bfloat16; the steps of the adapter of experts run module by module, others do not."""
+    """In bfloat16, the steps with an adapter of experts run module by module, and other steps in
+    one call.
+    """
     engine = ENGINE | {"dtype": "bfloat16", "quantization": quantization, "max_loras": 2}
     llm = LLM(str(model), enable_prefix_caching=False, **engine)
     base, other = generate(llm, [None, attention])
@@ -123,8 +129,9 @@ def test_packed_experts_keep_the_bits_of_other_rows(
 
 
 def reason(llm: LLM, folder: Path) -> str:
-    """Return the reason for which an adapter is refused, while a request without an adapter
-    continues."""
+    """Return the reason why an adapter is refused, and check that a request without an adapter
+    continues.
+    """
     prompts = [{"prompt_token_ids": TOKENS}] * 2
     mixed = [LoRARequest("broken", 9, str(folder)), None]
     outputs = run_on_engine(llm, prompts, GREEDY, mixed)

@@ -1,4 +1,6 @@
-"""LoRA adapters of more families, and with other features: the outputs of merged weights."""
+"""Test LoRA adapters of more families and with other features: they give the outputs of merged
+weights.
+"""
 
 import json
 from pathlib import Path
@@ -67,7 +69,9 @@ def assert_merged(found, model: Path, folder: Path) -> None:
     ],
 )
 def test_families_give_what_merged_weights_give(family, modules, tmp_path):
-    """Projections that are stored as one, transposed or by heads go where their weights went."""
+    """Some families store projections jointly, transposed or by heads; adapters are converted like
+    their weights.
+    """
     model = make_tiny_model(family, tmp_path / "model")
     folder = write_adapter(tmp_path / "adapter", model, 1, 4, modules, size=0.2)
     llm = LLM(str(model), **ENGINE)
@@ -78,7 +82,7 @@ def test_families_give_what_merged_weights_give(family, modules, tmp_path):
 
 @pytest.mark.parametrize(("family", "size"), [("llama", 4), ("phi3", 2), ("deepseek_v2", 2)])
 def test_ranks_give_what_one_gives(family, size, tmp_path, monkeypatch):
-    """llama: fewer KV heads than ranks, which share their adapters."""
+    """llama has fewer KV heads than ranks, so ranks share a head and its adapter."""
     model = make_tiny_model(family, tmp_path / "model")
     modules = ("qkv_proj", "kv_b_proj", "o_proj", "gate_up_proj", "down_proj")
     if family == "llama":
@@ -98,7 +102,7 @@ def test_ranks_give_what_one_gives(family, size, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_stages_give_what_one_gives(family, tmp_path, monkeypatch):
-    """gpt2: the head of the last stage has the weights of the embedding of the first."""
+    """In gpt2, the head of the last stage is tied to the embedding of the first stage."""
     model = make_tiny_model(family, tmp_path / "model")
     names = ("wte", "c_attn", "c_proj") if family == "gpt2" else (*ALL, "embed_tokens", "lm_head")
     folder = write_adapter(tmp_path / "adapter", model, 1, 4, names, size=0.1)
@@ -126,7 +130,9 @@ def test_stages_give_what_one_gives(family, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def coder(tmp_path_factory) -> LoRARequest:
-    """Return a weak adapter of the bundled model, whose answers it changes a little."""
+    """Return an adapter of the bundled model with small weights, which changes its answers a
+    little.
+    """
     folder = tmp_path_factory.mktemp("adapter") / "coder"
     write_adapter(folder, BUNDLED_MODEL, 3, 8, ALL, size=0.04)
     return LoRARequest("coder", 1, str(folder))
@@ -138,7 +144,7 @@ TEXT = "def add(a, b):\n    return a + b\n\n\n" * 3
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_packed_weights_keep_the_bits_of_other_rows(quantization, coder):
-    """In the fused program, whatever the adapters of others; prompts and decodes."""
+    """Prompts and decodes run in the fused program, next to requests with any adapters."""
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=1)
     engine = {"max_model_len": 128, "quantization": quantization, "max_num_seqs": 4}
     plain = LLM(**engine).generate([PROMPT, TEXT], params, use_tqdm=False)
@@ -155,7 +161,7 @@ def test_packed_weights_keep_the_bits_of_other_rows(quantization, coder):
 
 
 def test_an_adapted_embedding_or_head_leaves_other_rows_as_they_are(coder, tmp_path):
-    """Its steps run module by module, and those without it in one call."""
+    """Steps with such an adapter run module by module, and other steps in one call."""
     engine = {"max_model_len": 128, "max_num_seqs": 4, "enable_lora": True, "max_loras": 3}
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=1)
     llm = LLM(enable_prefix_caching=False, **engine)
@@ -198,7 +204,9 @@ def test_drafts_and_grammars_know_the_adapter(coder):
 
 
 def test_adapters_of_an_absorbed_projection_keep_the_bits_of_other_rows(tmp_path):
-    """kv_b_proj of latent attention is multiplied into queries and outputs; in one call."""
+    """kv_b_proj of latent attention is multiplied into queries and outputs, and steps run in one
+    call.
+    """
     model = make_tiny_model("deepseek_v2", tmp_path / "model")
     folder = write_adapter(tmp_path / "adapter", model, 1, 4, ("kv_b_proj",), size=0.3)
     llm = LLM(str(model), **ENGINE | {"dtype": "bfloat16"})

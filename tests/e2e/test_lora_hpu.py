@@ -1,5 +1,6 @@
-"""LoRA adapters on the simulated card: the tokens of the CPU, and no compilation after the warm-up,
-whichever adapters come, go and mix. Strict mode."""
+"""Test LoRA adapters on a strict simulated card: they give the tokens of the CPU, and nothing
+compiles after the warm-up for any mix of adapters.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -137,8 +138,11 @@ def test_rows_without_an_adapter_keep_their_bits(folder, mixes):
 def assert_base_rows_keep_their_bits(
     folder: str, mixes: list[list[LoRARequest | None]], **options: Any
 ) -> None:
-    """In launches of the same shapes, where rows share no maximum of their scores: these settings
-    let the scheduler run the same steps, and the softmax subtract a constant."""
+    """Check that requests without an adapter have the same bits in every mix.
+
+    The settings let the scheduler run the same steps, so forward passes have the same shapes. The
+    softmax subtracts a constant, so requests do not share a maximum of their scores.
+    """
     settings = ENGINE | {"max_loras": 4, "enable_prefix_caching": False} | options
     card = FEW_BUCKETS | {"VLLM_SOFTMAX_CONST_NORM": 1, "has_profiling_run": False}
     with simulated_hpu(PT_HPU_LAZY_MODE=1, **card):
@@ -158,7 +162,9 @@ WITH_EXPERTS = ["o_proj", "experts"]
 
 
 def with_experts(family: str, root: Path) -> tuple[str, list[list[LoRARequest | None]]]:
-    """A model with experts, and what rows have: two adapters of experts, one of others, none."""
+    """Return a model with experts, and adapters for each request: two for experts, one for other
+    layers, or none.
+    """
     model = make_tiny_model(family, root / "model")
     write = write_expert_adapter if family == "mixtral" else write_stacked_expert_adapter
     folders = [write(root / str(n), model, n, rank, size=0.2) for n, rank in enumerate((4, 16))]
@@ -184,7 +190,9 @@ def mixes_of(model: Path, root: Path, folders: list[Path]) -> list[list[LoRARequ
     ],
 )
 def test_adapters_of_experts_give_what_the_cpu_gives(family, modes, tmp_path):
-    """mixtral: each matrix by itself; others: parameters that have all experts."""
+    """The adapter of mixtral has each matrix separately, other adapters have parameters for all
+    experts.
+    """
     assert_as_on_the_cpu(*with_experts(family, tmp_path), modes, WITH_EXPERTS)
 
 

@@ -1,4 +1,6 @@
-"""Adapters of the language part of a model with images: the tokens of merged weights."""
+"""Test adapters of the language part of a model with images: they give the tokens of merged
+weights.
+"""
 
 import json
 import shutil
@@ -33,8 +35,8 @@ def write_adapter(folder, model, part, rename=lambda name: name):
     """Write an adapter of the modules of one part of a model.
 
     Args:
-        part: in the names of its modules.
-        rename: a module to its name in the file.
+        part: text in the names of the modules.
+        rename: converts the name of a module to its name in the file.
     """
     folder.mkdir()
     rng, tensors = torch.Generator().manual_seed(5), {}

@@ -1,5 +1,6 @@
-"""LoRA adapters under load, and over quantized weights: what each request gets does not depend on
-the others."""
+"""Test LoRA adapters under load and with quantized weights: the output of a request does not depend
+on other requests.
+"""
 
 import random
 from pathlib import Path
@@ -38,7 +39,9 @@ def seen(output) -> tuple[list[int], list[float]]:
 
 @pytest.mark.exhaustive  # exhaustive: the test of random requests also mixes adapters
 def test_sixty_four_adapters_and_base_rows_in_one_batch(tmp_path):
-    """A step has 64 rows; the last adapters follow when base rows have ended."""
+    """A step has at most 64 requests; the last adapters start when requests without an adapter have
+    finished.
+    """
     model = make_tiny_model("llama", tmp_path / "model")
     folders = [
         write_adapter(tmp_path / str(n), model, n, 1 + n % 8, ("q_proj", "down_proj"), size=0.1)
@@ -67,7 +70,7 @@ def test_sixty_four_adapters_and_base_rows_in_one_batch(tmp_path):
 
 @pytest.fixture(scope="module")
 def coders(tmp_path_factory) -> list[LoRARequest]:
-    """Return weak adapters of the bundled model."""
+    """Return adapters of the bundled model with small weights."""
     root = tmp_path_factory.mktemp("adapters")
     return [
         request_of(write_adapter(root / str(n), BUNDLED_MODEL, n, 4 * n, ALL, size=0.04), n)
@@ -98,8 +101,11 @@ def misses(llm: LLM, asked: list[tuple[str, LoRARequest | None, list[int]]]) -> 
 
 
 def test_a_random_load_gives_each_request_what_it_gets_alone(coders):
-    """With packed weights, whose bits do not depend on the batch: preemption, abort, drop, pin. Ids
-    are used again at once. A preempted request may get another token at a near tie only."""
+    """The load preempts and aborts requests, drops and pins adapters, and uses ids again at once.
+
+    Weights are packed, so their bits do not depend on the batch. Only a preempted request may get
+    another token, if two tokens are almost equally likely.
+    """
     rng, params = random.Random(5), SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     prompts = ["def main(args):", "import os", "class A:\n    "]
     engine = {"max_model_len": 128, "max_num_seqs": 4, "max_loras": 2, "max_cpu_loras": 3}
@@ -163,8 +169,11 @@ def test_a_random_load_gives_each_request_what_it_gets_alone(coders):
     [("gptq-8-order", 1e-3), ("gptq-4", 0.1), ("awq", 0.1), ("fp8-block", 1e-3), ("gguf", 1e-3)],
 )
 def test_adapters_over_quantized_weights(name, tolerance, tmp_path):
-    """The log-probabilities of the same adapter over the dequantized weights. On the CPU int4
-    rounds the inputs of the model's own products to int8, which 0.1 allows for."""
+    """Compare log-probabilities with the same adapter on the dequantized weights.
+
+    On the CPU, int4 rounds the inputs of the model's own matmuls to int8; the tolerance of 0.1
+    allows for it.
+    """
     if name == "gguf":
         folder = write_gguf(BUNDLED_MODEL, tmp_path, lambda _: Type.Q8_0)
         dense = tmp_path / "dense"

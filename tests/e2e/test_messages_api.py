@@ -1,4 +1,4 @@
-"""The Messages API over a live server, by the official client."""
+"""Test the Messages API of a live server with the official client."""
 
 import time
 
@@ -28,7 +28,7 @@ def server(chat_server):
 
 @pytest.fixture
 def anthropic():
-    """Import the client only in the process that needs it: the import takes seconds."""
+    """Import the client only in the process that needs it, because the import takes seconds."""
     return pytest.importorskip("anthropic")
 
 

@@ -1,4 +1,4 @@
-"""Models as Mistral AI publishes them: params.json and consolidated*.safetensors."""
+"""Test models in the format of Mistral AI: params.json and consolidated*.safetensors."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ NAMES = {
 
 
 def as_published(dense: Path, target: Path) -> Path:
-    """Write the same model in Mistral's format, with the tokenizer of the bundled model."""
+    """Write the given model in Mistral's format, with the tokenizer of the bundled model."""
     target.mkdir()
     config = json.loads((dense / "config.json").read_text())
     heads = {"wq": config["num_attention_heads"], "wk": config["num_key_value_heads"]}
@@ -96,7 +96,7 @@ def published(tmp_path_factory):
 
 
 def test_a_folder_with_a_config_may_be_read_in_that_format(published, tmp_path):
-    """Repositories of Mistral AI often have both."""
+    """Repositories of Mistral AI often contain both formats."""
     folder = shutil.copytree(published, tmp_path / "both")
     shutil.copy(published.parent / "dense" / "config.json", folder)
     prompt = {"prompt_token_ids": [5, 6, 7, 8]}

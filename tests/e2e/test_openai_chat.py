@@ -1,4 +1,4 @@
-"""The official client against a live server with the bundled model."""
+"""Test a live server with the bundled model through the official client."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ def model(server):
 
 
 def is_idle(server, seconds=120.0):
-    """Return whether all requests end in time."""
+    """Return whether all requests finish in time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if server.metric("vllm:num_requests_running") == 0:

@@ -1,4 +1,4 @@
-"""The examples of the pages for users run, word for word."""
+"""Test that the examples on the pages for users run, word for word."""
 
 import json
 import re
@@ -19,7 +19,7 @@ def blocks_of(page: str, language: str) -> list[str]:
 
 
 def curls_of(page: str) -> list[str]:
-    """Return the requests that a page sends with curl, each in one line."""
+    """Return the requests that a page sends with curl, each on one line."""
     lines = "".join(blocks_of(page, "bash")).replace("\\\n", " ").splitlines()
     return [line for line in lines if line.startswith("curl ") and " -d " in line]
 

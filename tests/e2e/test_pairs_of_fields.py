@@ -1,6 +1,7 @@
-"""Any combination of fields gives the same answer whole and as a stream, or the same error.
+"""Test that any combination of fields gives the same answer as a whole and as a stream, or the same
+error.
 
-By hand, for some minutes with new combinations: `python -m tests.e2e.test_pairs_of_fields 10`.
+Run new combinations by hand for some minutes: `python -m tests.e2e.test_pairs_of_fields 10`.
 """
 
 import json
@@ -99,7 +100,7 @@ ROUTES = {
 
 
 def combination(path: str, rng: random.Random) -> dict[str, Any]:
-    """Return a request with a few fields or with most, each with one of its values."""
+    """Return a request with a few fields or with most fields, each with one of its values."""
     fields, body = ROUTES[path]
     share = rng.choice((0.1, 0.3, 0.6))
     chosen = {name: rng.choice(fields[name]) for name in fields if rng.random() < share}
@@ -110,7 +111,7 @@ def combination(path: str, rng: random.Random) -> dict[str, Any]:
 
 
 def read_whole(status: int, answer: bytes) -> dict[str, Any]:
-    """Return what an answer says, in a form that `read_stream` gives too."""
+    """Return the content of an answer, in the same form as `read_stream`."""
     found = json.loads(answer)
     if status != 200:
         return {"error": found["error"]}
@@ -119,7 +120,7 @@ def read_whole(status: int, answer: bytes) -> dict[str, Any]:
 
 
 def read_stream(status: int, answer: bytes) -> dict[str, Any]:
-    """Return what all events of a stream say."""
+    """Return the content of all events of a stream."""
     if status != 200:
         return read_whole(status, answer)
     lines = [line[6:] for line in answer.decode().splitlines() if line.startswith("data: {")]
@@ -136,7 +137,9 @@ def read_stream(status: int, answer: bytes) -> dict[str, Any]:
 
 
 def _joined(pieces: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    """Return text, thoughts, calls, reasons and number of log-probabilities of one choice."""
+    """Return text, thoughts, calls, finish reasons and the number of log-probabilities of one
+    choice.
+    """
     texts = dict.fromkeys(("content", "reasoning_content", "text"), "")
     calls: dict[int, list[str]] = {}
     num_logprobs = 0

@@ -1,4 +1,4 @@
-"""Several simulated cards, each a process, give the tokens of the CPU. Strict mode."""
+"""Test several strict simulated cards, one process for each: they give the tokens of the CPU."""
 
 import pytest
 
@@ -18,8 +18,11 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 
 
 def assert_cards_are_the_cpu(name, settings, mode, tmp_path, monkeypatch) -> None:
-    """`name`: of a family or a format of quantized checkpoints; or the folders of a model and of
-    the same one for the CPU."""
+    """Check that several cards give the tokens of the CPU.
+
+    `name` is a family or a format of quantized checkpoints. It may also be two folders: a model,
+    and the equal model for the CPU.
+    """
     if name == "gpt-oss-mxfp4":
         dense, folder = write_gpt_oss(tmp_path)
     elif name in ALL_FAMILIES:
@@ -84,7 +87,7 @@ def test_two_cards_give_the_tokens_of_the_cpu(name, settings, mode, tmp_path, mo
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_blocks_of_fp8_may_be_on_two_cards(family, tmp_path, monkeypatch):
-    """Each rounds its inputs with scales of its own, so log-probabilities differ a little."""
+    """Each card rounds its inputs with its own scales, so log-probabilities differ a little."""
     sizes = {"llama": {"intermediate_size": 192}, "qwen3_moe": {"moe_intermediate_size": 192}}
     folder, dense = write("fp8-block", tmp_path, make_tiny_model(family, tmp_path, **sizes[family]))
 
@@ -165,7 +168,7 @@ def test_cards_with_every_family_give_the_tokens_of_the_cpu(family, sizes, tmp_p
 def test_layers_are_divided_over_cards_in_both_ways(
     family, name, tensor, stages, values, tmp_path, monkeypatch
 ):
-    """`name`: of the format of a quantized checkpoint."""
+    """`name` is the format of a quantized checkpoint."""
     widths = {} if name is None else {"intermediate_size": 192}
     folders = (make_tiny_model(family, tmp_path / "source", **widths),) * 2
     if name is not None:
@@ -177,7 +180,7 @@ def test_layers_are_divided_over_cards_in_both_ways(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("pool_mib", [60, 100])
 def test_a_card_with_less_memory_decides_which_launches_all_cards_run(pool_mib, monkeypatch):
-    """Rank 1 is another process, whose card has all of its memory."""
+    """Rank 1 is a different process, whose card has all of its memory."""
     for name, value in env_ranks.rank_variables(0, 1).items():
         monkeypatch.setenv(name, value)
     variables = LARGE_BUCKETS | {"VLLM_GRAPH_RESERVED_MEM": 0.65, "VLLM_GRAPH_PROMPT_RATIO": 0.4}
@@ -213,7 +216,7 @@ def test_a_card_of_one_engine_is_not_one_of_several(monkeypatch, tmp_path):
 def test_without_a_step_before_each_collective_a_strict_card_refuses_them(
     sizes, tmp_path, monkeypatch
 ):
-    """This rank takes no such step; the other one would."""
+    """Only this rank leaves out the step; the other rank would take it."""
     for name, value in env_ranks.rank_variables(0, 1).items():
         monkeypatch.setenv(name, value)
     folder = str(make_tiny_model("llama", tmp_path))

@@ -1,4 +1,6 @@
-"""Two simulated cards, each a process, under a random load, and when one of them fails in it."""
+"""Test two simulated cards, one process for each, under a random load, and with failures of one
+card.
+"""
 
 import asyncio
 import json
@@ -52,8 +54,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @contextmanager
 def several_cards(folder: str, **values: Any) -> Iterator[Callable[[], LLM]]:
-    """Starts an engine of two cards, or of as many as `values` say. Afterwards nothing is left of
-    it, however it has ended."""
+    """Start an engine with two cards, or with as many as `values` say, and check afterwards that
+    nothing of it is left.
+    """
     files, before = named_files(), set(psutil.Process().children())
     started: list[LLM] = []
 
@@ -176,7 +179,7 @@ def test_a_card_that_is_full_in_a_step_ends_the_others_at_once(folder):
 def test_a_card_that_is_full_in_a_launch_of_the_warm_up_ends_the_others_at_once(
     folder, worker, rank
 ):
-    """The other one waits in an exchange of the same launch, for up to 300 s."""
+    """The other card waits in an exchange of the same forward pass, for up to 300 s."""
     with several_cards(folder, worker_cls=f"{FAILING}.{worker}") as start:
         message = f"^{rank}no memory for a launch for which other cards of the engine have memory"
         with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""Drafts of all methods in stages of a pipeline change no token."""
+"""Test that drafts of all methods change no token in a pipeline."""
 
 from dataclasses import replace as replace_field
 
@@ -98,7 +98,7 @@ def test_a_speculator_is_on_the_last_stage(method, made, expected, in_threads):
     "sizes_", [*(pytest.param(n, marks=pytest.mark.exhaustive) for n in ((2, 1), (1, 2))), (2, 2)]
 )
 def test_a_speculator_reads_the_files_of_the_stages(sizes_, made, expected, in_threads, tmp_path):
-    """The last stage finds the embedding in the file of the first one."""
+    """The last stage finds the embedding in the file of the first stage."""
     tensor, stages = sizes_
     save(str(made["eagle"].target), tmp_path, tensor, num_stages=stages)
     split = replace_field(made["eagle"], target=tmp_path)

@@ -1,4 +1,4 @@
-"""Stages of a pipeline give the tokens and log-probabilities of one process."""
+"""Test that a pipeline gives the tokens and log-probabilities of one process."""
 
 import os
 import random
@@ -41,8 +41,7 @@ MORE_BLOCKS = ENGINE | {"num_gpu_blocks_override": 60}
 
 
 def in_stages(monkeypatch: pytest.MonkeyPatch, folder: str, **values: object) -> LLM:
-    """Make an engine whose ranks are threads of this process, with a step in each stage unless told
-    otherwise."""
+    """Make an engine whose ranks are threads of this process. By default each stage has a step."""
     values.setdefault("pipeline_steps_in_flight", values["pipeline_parallel_size"])
     with monkeypatch.context() as patched:
         patched.setattr(engine_core, "make_executor", ThreadRanks)
@@ -181,7 +180,7 @@ def test_stages_of_quantized_checkpoints_give_the_tokens_of_one_process(
 
 
 def generate_plain(llm: LLM) -> list[RequestOutput]:
-    """Run requests whose decodes need nothing from the sampler except a distribution."""
+    """Run requests whose decodes need only a distribution from the sampler."""
     params = [
         replace(each, logprobs=None, prompt_logprobs=None, presence_penalty=0.0) for each in PARAMS
     ]
@@ -311,7 +310,7 @@ def test_more_stages_than_layers_are_refused(folder):
 
 @pytest.fixture(scope="module")
 def two(folder: str) -> Iterator[LLM]:
-    """Make an engine of two processes; the last test that uses it kills one of them."""
+    """Make an engine with two processes. The last test that uses it kills one of them."""
     files = named_files()
     llm = LLM(folder, pipeline_parallel_size=2, enable_sleep_mode=True, **ENGINE)
     pids = ranks_of(llm)

@@ -1,4 +1,4 @@
-"""Stages of a pipeline give the results of pooling models in one process."""
+"""Test that a pipeline gives the results of pooling models in one process."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The page of `vllm plan --html`, from a file, in a real browser."""
+"""Test the page of `vllm plan --html`, opened as a file in a real browser."""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Plug-ins: entry points of an installed package, run once in every process of an engine."""
+"""Test plug-ins: entry points of an installed package, which run once in every process of an
+engine.
+"""
 
 import os
 import subprocess

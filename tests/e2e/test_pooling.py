@@ -1,4 +1,6 @@
-"""Pooling models against transformers, in float32: mixed lengths, one batch, every family."""
+"""Test pooling models against transformers in float32: every family, with mixed lengths in one
+batch.
+"""
 
 from functools import cache
 from pathlib import Path

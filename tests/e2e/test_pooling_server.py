@@ -1,4 +1,4 @@
-"""Pooling models behind a live server, by the official client: /v1/embeddings and the others."""
+"""Test /v1/embeddings and the other pooling routes of a live server with the official client."""
 
 import json
 import socket

@@ -1,4 +1,6 @@
-"""Requests that bring positions give what `transformers` gives for the same `position_ids`."""
+"""Test that requests with their own positions give the output of `transformers` for the same
+`position_ids`.
+"""
 
 import json
 from collections.abc import Sequence
@@ -48,8 +50,8 @@ class Given:
 
     Attributes:
         prompt: token ids.
-        positions: [P, n] of them; None: their indices.
-        offset: of the tokens after the prompt; None: they follow the largest position.
+        positions: [P, n] positions of the prompt tokens; None: their indices.
+        offset: offset of the positions after the prompt; None: they follow the largest position.
     """
 
     prompt: list[int]
@@ -58,8 +60,9 @@ class Given:
 
 
 def layout(num_positions: int, *parts: int | tuple[int, int]) -> np.ndarray:
-    """Return positions of texts with so many tokens, and of images with so many rows and
-    columns."""
+    """Return the positions of texts with these numbers of tokens, and of images with these rows and
+    columns.
+    """
     columns: list[tuple[int, int, int]] = []
     for part in parts:
         first = max((max(column) for column in columns), default=-1) + 1
@@ -106,7 +109,7 @@ def requests_of(num_positions: int) -> list[Given]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Return the model folders by the number of positions of a token."""
+    """Return model folders, by the number of positions of a token."""
     found = {}
     for num_positions, sections in SECTIONS.items():
         folder = tmp_path_factory.mktemp("positions")
@@ -117,7 +120,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 
 def take_positions(folder: Path, sections: list[int]) -> None:
-    """Let a model accept positions of requests."""
+    """Let a model accept requests with positions."""
     config = json.loads((folder / "config.json").read_text())
     name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(name) or {"rope_type": "default"}
@@ -130,9 +133,9 @@ class Greedy:
     """The greedy output of `transformers` for one request.
 
     Attributes:
-        token_ids: of the output.
+        token_ids: tokens of the output.
         logprobs: [output, vocab] float32.
-        margins: per output token, how far the likeliest logit is above the second.
+        margins: for each output token, the largest logit minus the second largest.
     """
 
     token_ids: list[int]
@@ -191,7 +194,7 @@ def one(model: Any, given: Given, num_positions: int) -> Greedy:
 
 
 def give_positions(llm: LLM, given: Sequence[Given]) -> None:
-    """Let the next requests of an engine bring their positions."""
+    """Let the next requests of an engine have their own positions."""
     processor, waiting = llm.llm_engine.input_processor, list(given)
     arch = llm.llm_engine.vllm_config.model.resolved_arch
     process = type(processor).process
@@ -316,8 +319,9 @@ AFTER_IMAGE = Given(
 
 
 def run_eagle(eagle, max_tokens: int, **settings: Any) -> tuple[list[int], tuple[int, ...]]:
-    """Return the output of a request with positions, and the number of right drafts by their order
-    in a step."""
+    """Return the output of a request with positions, and the number of accepted drafts by
+    their order in a step.
+    """
     arguments = ENGINE | {"speculative_config": eagle.config | {"adaptive": False}} | settings
     llm = LLM(str(eagle.target), **arguments)
     params = GREEDY.clone()

@@ -1,4 +1,5 @@
-"""Prompts that are embeddings: how they share blocks, and what they do to other requests.
+"""Test prompts that are embeddings: how they share blocks, and that they do not change other
+requests.
 
 Outputs are compared with `transformers` in test_equal_to_transformers.py.
 """
@@ -48,7 +49,7 @@ def table_of(folder, dtype=torch.float32) -> torch.Tensor:
 
 
 def make_embeds(table: torch.Tensor, length: int, seed: int = 0) -> torch.Tensor:
-    """Return embeddings that are near to embeddings of tokens, but equal to none of them."""
+    """Return embeddings that are close to embeddings of tokens, but equal to none of them."""
     generator = torch.Generator().manual_seed(seed + length)
     token_ids = torch.randint(16, len(table), (length,), generator=generator)
     noise = torch.randn(length, table.shape[1], generator=generator)
@@ -61,7 +62,9 @@ def as_prompt(embeds):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
 def test_the_modules_of_transformers_do_the_same(family, models):
-    """Where the embedding of transformers scales the rows of its table."""
+    """In some families, the embedding module of transformers scales its output. Given embeddings
+    must not be scaled.
+    """
     if is_version_4() and family in SCALED_IN_VERSION_4:
         pytest.skip("this transformers scales them")
     table = table_of(models(family))
@@ -73,7 +76,9 @@ def test_the_modules_of_transformers_do_the_same(family, models):
 
 
 def test_the_embeddings_of_tokens_give_what_the_tokens_give(models):
-    """The fused decoder and step, which read token ids, and the modules have the same bits."""
+    """The fused decoder and step, which read token ids, give the same bits as the modules, which
+    read embeddings.
+    """
     table = table_of(models("bundled"), torch.bfloat16)
     tokens = [[(7 * i * i + length) % 4096 for i in range(length)] for length in LENGTHS]
     embeds = [as_prompt(table[token_ids]) for token_ids in tokens]
@@ -93,7 +98,9 @@ def test_the_embeddings_of_tokens_give_what_the_tokens_give(models):
 
 @pytest.mark.exhaustive  # exhaustive: test_parallel_hpu.py tests stages on cards
 def test_stages_on_cards_plan_alike(models, monkeypatch):
-    """The last prompt token of 33 runs as a prefill on the stage that reads no embedding, too."""
+    """Every stage runs the last prompt token of 33 as a prefill, even a stage that reads no
+    embeddings.
+    """
     table = table_of(models("llama"))
     prompts = [as_prompt(make_embeds(table, length)) for length in (1, 33, 65)]
     params = SamplingParams(**{**GREEDY, "max_tokens": 4})
@@ -171,7 +178,7 @@ def test_prompts_share_the_blocks_of_the_text_before_their_embeddings(models):
 
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_extreme_embeddings_harm_no_other_request(family, models):
-    """Whatever they leave in the KV cache is never read by a request that gets the blocks later."""
+    """Their keys and values are never read by a later request that gets the blocks."""
     llm = make_llm(models(family), dtype="bfloat16", **TINY_CACHE)
     tokens = [list(range(20, 20 + length)) for length in (1, 15, 33, 40)]
     params = SamplingParams(**GREEDY)

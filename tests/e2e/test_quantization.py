@@ -1,4 +1,4 @@
-"""`--quantization` on the CPU, from a dense checkpoint to tokens, embeddings and a server."""
+"""Test `--quantization` on the CPU, from a dense checkpoint to tokens, embeddings and a server."""
 
 import json
 

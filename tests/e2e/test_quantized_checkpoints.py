@@ -1,4 +1,6 @@
-"""Checkpoints of each kind of format from files to tokens, on the CPU and a simulated Gaudi."""
+"""Test checkpoints of each kind of format, from files to tokens, on the CPU and a simulated
+Gaudi.
+"""
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ NUM_TOKENS = 8
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Those of fp8 have an output head in fp8."""
+    """Return a function that writes a checkpoint. FP8 checkpoints have their output head in FP8."""
     others, fp8 = (
         made_once(tmp_path_factory.mktemp("quantized"), stores_head=stores_head)
         for stores_head in (False, True)
@@ -89,7 +91,9 @@ def test_tokens_on_the_cpu_are_those_of_the_dequantized_weights(checkpoint, name
     ],
 )
 def test_tokens_on_a_simulated_card_are_those_of_the_dequantized_weights(checkpoint, name, card):
-    """fp8 rounds inputs to fp8 on a card, others their scales: the first tokens are compared."""
+    """On a card, FP8 checkpoints round inputs to FP8, and other formats round their scales. So only
+    the first tokens are compared.
+    """
     folder, dense = checkpoint(name)
     settings = {"dtype": "bfloat16"}
     with simulated_hpu(card=card, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
@@ -103,8 +107,7 @@ def test_tokens_on_a_simulated_card_are_those_of_the_dequantized_weights(checkpo
 
 
 def prompt_logprobs(folder, **settings):
-    """Return log-probabilities of the tokens of a prompt, and the types of the weights of
-    experts."""
+    """Return the log-probabilities of prompt tokens, and the types of the expert weights."""
     llm = LLM(str(folder), skip_tokenizer_init=True, **(SMALL_ENGINE | settings))
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     (output,) = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)
@@ -138,7 +141,9 @@ UINT4_EXPERTS = ("gptq-4", {"torch.int32"})
     ],
 )
 def test_quantized_experts_stay_so_on_a_simulated_card(tmp_path, stored, mode, card):
-    """An operator for all experts, or products one after the other. Strict mode."""
+    """The card is strict. It computes all experts with one operator, or one matmul after the
+    other.
+    """
     name, wanted = stored
     sizes = {"moe_intermediate_size": 64, "intermediate_size": 192}
     folder, dense = write(name, tmp_path, make_tiny_model("qwen3_moe", tmp_path, **sizes))

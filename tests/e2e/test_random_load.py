@@ -1,4 +1,6 @@
-"""A crowd of different requests on a cache that is too small: nobody notices the others."""
+"""Test many different requests with a cache that is too small: no request changes the output of
+another one.
+"""
 
 import random
 
@@ -61,8 +63,9 @@ def seen_by_user(output) -> list:
 
 @pytest.fixture(scope="module")
 def requests_alone():
-    """(prompts, what is asked for, what each gets when nobody else is there, the generator's state
-    after all this)."""
+    """Return prompts, their parameters, the output of each in an engine of its own, and the state
+    of the generator after this.
+    """
     rng = random.Random(5)
     prompts = ["".join(rng.choices(PIECES, k=rng.randint(1, 30))) for _ in range(60)]
     params = [random_params(rng) for _ in prompts]
@@ -81,7 +84,7 @@ def requests_alone():
 
 
 def count_decodes(engine) -> list[int]:
-    """Return a list that grows by the number of decodes of each step."""
+    """Return a list to which each step appends its number of decodes."""
     found, schedule = [], scheduler_of(engine).schedule
 
     def scheduled():

@@ -1,4 +1,4 @@
-"""Workers of a Ray cluster of two nodes give the tokens of one process.
+"""Test that workers in a Ray cluster of two nodes give the tokens of one process.
 
 Both nodes are on this machine. Each has two CPUs and two simulated cards.
 """
@@ -51,7 +51,9 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def _has_free_nodes(cluster: Any) -> None:
-    """Actors of the test before end some time after their engine: stages would share a node."""
+    """Wait until the actors of the test before have exited, which takes some time. Otherwise two
+    stages would share a node.
+    """
     wait_until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"])
 
 

@@ -1,4 +1,4 @@
-"""Traffic that one engine records chooses the buckets of the next one."""
+"""Test that the traffic that one engine records chooses the buckets of the next engine."""
 
 from pathlib import Path
 

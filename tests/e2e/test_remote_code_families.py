@@ -1,5 +1,8 @@
-"""Families whose reference is code that comes with their checkpoints: the same tokens as a Llama of
-`transformers` with the same weights, or as the formulas of the paper."""
+"""Test families whose reference is code in their checkpoints.
+
+They give the tokens of a Llama of `transformers` with the same weights, or of the formulas in the
+paper.
+"""
 
 import json
 from collections.abc import Callable
@@ -47,7 +50,9 @@ def check(folder: Path, reference: Reference) -> None:
 
 
 def internlm2(tensors: Tensors) -> Tensors:
-    """By key/value heads: their queries, the key, the value; and other names."""
+    """Convert the tensors of a Llama to InternLM 2: queries, key and value are joined for each
+    key/value head, and tensors have other names.
+    """
     renames = {
         "model.embed_tokens": "model.tok_embeddings",
         "lm_head": "output",
@@ -180,7 +185,7 @@ def test_chatglm_gives_the_tokens_of_a_glm_with_its_weights(tmp_path):
 
 
 def with_normed_head(tensors: Tensors) -> Tensors:
-    """The head that the rows of a normed head stand for."""
+    """Return the tensors with normalised rows of the output head."""
     return tensors | {"lm_head.weight": F.normalize(tensors["lm_head.weight"])}
 
 
@@ -189,7 +194,7 @@ def without_output_bias(tensors: Tensors) -> Tensors:
 
 
 def with_mup(tensors: Tensors) -> Tensors:
-    """Return the weights of a Llama that computes what a MiniCPM with `MUP` does."""
+    """Return the weights of a Llama that computes the same as a MiniCPM with `MUP`."""
     layers = MUP["scale_depth"] / 2**0.5
     factors = {
         "embed_tokens": MUP["scale_emb"],
@@ -252,7 +257,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors], Te
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Return the folder of a family, and a Llama of transformers with the same weights."""
+    """Return the folder of a family, and an equal Llama of transformers."""
 
     def make(family: str) -> tuple[Path, Reference]:
         llama, folder = (tmp_path_factory.mktemp(family) for _ in range(2))
@@ -282,8 +287,9 @@ def test_a_family_gives_the_tokens_of_a_llama_with_its_weights(family, made):
 
 
 def by_formulas(tensors: Tensors, token_ids: list[int]) -> Tensor:
-    """Logits [T, vocab] of Baichuan 2 13B (arXiv 2309.10305): RMS norms, ALiBi, SwiGLU, and an
-    output head whose rows have the length 1."""
+    """Compute logits [T, vocab] of Baichuan 2 13B (arXiv 2309.10305) by its formulas: RMS norms,
+    ALiBi, SwiGLU, and an output head with rows of length 1.
+    """
 
     def normed(x: Tensor, name: str) -> Tensor:
         return x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * tensors[f"{name}.weight"]
@@ -316,7 +322,9 @@ def test_baichuan_13b_gives_the_tokens_of_its_formulas(made, tmp_path):
 
 
 def deepseek(tensors: Tensors) -> Tensors:
-    """Half of a shared expert, as a gate of zeros lets through."""
+    """Convert the shared expert to the names of DeepSeek, and halve it: in the reference, a gate
+    with zeros as weights halves its output.
+    """
     stored = {}
     for name, tensor in tensors.items():
         half = 0.5 if ".shared_expert.down_proj." in name else 1.0

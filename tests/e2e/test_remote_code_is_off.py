@@ -1,4 +1,4 @@
-"""Code that comes with a model does not run unless trust_remote_code is set."""
+"""Test that code in a checkpoint does not run unless trust_remote_code is set."""
 
 import json
 import shutil
@@ -35,13 +35,13 @@ AUTO_MAP = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
-    """A file that the code of the model makes when it runs."""
+    """Return the path of a file that the code of the model creates when it runs."""
     return tmp_path / "has-run"
 
 
 @pytest.fixture
 def folder(tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Llama whose config, model and tokenizer have code of their own."""
+    """Make a Llama whose config, model and tokenizer have their own code."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
     folder = make_tiny_model("llama", tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -1,4 +1,4 @@
-"""The Responses API over a live server, by the official client."""
+"""Test the Responses API of a live server with the official client."""
 
 import json
 import time

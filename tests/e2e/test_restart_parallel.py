@@ -1,4 +1,6 @@
-"""`vllm serve` with several ranks: one of them is killed under a load, and the group comes back."""
+"""Test `vllm serve` with several ranks: one rank is killed under load, and all ranks are started
+again.
+"""
 
 import asyncio
 
@@ -14,18 +16,20 @@ LOAD = [{**LONG, "stream": index % 2 == 1} for index in range(8)]
 
 
 def ranks(server: Server) -> list[psutil.Process]:
-    """Return the ranks that have a process of their own."""
+    """Return the ranks that run in separate processes."""
     return [each for each in server.children() if each.name().startswith("vllm-rank-")]
 
 
 def kill_a_rank(server: Server) -> tuple[list[tuple[int, str]], list[psutil.Process]]:
-    """What the load is answered, and the ranks before it."""
+    """Kill a rank during a load. Return the answers, and the ranks before."""
     before = ranks(server)
     return asyncio.run(answers_around(server, LOAD, before[0].kill)), before
 
 
 def is_lost(answer: tuple[int, str]) -> bool:
-    """A stream says so in its last event."""
+    """Return whether a request failed because of the killed rank; a stream reports it in its last
+    event.
+    """
     status, text = answer
     assert (status in (200, 500)) and ("has ended: killed by signal 9" in text) >= (status == 500)
     assert "RankError" not in text  # the message is a sentence, without the name of a class

@@ -1,7 +1,8 @@
-"""A server of two ranks is started and ended many times, each time in another way, and nothing of
-it is left: no process, port, file, shared memory, semaphore or block.
+"""Test that a server with two ranks can be started and ended many times, in different ways, and
+leaves no resources.
 
-`python -m tests.e2e.test_rounds_of_servers 200` runs as many rounds.
+It must leave no process, port, file, shared memory, semaphore or block. `python -m
+tests.e2e.test_rounds_of_servers 200` runs 200 rounds.
 """
 
 import asyncio
@@ -42,7 +43,7 @@ _ROUNDS = itertools.count()
 
 
 def processes_of(mark: str) -> list[psutil.Process]:
-    """Return all processes that have this mark, whoever their parent is."""
+    """Return all processes with this mark in their environment, whoever their parent is."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -64,7 +65,9 @@ def system_v_memory() -> set[str]:
 
 
 def under_load(act: Callable[[Server], None]) -> Callable[[Server], None]:
-    """A way to end: `act` in the middle of a load. Every request is answered."""
+    """Return a way to end the server: run `act` during a load, and check that every request gets an
+    answer.
+    """
 
     def end(server: Server) -> None:
         answers = asyncio.run(answers_around(server, LOAD, lambda: act(server)))
@@ -76,7 +79,7 @@ def under_load(act: Callable[[Server], None]) -> Callable[[Server], None]:
 
 
 def stop_cleanly(server: Server) -> None:
-    """After clients that have left, whose blocks are free again."""
+    """Stop the server by a signal after clients have left and their blocks are free."""
     asyncio.run(send_all(server, [{**BODY, "stream": True}] * 4, num_events=2))
     server.wait_until_idle()
     server.send_signal(random.choice([signal.SIGTERM, signal.SIGINT]))
@@ -140,7 +143,7 @@ def kill_all_in_any_order(server: Server) -> None:
 
 
 def restart_after_a_killed_rank(server: Server) -> None:
-    """The group comes back and serves, without a block of the requests that were lost."""
+    """Kill a rank. The ranks are started again and serve, without a block of the lost requests."""
     asyncio.run(answers_around(server, LOAD, ranks(server)[0].kill))
     assert server.request("POST", "/v1/completions", SHORT)[0] == 200
     stop_cleanly(server)
@@ -188,7 +191,7 @@ def test_nothing_is_left_of_a_server(way):
 
 
 def main(num_rounds: int) -> None:
-    """Run rounds, and go on after one that fails."""
+    """Run rounds, and continue after one that fails."""
     num_failed = 0
     for number in range(num_rounds):
         way, started = WAYS[number % len(WAYS)], time.monotonic()

@@ -1,5 +1,6 @@
-"""What happens while a step is in flight that was scheduled before the last one's result: ends that
-come a step late, rows and steps that fail, Ctrl-C, and programs that end.
+"""Test faults while a step is in flight that was scheduled before the last result.
+
+Requests finish one step late, requests and steps fail, the user presses Ctrl-C, and programs exit.
 """
 
 import gc
@@ -36,7 +37,7 @@ def make_llm(**more) -> LLM:
 
 @pytest.fixture
 def runs_ahead(monkeypatch):
-    """Return an engine that schedules every step before the result of the last one is known."""
+    """Return an engine that schedules every step before it knows the result of the last one."""
     monkeypatch.setattr(
         engine_core, "AsyncSchedulingPolicy", lambda allowed: AsyncSchedulingPolicy(allowed, 0)
     )
@@ -45,7 +46,7 @@ def runs_ahead(monkeypatch):
 
 @pytest.fixture(scope="module")
 def waits():
-    """Return an engine whose steps wait for each other."""
+    """Return an engine in which each step waits for the last one."""
     return make_llm(async_scheduling=False)
 
 

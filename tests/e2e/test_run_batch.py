@@ -1,4 +1,4 @@
-"""`vllm run-batch` with the bundled model."""
+"""Test `vllm run-batch` with the bundled model."""
 
 import json
 import re
@@ -74,7 +74,9 @@ def num_partial_records(folder):
 
 @pytest.fixture
 def long_batch(tmp_path):
-    """(process, its children) of a batch that has begun to answer: three lines, and long ones."""
+    """Start a batch with three short and many long requests; return (process, its children) when it
+    has begun to answer.
+    """
     long = GREEDY | {"prompt": "import", "max_tokens": 2000}
     bodies = [GREEDY | {"prompt": "import"}] * 3 + [long] * 297
     write_requests(tmp_path / "in.jsonl", [("/v1/completions", body) for body in bodies])

@@ -1,7 +1,6 @@
-"""Requests from the first second on a simulated card, while it still warms up. Strict mode.
+"""Test requests from the first second on a strict simulated card that still warms up.
 
-A test advances the clock: a step of the engine takes 10 ms, a part of the
-warm-up 30 ms.
+A test advances the clock: a step of the engine takes 10 ms, and a part of the warm-up takes 30 ms.
 """
 
 import random
@@ -65,8 +64,8 @@ def load() -> list[tuple[list[int], SamplingParams]]:
 
 
 def serve(llm: LLM, requests, rounds: int = 1, until=lambda: False) -> list[list[RequestOutput]]:
-    """Add a request every other step and cancel two of each round; round after round, until all
-    are done or there are so many rounds.
+    """Run rounds of requests: one request is added in every second step, and two of each round are
+    cancelled. Stop after `rounds` rounds, or when `until` is true.
 
     Returns:
         For each round the outputs of the requests that were not cancelled, in their order.
@@ -97,8 +96,9 @@ class Clock:
 
     Attributes:
         now: in seconds.
-        spent: at each part of the warm-up under load, the seconds for such parts, and the time.
-        problems: what a part of the warm-up has changed that it must not.
+        spent: at each part of the warm-up under load, the seconds of all such parts so far, and the
+            time.
+        problems: forbidden changes that a part of the warm-up has made.
     """
 
     def __init__(self, monkeypatch) -> None:
@@ -144,7 +144,7 @@ class Clock:
 
 
 def kept_blocks(worker: HPUWorker) -> list[torch.Tensor]:
-    """Return keys and values of all blocks except the null block."""
+    """Return the keys and values of all blocks except the null block."""
     size = worker.config.cache.block_size
     caches = [
         tensor
@@ -157,7 +157,7 @@ def kept_blocks(worker: HPUWorker) -> list[torch.Tensor]:
 
 @contextmanager
 def computing_all():
-    """Inside, parts of the warm-up compute and write as on a real card."""
+    """Let all parts of the warm-up compute and write in this context, as on a real card."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("dry_run", "compile_only"):
             patch.setattr(SimBridge, name, lambda self: nullcontext())

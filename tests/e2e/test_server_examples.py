@@ -1,4 +1,4 @@
-"""The examples of clients run as they are, and so do the commands that talk to a server."""
+"""Test that the client examples and the commands that talk to a server run unchanged."""
 
 import json
 import runpy
@@ -20,7 +20,7 @@ KEY = "sesame"
 
 @pytest.fixture(scope="module")
 def ports():
-    """Return the ports of the events of the KV cache, and of their replay."""
+    """Return the ports for the events of the KV cache and for their replay."""
     return free_port(), free_port()
 
 
@@ -55,7 +55,7 @@ def run(server, *command, typed=""):
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_and_prints(server, ports, example, monkeypatch, capfd):
-    """In this process, which has imported everything."""
+    """The example runs in this process, which has already imported everything."""
     pytest.importorskip("openai")
     more, shown = (), ""
     if example.stem == "kv_events_subscriber":

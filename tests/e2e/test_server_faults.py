@@ -1,4 +1,4 @@
-"""What a live server survives, what it does not, and that nothing of either is left behind."""
+"""Test which faults a live server survives, which stop it, and that it leaves nothing behind."""
 
 import asyncio
 import json
@@ -22,8 +22,9 @@ def server(chat_server):
 
 
 async def send(server, body, *, num_events=None, on_status=None):
-    """Return (status, body) of a completion. With `num_events`, disconnect after so many events of
-    a stream."""
+    """Return (status, body) of a completion. With `num_events`, disconnect after this many events
+    of a stream.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     try:
         data = json.dumps(body).encode()
@@ -55,7 +56,7 @@ def finished_requests(server):
 
 
 async def until_received(server, num_finished_before, number):
-    """Wait until so many more requests run, wait or have ended."""
+    """Wait until this many more requests run, wait or have finished."""
 
     def num_received():
         gauges = ("vllm:num_requests_running", "vllm:num_requests_waiting")
@@ -103,9 +104,10 @@ def test_a_thousand_connections_at_once_are_all_answered(server):
 
 
 async def answers_around(server, bodies, act):
-    """What requests are answered around `act`: all are in the engine then, and streams have begun.
+    """Return the answers to requests during which `act` is called.
 
-    The status of a stream is sent with its first token: until then its failure is a status too.
+    It is called when the engine has all requests and streams have begun. The status of a stream is
+    sent with its first token, so a failure before it is visible in the status.
     """
     before = finished_requests(server)
     streams = [asyncio.Event() if body.get("stream") else None for body in bodies]
@@ -122,7 +124,7 @@ async def answers_around(server, bodies, act):
 
 
 def test_an_engine_that_is_killed_is_started_again_as_often_as_allowed_and_every_request_is_told():
-    """Also where drafts are in flight: the outputs repeat themselves soon."""
+    """Drafts are in flight, because the outputs soon repeat themselves."""
     drafts = '{"method": "ngram", "adaptive": false}'
     with start_server("--restart-engine", "1", "--speculative-config", drafts) as server:
         bodies = [LONG] * 8 + [{**LONG, "stream": True}] * 8

@@ -1,4 +1,6 @@
-"""Requests that are wrong in every way: each is refused by name, and the server goes on."""
+"""Test requests that are wrong in every way: each is refused with the name of the field, and the
+server continues.
+"""
 
 import contextlib
 import http.client
@@ -70,7 +72,9 @@ def server_with_all_routes():
 
 @pytest.fixture
 def post(server):
-    """Sends bodies as they are over one connection: (status, body) of the answer."""
+    """Return a function that sends bodies unchanged over one connection and returns (status,
+    body).
+    """
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
 
     def send(path, data):
@@ -101,8 +105,11 @@ def is_named(field, body):
 @pytest.mark.parametrize("share", [8, exhaustive(1)])
 @pytest.mark.parametrize("path", BODIES)
 def test_every_field_may_be_nonsense(server, post, path, share):
-    """A field gets every eighth value, and the fields after it the others: a route meets each value
-    several times. The whole of it guards a value that only one of many fields cannot stand."""
+    """Each field gets every eighth value, and the next field the next ones, so a route gets each
+    value several times.
+
+    Together the parts find a value that breaks only one of many fields.
+    """
     wrong, unnamed = [], []
     for index, field in enumerate(sorted(fields_of(server, path))):
         rest = {name: value for name, value in BODIES[path].items() if name != field}

@@ -1,4 +1,4 @@
-"""A live server with everything an operator turns on: keys, JSON logs, request ids and traces."""
+"""Test a live server with every option of an operator: keys, JSON logs, request ids and traces."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ BODY = {"prompt": "import os", "max_tokens": 4, "ignore_eos": True}
 
 
 class Collector(ThreadingHTTPServer):
-    """Keeps what is sent to it as a collector of traces."""
+    """A collector of traces that stores what it receives."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), CollectorHandler)

@@ -1,4 +1,4 @@
-"""How a live server starts, tells of it, and ends."""
+"""Test how a live server starts, reports its state, and ends."""
 
 import json
 import re
@@ -19,7 +19,7 @@ LONG = {"prompt": "import", "max_tokens": 1500, "ignore_eos": True, "temperature
 
 
 class Background(threading.Thread):
-    """A request whose answer is looked at later."""
+    """A request whose answer is read later."""
 
     def __init__(self, server, body):
         super().__init__(daemon=True)
@@ -45,7 +45,7 @@ class Background(threading.Thread):
 
 @pytest.fixture
 def engine_hold(tmp_path):
-    """Engines do not start before it is released."""
+    """Hold the start of engines until it is released."""
     return EngineHold(tmp_path)
 
 
@@ -53,7 +53,7 @@ def engine_hold(tmp_path):
     "signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)]
 )
 def test_early_requests_wait_for_the_engine_and_a_signal_lets_running_ones_end(engine_hold, signum):
-    """The life of one server, as each costs seconds of the processor."""
+    """One server is used from start to end, because each start costs seconds of processor time."""
     variables = engine_hold.variables
     with start_server("--shutdown-timeout", "300", is_awaited=False, variables=variables) as server:
         server.wait_for("/livez")
@@ -162,7 +162,7 @@ def run_to_end(*flags):
 
 
 def test_what_cannot_start_is_one_line_and_exit_code_2():
-    """Other mistakes are in test_start_checks.py and test_cli_messages.py."""
+    """test_start_checks.py and test_cli_messages.py test other mistakes."""
     flags = ("--max-model-len", "999999999")
     result = run_to_end("--host", "127.0.0.1", "--port", str(free_port()), *flags)
     assert result.returncode == 2

@@ -1,5 +1,8 @@
-"""Sixteen decodes in a step, with all kinds of sampling, adapters, grammars and stop strings mixed,
-while requests come and are aborted: users get what they get with one decode."""
+"""Test steps with sixteen decodes: the outputs are the same as with one decode.
+
+Requests mix all kinds of sampling, adapters, grammars and stop strings, and are added and aborted
+at any time.
+"""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""Speculative decoding as users switch it on: the same outputs in fewer steps."""
+"""Test speculative decoding as users switch it on: the same outputs in fewer steps."""
 
 import pytest
 

@@ -1,5 +1,6 @@
-"""Speculators that read hidden states of the model: the same outputs, and guesses as the papers
-say."""
+"""Test speculators that read hidden states of the model: the same outputs, and guesses as described
+in the papers.
+"""
 
 import json
 import random
@@ -64,7 +65,7 @@ def run(llm: LLM) -> list[list[int]]:
 
 
 class _MadeOnce(dict):
-    """Values that are made when they are first asked for."""
+    """A dictionary whose values are made when they are first read."""
 
     def __init__(self, make, known=()):
         super().__init__(known)
@@ -102,7 +103,8 @@ def with_speculator(made: Made, **more) -> LLM:
 @pytest.mark.parametrize(
     "method",
     [
-        # Exhaustive: EAGLE-3 has all parts of EAGLE, and other files run the models with MTP.
+        # The second line is exhaustive: EAGLE-3 has all parts of EAGLE, and other files run models
+        # with MTP.
         *("eagle3", "mtp", "mlp_speculator_tied", "medusa"),
         *map(exhaustive, ("eagle", "mlp_speculator", *MTP_FAMILIES, *RARE_MTP_FAMILIES)),
     ],
@@ -153,7 +155,7 @@ def test_outputs_are_the_same_and_guesses_those_of_the_paper(method, made, expec
     "method", [m if m in ("eagle3", "medusa", "mtp") else exhaustive(m) for m in METHODS]
 )
 def test_a_speculator_that_is_always_right(method, tmp_path):
-    """Whatever requests share, and whenever they leave."""
+    """Requests share prefixes and are aborted at any time."""
     if method == "mtp":
         made = make_mtp(tmp_path)
     else:
@@ -201,7 +203,7 @@ def test_a_speculator_beside_adapters(made, tmp_path):
 @needs_kernels
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_the_fused_program_hands_over_what_modules_do(method, made):
-    """Prompts, steps with drafts, and while several requests run steps in one call."""
+    """The load has prompts, steps with drafts, and steps in one call while several requests run."""
     states, outputs = [], []
     for is_fused in (True, False):
         config = {"disable_by_batch_size": 3}

@@ -1,5 +1,6 @@
-"""Speculators that read hidden states, on the simulated card: users get what they get without, and
-nothing compiles after the warm-up."""
+"""Test speculators that read hidden states on the simulated card: outputs are unchanged, and
+nothing compiles after the warm-up.
+"""
 
 import random
 
@@ -91,7 +92,9 @@ def test_outputs_are_the_same_and_right_guesses_are_taken(mode, method, tmp_path
 
 
 def come_and_leave(llm: LLM) -> None:
-    """Requests with a speculator that is always right, which share prefixes and are aborted."""
+    """Run requests that share prefixes and may be aborted, with a speculator that is always
+    right.
+    """
     engine, rng = llm.llm_engine, random.Random(2)
     todo = list(range(12))
     shared = PROMPTS[1][:30]

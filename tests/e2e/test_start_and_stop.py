@@ -1,4 +1,6 @@
-"""Two ranks are started and ended many times, in order and by failures, and nothing is left."""
+"""Test that two ranks can be started and ended many times, regularly and by failures, and leave
+no resources.
+"""
 
 import gc
 import os
@@ -22,7 +24,7 @@ from vllm.executor.ranks.rank_group import RankError, RankGroup
 
 
 class Held(NamedTuple):
-    """What a process may leave behind."""
+    """The resources that a process may fail to free."""
 
     children: frozenset[int]
     num_descriptors: int
@@ -44,7 +46,9 @@ class Held(NamedTuple):
         )
 
     def has_more_than(self, before: "Held") -> bool:
-        """It may have less, as what other tests have left may end."""
+        """Return whether there are more resources than before. There may be fewer, because
+        resources of earlier tests may be freed.
+        """
         return not (
             self.children <= before.children
             and self.num_descriptors <= before.num_descriptors
@@ -80,7 +84,7 @@ def fail_to_start(config: VllmConfig) -> None:
 
 
 def give_up_the_start(config: VllmConfig) -> None:
-    """Before the rank has loaded torch, so it takes no time."""
+    """End the ranks before they have imported torch, which takes no time."""
     meeting = Rendezvous.create(config.parallel)
     ranks = RankGroup(config, meeting, meeting.abort)
     ranks.end(RankError("the start was given up"))

@@ -1,4 +1,4 @@
-"""Models with states (Mamba layers): the settings that they refuse or turn off.
+"""Test models with recurrent (Mamba) layers: the settings that they refuse or turn off.
 
 Outputs are compared with `transformers` in test_equal_to_transformers.py.
 """

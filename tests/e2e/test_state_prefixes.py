@@ -1,4 +1,6 @@
-"""Prefixes and drafts of models with recurrent states change no token, whatever else runs."""
+"""Test that cached prefixes and drafts of models with recurrent state change no token, in any
+batch.
+"""
 
 import random
 from typing import Any
@@ -33,12 +35,12 @@ def _random_tokens(rng: random.Random, count: int) -> list[int]:
 def run_random_load(
     llm: LLM, adapters: list[LoRARequest], seen: dict[tuple[int, ...], list[int]] | None = None
 ) -> tuple[list[list[int]], int]:
-    """Run requests that share documents, and further turns of them, with salts and adapters.
+    """Run requests that share documents, and their follow-up turns, with salts and adapters.
 
     Args:
         llm: the engine.
-        adapters: of some of the requests.
-        seen: gets the longest output of each prompt, whatever adapter it had.
+        adapters: adapters of some of the requests.
+        seen: receives the longest output of each prompt, with any adapter.
 
     Returns:
         The tokens of each output, and the number of prompt tokens that were found in the cache.
@@ -137,7 +139,7 @@ def test_the_simulated_card_finds_prefixes_and_compiles_nothing(family, mode, mo
 
 
 def draft_what_was_seen(seen: dict[tuple[int, ...], list[int]], most: int) -> Any:
-    """Return `NgramDrafts._propose` with some right drafts, and wrong ones after them."""
+    """Return `NgramDrafts._propose` with some right drafts, followed by wrong ones."""
     rng = random.Random(3)
 
     def propose(source: NgramDrafts, request: Request) -> list[int]:
@@ -149,7 +151,7 @@ def draft_what_was_seen(seen: dict[tuple[int, ...], list[int]], most: int) -> An
 
 
 def guess_what_a_load_says(folder, modules, most, tmp_path, monkeypatch):
-    """Run the random load without drafts; from here on, n-grams guess what it has said.
+    """Run the random load without drafts; from then on, n-grams guess its outputs.
 
     Returns:
         its outputs, its adapters, and the arguments of an engine with such drafts.

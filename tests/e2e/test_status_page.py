@@ -1,4 +1,6 @@
-"""The status page in a real browser, over a live server whose engine is only numbers."""
+"""Test the status page in a real browser, with a live server whose engine only has numbers that the
+test sets.
+"""
 
 from dataclasses import replace
 

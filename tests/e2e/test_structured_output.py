@@ -1,4 +1,6 @@
-"""Structured output of the bundled model, from request to text: whatever ends, validates."""
+"""Test structured output of the bundled model, from request to text: every finished output is
+valid.
+"""
 
 import json
 import random
@@ -48,7 +50,7 @@ STARTS = {
 
 
 def asked(rng: random.Random) -> GuidedDecodingParams:
-    """A form of any kind that begins anywhere."""
+    """Return a random constraint that begins at once or after some text."""
     guided = asked_at_once(rng)
     start = STARTS[rng.choice(["at once", *STARTS])]
     if start is not None:
@@ -57,7 +59,7 @@ def asked(rng: random.Random) -> GuidedDecodingParams:
 
 
 def asked_at_once(rng: random.Random) -> GuidedDecodingParams:
-    """A form of any kind."""
+    """Return a random constraint of any kind."""
     kind = rng.random()
     if kind < 0.5:
         return GuidedDecodingParams(
@@ -71,7 +73,7 @@ def asked_at_once(rng: random.Random) -> GuidedDecodingParams:
 
 
 def check(guided: GuidedDecodingParams, text: str) -> None:
-    """Check that an output which ended has its form."""
+    """Check that an output satisfies its constraint if it has finished."""
     if (start := guided.start) is not None:
         if start.allows_space and not start.is_thinking:
             text = text.lstrip()
@@ -142,7 +144,9 @@ def test_whatever_ends_validates(llm):
 
 @pytest.mark.slow
 def test_a_request_gets_the_same_in_a_crowd_as_alone(llm):
-    """Chunked prefill, prefix cache and preemption, beside requests without a form."""
+    """The load has chunked prefill, prefix caching and preemption, and requests without a
+    constraint.
+    """
     prompts, params = random_requests(20, seed=5)
     alone = [
         llm.generate([prompt], p, use_tqdm=False)[0]

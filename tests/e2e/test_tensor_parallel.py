@@ -1,4 +1,6 @@
-"""Several ranks give the tokens and log-probabilities of one, and nothing is left of them."""
+"""Test that several ranks give the tokens and log-probabilities of one rank, and leave nothing
+behind.
+"""
 
 import os
 import random
@@ -58,8 +60,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def two(folder: str) -> Iterator[LLM]:
-    """An engine of two processes in a program with time-outs of its own. The last of its tests
-    kills one."""
+    """Make an engine with two processes, in a program with its own socket time-out. The last test
+    that uses it kills one of them.
+    """
     files = named_files()
     socket.setdefaulttimeout(0.01)
     try:
@@ -135,7 +138,7 @@ def test_a_rank_that_is_stopped_is_named_when_time_is_up(folder):
 
 
 def test_ranks_end_with_their_engine(folder, tmp_path):
-    """Killed, it can tell them nothing."""
+    """A killed engine cannot send its ranks a message."""
     import subprocess
     import sys
 

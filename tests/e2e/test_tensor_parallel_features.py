@@ -1,4 +1,6 @@
-"""What users combine with several ranks: the outputs are those of one."""
+"""Test features that users combine with several ranks: the outputs are the same as with one
+rank.
+"""
 
 import json
 from pathlib import Path
@@ -121,7 +123,7 @@ def generate_on(folder: Any, **settings: Any) -> list[Any]:
 def test_steps_in_one_call_have_the_tokens_of_the_modules(
     family, size, settings, tmp_path, monkeypatch
 ):
-    """In bfloat16 all layers are packed, so that whole steps are one call."""
+    """In bfloat16 all layers are packed, so that a whole step is one call."""
     folder = make_tiny_model(family, tmp_path, vocab_size=4097, dtype="bfloat16")
     monkeypatch.setattr(engine_core, "make_executor", ThreadRanks)
     settings = settings | {"dtype": "bfloat16", "tensor_parallel_size": size}
@@ -141,7 +143,7 @@ def test_steps_in_one_call_have_the_tokens_of_the_modules(
 
 
 def write_wide(name: str, folder: Path) -> Path:
-    """A quantized checkpoint whose blocks do not straddle two ranks."""
+    """Write a quantized checkpoint of which each block is on one rank."""
     wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     return write(name, folder, make_tiny_model("llama", folder, **wide))[0]
 
@@ -187,8 +189,9 @@ def prompt_logprobs_on(folder: Path, **settings: Any) -> list[float]:
     ],
 )
 def test_rounded_inputs_differ_a_little(name, quantization, tolerance, tmp_path, monkeypatch):
-    """int4 rounds the inputs of a group, which are others where a rank has parts of groups; int8
-    rounds, and fp8 rounds weights, with one scale for all that a rank has."""
+    """Rounding depends on the part of a rank: int4 rounds inputs by groups, which a rank may have
+    in part; int8 and FP8 use one scale for all weights of a rank.
+    """
     write_model = write_wide if quantization is None else make_tiny_model
     folder = write_model(name, tmp_path)
     want = prompt_logprobs_on(folder, quantization=quantization)
@@ -204,7 +207,7 @@ def test_rounded_inputs_differ_a_little(name, quantization, tolerance, tmp_path,
     [("fp8-block", "llama", 2), ("ct-fp8-block", "llama", 4), ("fp8-block", "qwen3_moe", 2)],
 )
 def test_blocks_of_fp8_may_be_on_several_ranks(name, family, size, tmp_path, monkeypatch):
-    """Ranks have 96 or 48 inputs of down_proj, of blocks of 128."""
+    """A rank has 96 or 48 inputs of down_proj, whose blocks have 128."""
     sizes = {"intermediate_size": 192}
     if family == "qwen3_moe":
         sizes["moe_intermediate_size"] = 192

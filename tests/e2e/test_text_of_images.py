@@ -1,4 +1,6 @@
-"""Models with a part for images or sounds serve text: tokens of transformers, with all names."""
+"""Test that models with a part for images or sounds serve text: the tokens of transformers, with
+all names of tensors.
+"""
 
 import json
 from dataclasses import dataclass
@@ -231,7 +233,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Return the folder of an architecture, made once."""
+    """Return the folder of an architecture, which is made once."""
     made: dict[str, Path] = {}
 
     def of(name: str) -> Path:
@@ -292,7 +294,9 @@ def with_names(folder: Path, target: Path, layout: str) -> Path:
 
 
 def without_levels(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config whose language model has its values at the top, as they were before 4.52."""
+    """Return a config whose language-model values are at the top level, as before transformers
+    4.52.
+    """
     text = config.pop("text_config")
     rope = text.pop("rope_parameters")
     scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
@@ -301,7 +305,7 @@ def without_levels(config: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _PutTogether:
-    """A checkpoint with a tiny language model, and the names of its tensors."""
+    """A checkpoint that contains a tiny language model, and the names of its tensors."""
 
     model_type: str
     text: str
@@ -378,7 +382,7 @@ def test_a_checkpoint_gives_the_tokens_of_its_language_model(name, tmp_path, cap
 
 
 def test_kimi_k25_as_transformers_saves_it(tmp_path):
-    """With the name of its class, which differs from the published one."""
+    """The class name differs from the published one."""
     alone = json.loads(
         (make_tiny_model("deepseek_v3", tmp_path / "alone") / "config.json").read_text()
     )

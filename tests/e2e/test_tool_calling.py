@@ -1,7 +1,7 @@
-"""Tool calls through a live server, by the official client.
+"""Test tool calls of a live server with the official client.
 
-The bundled model knows no tools: its output is constrained to one text with a call in it, which
-then has to find its way through parser and protocol.
+The bundled model was not trained for tools. So its output is constrained to one text with a call in
+it, which the parser and the protocol must handle.
 """
 
 import json

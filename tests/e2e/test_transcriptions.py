@@ -1,7 +1,8 @@
-"""A server with a small Whisper, and the official client: every format, streams, refusals, and a
-client that leaves.
+"""Test a server with a small Whisper and the official client: every format, streams, refused
+requests, and a client that leaves.
 
-The model is random and reads 2 s at a time. The expected text is computed with transformers.
+The model has random weights and reads 2 s at a time. The expected text is computed with
+transformers.
 """
 
 import runpy
@@ -69,7 +70,7 @@ def file_of(samples: Samples, form: str = "wav-float") -> tuple[str, bytes]:
 
 
 class Expected:
-    """Outputs of a Whisper of transformers for the pieces of a recording."""
+    """The outputs of a Whisper of transformers for the pieces of a recording."""
 
     def __init__(self, folder: Path) -> None:
         self.reference = Reference(folder)
@@ -82,7 +83,9 @@ class Expected:
         return tokens[: tokens.index(end)] if end in tokens else tokens
 
     def text_after(self, samples: Samples, before: str) -> str:
-        """Return the English text of one piece after a text in which nothing is a special token."""
+        """Return the English text of one piece after a previous text. Special tokens in the
+        previous text are read as plain text.
+        """
         start = "<|startoftranscript|><|en|><|transcribe|><|notimestamps|>"
         previous, start_ids, (prefix,) = (
             self.tokenizer(text, add_special_tokens=False, split_special_tokens=is_split).input_ids

@@ -1,4 +1,6 @@
-"""Decoders that run with the modules of transformers: same tokens, or refused at the start."""
+"""Test decoders that run with the modules of transformers: they give the same tokens, or are
+refused at the start.
+"""
 
 import json
 import random
@@ -70,7 +72,7 @@ def make(model_type: str, folder: Path, **values: Any) -> Path:
 
 
 def skip_if_attention_is_fixed(model_type: str) -> None:
-    """Skip a test where version 4 lets nobody put in an attention, or makes masks of its own."""
+    """Skip a test if transformers 4 does not allow another attention, or makes its own masks."""
     module = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     names = ("ALL_ATTENTION_FUNCTIONS", "create_causal_mask")
     if is_version_4() and not all(hasattr(module, name) for name in names):
@@ -126,7 +128,9 @@ def test_types_without_modules_here_give_the_tokens_of_transformers(model_type, 
 
 @needs_backend
 def test_other_types_are_refused_in_one_line_or_run(tmp_path):
-    """Ten more, of all that this transformers has: whatever they do, it is no traceback."""
+    """Try ten more model types of this transformers: each runs, or is refused without a
+    traceback.
+    """
     decoders = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     others = [
         name
@@ -169,7 +173,9 @@ def test_a_type_that_has_modules_here_can_run_with_those_of_transformers(family,
     "model_type", ["mixtral", "granitemoeshared", "phimoe", "ernie4_5_moe", "gpt_neox"]
 )
 def test_checkpoints_have_other_names_than_the_modules(model_type, tmp_path):
-    """Experts one by one or all in one, names of other modules, and the output head's."""
+    """Experts are stored one by one or jointly, and other modules and the output head have other
+    names.
+    """
     folder = make(model_type, tmp_path, num_key_value_heads=4)
     skip_if_attention_is_fixed(model_type)
     check(folder, model_impl="transformers")
@@ -200,8 +206,9 @@ ROTATIONS = {
 @needs_backend
 @pytest.mark.parametrize("rope_type", ROTATIONS)
 def test_rotations_do_not_depend_on_the_other_prompts_of_a_launch(rope_type, tmp_path):
-    """Transformers chooses frequencies by the longest position that it sees; here they are those of
-    the longest request, as in our own modules."""
+    """Transformers chooses frequencies by the longest position of a batch. Here the longest request
+    determines them, as in our own modules.
+    """
     family, values = ROTATIONS[rope_type]
     folder = make_tiny_model(family, tmp_path, **values)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
@@ -292,7 +299,7 @@ def test_what_cannot_run_is_refused_at_the_start(model_type, message, tmp_path):
 @needs_backend
 @pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
 def test_layers_that_share_keys_and_values_are_refused(family, tmp_path):
-    """Gemma 3n and 4: in these modules each layer would attend to its own cache."""
+    """In the modules of Gemma 3n and 4, each layer would attend to its own cache."""
     if family not in ALL_FAMILIES:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     folder = make_tiny_model(family, tmp_path)
@@ -304,7 +311,7 @@ def test_layers_that_share_keys_and_values_are_refused(family, tmp_path):
 
 @needs_backend
 def test_a_model_whose_tokens_meet_outside_of_attention_is_refused(tmp_path, monkeypatch):
-    """Such as one with a convolution that no name or argument gives away."""
+    """An example is a convolution that no name or argument reveals."""
     folder = make("smollm3", tmp_path)
     mlp = transformers.models.smollm3.modeling_smollm3.SmolLM3MLP
     plain = mlp.forward
@@ -338,7 +345,7 @@ def test_a_type_that_is_not_of_the_architecture_is_refused(tmp_path):
 def test_what_a_model_adds_to_its_embedding_or_logits_is_noticed(
     change, message, tmp_path, monkeypatch
 ):
-    """Such as a scale by a key of config.json that is not known here."""
+    """An example is a scale by a key of config.json that this version does not know."""
     folder = make("smollm3", tmp_path)
     module = transformers.models.smollm3.modeling_smollm3
     whole, decoder = module.SmolLM3ForCausalLM, module.SmolLM3Model

@@ -1,5 +1,6 @@
-"""Decoders with the modules of transformers, split over ranks and stages: the tokens of one
-process, or refused at the start."""
+"""Test decoders with the modules of transformers on several ranks and stages: they give the tokens
+of one process, or are refused at the start.
+"""
 
 from pathlib import Path
 

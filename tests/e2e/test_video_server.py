@@ -1,4 +1,6 @@
-"""Videos and sounds over HTTP, with the official client, for a model that reads no sound."""
+"""Test videos and sounds over HTTP with the official client, for a model that does not read
+sound.
+"""
 
 import base64
 import json

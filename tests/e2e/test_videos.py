@@ -1,4 +1,6 @@
-"""Videos in prompts: transformers gives the same tokens, and files and frames are read alike."""
+"""Test videos in prompts: the engine gives the tokens of transformers, and reads files and frames
+alike.
+"""
 
 import base64
 import json
@@ -50,7 +52,7 @@ PROMPTS = [
 
 
 def films_of(family, videos):
-    """Return frames whose size no limit changes."""
+    """Return frames of a size that no limit changes."""
     side = SIDE[family]
     return [
         (draw_frames(count, height=2 * side, width=3 * side, seed=count), rate)

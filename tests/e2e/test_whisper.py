@@ -1,4 +1,4 @@
-"""Whisper: tokens and log-probabilities of transformers, whatever shares the batch."""
+"""Test Whisper: the tokens and log-probabilities of transformers, in any batch."""
 
 import asyncio
 import json
@@ -71,7 +71,7 @@ def logprobs_of(output, index=0):
 
 
 def assert_equal(outputs, sounds, reference, num_tokens=NUM_TOKENS):
-    """Compare greedy outputs, one for each sound."""
+    """Compare the greedy outputs for each sound with the expected ones."""
     for output, sound in zip(outputs, sounds, strict=True):
         tokens, logprobs = reference.greedy(sound, output.prompt_token_ids, num_tokens)
         assert tokens_of(output) == tokens
@@ -319,7 +319,7 @@ def test_the_engine_of_a_server_gives_the_same(folder, reference):
 
 
 def write_adapter(folder, modules, reference):
-    """Write an adapter, and return it with what it adds to each weight."""
+    """Write an adapter, and return it with the matrices that it adds to the weights."""
     generator, tensors, added = torch.Generator().manual_seed(1), {}, {}
     for name in modules:
         outputs, inputs = reference.model.get_submodule(name).weight.shape

@@ -1,4 +1,4 @@
-"""Models whose layers have sliding windows: the tokens of `transformers`, in fewer blocks."""
+"""Test models whose layers have sliding windows: the tokens of `transformers`, in fewer blocks."""
 
 import pytest
 

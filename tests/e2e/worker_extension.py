@@ -8,14 +8,14 @@ import torch
 
 
 class WorkerExtension:
-    """Mixed into the worker."""
+    """Methods that are added to the worker."""
 
     runner: Any
     device: Any
     tp: Any
 
     def describe(self, text: str = "") -> dict[str, Any]:
-        """Return where the worker computes, and its memory in use."""
+        """Return the device of the worker, and its memory in use."""
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return {"text": text, "device": str(self.device), "resident_pages": pages}
 
@@ -24,11 +24,13 @@ class WorkerExtension:
         return os.getpid()
 
     def num_threads(self) -> int:
-        """Return the number of threads of an operator."""
+        """Return the number of threads that an operator uses."""
         return torch.get_num_threads()
 
     def card(self) -> list[str | None]:
-        """Return the Gaudi cards that a library sees in this process, and the card that it uses."""
+        """Return the Gaudi cards that a library sees in this process, and the card that the process
+        uses.
+        """
         return [os.environ.get(name) for name in ("HABANA_VISIBLE_MODULES", "HLS_MODULE_ID")]
 
     def collectives(self) -> str:

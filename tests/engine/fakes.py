@@ -1,4 +1,4 @@
-"""Values that tests of the engine need: its config, and log-probabilities."""
+"""Values that tests of the engine need: a config, and log-probabilities."""
 
 import json
 from collections.abc import Iterable
@@ -32,8 +32,9 @@ def make_config(max_model_len: int = 64, num_added_tokens: int = 0, **model: Any
 
 
 def logprob_rows(token_ids: Iterable[int], num_top: int = 0) -> LogprobRows:
-    """Return one position per token; each token is the likeliest of its position, then come 1, 2,
-    3, ..."""
+    """Return log-probabilities for one position per token. Each token is the most likely one of its
+    position, followed by the tokens 1, 2, 3, ...
+    """
     ids = [[token_id, token_id, *range(1, num_top)][: 1 + num_top] for token_id in token_ids]
     shape = (len(ids), 1 + num_top)
     return LogprobRows(

@@ -1,4 +1,4 @@
-"""Logits processors that tests name in requests; the engine core imports this by itself."""
+"""Logits processors that requests of tests name; the engine core imports this module itself."""
 
 import torch
 

@@ -1,4 +1,6 @@
-"""What may wait, how far a start has come, and a request's stream: pure bookkeeping."""
+"""Test which requests may wait, the progress of a start, and the stream of a request, without an
+engine.
+"""
 
 import asyncio
 

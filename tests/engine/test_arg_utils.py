@@ -1,4 +1,4 @@
-"""Engine arguments as keywords and as flags, and the config they resolve to."""
+"""Test engine arguments as keywords and as flags, and the config that they resolve to."""
 
 import json
 from dataclasses import asdict, fields

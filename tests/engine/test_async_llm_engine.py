@@ -1,4 +1,6 @@
-"""The asynchronous engine over a fake core: streams, refusals, limits, death and restart."""
+"""Test the asynchronous engine over a fake core: streams, refused requests, limits, failures and
+restarts.
+"""
 
 import asyncio
 import threading
@@ -45,7 +47,7 @@ async def collect(engine, request_id="r", prompt="import os", **fields):
 
 
 async def until(condition):
-    """Wait for a state, however many turns of the event loop it needs."""
+    """Wait until a condition is true, for any number of turns of the event loop."""
 
     async def wait():
         while not condition():
@@ -407,7 +409,7 @@ def test_a_long_text_is_tokenised_as_a_short_one_is(run):
 
 
 def test_a_tokenizer_for_long_texts_is_there_from_the_start(run, monkeypatch):
-    """No stream waits for its copy, which keeps the interpreter."""
+    """No stream has to wait while the tokenizer is copied, which blocks the interpreter."""
 
     async def check(engine, client):
         monkeypatch.setattr(background_tokenizer, "copy", None)
@@ -571,7 +573,7 @@ def test_the_line_of_statistics_is_written_on_request_and_at_its_pace(run, monke
 
 
 class Worker:
-    """Methods for the engine to call."""
+    """Methods that the engine may call."""
 
     def __init__(self) -> None:
         self.profiles: list[str] = []

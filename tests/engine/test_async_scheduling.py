@@ -1,4 +1,4 @@
-"""When it pays to schedule a step before the last one is done."""
+"""Test when a step is scheduled before the last one is done, because this is faster."""
 
 import pytest
 

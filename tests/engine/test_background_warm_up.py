@@ -1,4 +1,4 @@
-"""When the rest of a warm-up runs: an engine that is never idle, with a simulated clock."""
+"""Test when the rest of a warm-up runs in an engine that is never idle, with a simulated clock."""
 
 import pytest
 
@@ -9,12 +9,12 @@ STEP_S = 0.02
 
 
 class FakeSteps:
-    """Parts of a warm-up that take as long as they say.
+    """Parts of a warm-up that take the given times.
 
     Attributes:
         left: seconds of each part.
         now: simulated time.
-        ran: when each part ended, and what it took.
+        ran: for each part, the time of its end and its duration.
     """
 
     def __init__(self, seconds, lateness: float = 1.0) -> None:

@@ -1,4 +1,4 @@
-"""When the buckets of a server are replaced: with a clock of the test, hour after hour."""
+"""Test when the buckets of a server are replaced, hour by hour, with a simulated clock."""
 
 import asyncio
 
@@ -18,11 +18,11 @@ OTHER = (1, 6, 1, 40, 8, 1, 2000, 0)
 
 
 class Server:
-    """A server whose traffic and time a test makes.
+    """A server whose traffic and time the test sets.
 
     Attributes:
-        asked: buckets that were to replace the present ones.
-        answer: to this, or the error.
+        asked: buckets that the server was asked to use instead of its present ones.
+        answer: answer to this request, or its error.
     """
 
     def __init__(self) -> None:

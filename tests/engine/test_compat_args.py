@@ -1,4 +1,4 @@
-"""Arguments of the Gaudi fork that are not fields of our configs."""
+"""Test the arguments of the Gaudi fork that are not fields of our configs."""
 
 import json
 from collections import namedtuple

@@ -1,4 +1,6 @@
-"""The table of calls to an engine core, beside the core and the engines that offer them."""
+"""Test the table of calls to an engine core against the core and the engines that offer the
+calls.
+"""
 
 import inspect
 

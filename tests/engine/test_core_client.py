@@ -1,4 +1,4 @@
-"""The process of a core as its client sees it, without a core."""
+"""Test how a client sees the process of a core, without a core."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ from vllm.errors import ConfigError
 
 
 class KeptProcess:
-    """A process that the kernel keeps after it was killed, until `released`."""
+    """A killed process that the kernel does not remove until `released`."""
 
     pid = 4711
 
@@ -75,7 +75,7 @@ def test_nothing_is_removed_that_is_not_of_a_socket(tmp_path, folder, scheme):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Return the cores that are launched, none of which is a process."""
+    """Return the list of cores that are launched, which have no process."""
     cores = []
 
     class Core:

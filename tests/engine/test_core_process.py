@@ -1,4 +1,4 @@
-"""The engine core in a process of its own, with the bundled model: it must never be left behind."""
+"""Test the engine core in a separate process with the bundled model: it must always exit."""
 
 import asyncio
 import os
@@ -143,7 +143,7 @@ def test_a_core_ends_with_its_parent_however_that_ends(how):
 
 @pytest.mark.parametrize("has_process", [False, True])
 def test_a_process_that_was_only_prepared_is_ended(tmp_path, monkeypatch, has_process):
-    """Also when nobody waits for it any more while it is made."""
+    """It ends even if nothing waits for it any more while it is made."""
     monkeypatch.setattr("vllm.engine.process.socket_folder.tempfile.tempdir", str(tmp_path))
     before = {child.pid for child in psutil.Process().children()}
     engine = AsyncLLM(EngineArgs(**SMALL))

@@ -1,4 +1,6 @@
-"""The asynchronous engine over several fake cores: division of requests, death, drain, restart."""
+"""Test the asynchronous engine over several fake cores: division of requests, failures, draining,
+restarts.
+"""
 
 import asyncio
 import threading
@@ -28,10 +30,11 @@ from vllm.messages import SchedulerStats
 
 
 class Worker:
-    """Attributes:
-    folder: that its weights were read from.
-    lost: a folder that is not there.
-    has_trace: it records one.
+    """A worker that records its weights and its trace.
+
+    Attributes:
+    folder: folder from which its weights were read. lost: a folder that is not there. has_trace: it
+        records a trace.
     """
 
     folder = "MODEL"
@@ -94,7 +97,7 @@ def added(*clients):
 
 
 async def hold(engine, clients, count=4):
-    """Start requests that do not end: half of them on each replica."""
+    """Start requests that do not finish, half of them on each replica."""
     for client in clients:
         client.is_held = True
     tasks = [asyncio.create_task(collect(engine, f"held{n}", [n])) for n in range(count)]
@@ -225,7 +228,9 @@ def test_a_replica_is_drained_and_restarted_while_the_other_serves(run):
 
 
 def test_the_other_replica_serves_while_the_process_of_one_ends(run):
-    """The kernel needs seconds to free its memory or its card; no new process starts before."""
+    """The kernel needs seconds to free its memory or its card, and only then may a new process
+    start.
+    """
 
     async def check(engine, first, second, third):
         is_freed = threading.Event()

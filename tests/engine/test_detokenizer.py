@@ -1,4 +1,4 @@
-"""Text made token by token equals text made at once, for every kind of tokenizer."""
+"""Test that text made token by token equals text made at once, for every kind of tokenizer."""
 
 import copy
 
@@ -25,7 +25,7 @@ def encode(tokenizer, prompt):
 
 
 def stream(tokenizer, token_ids, prompt=(), **options):
-    """Return the texts shown after each token, and at the end."""
+    """Return the text that is shown after each token, and at the end."""
     detokenizer = DetokenizerFactory(tokenizer).create(prompt, **options)
     return [detokenizer.push([token_id]) for token_id in token_ids] + [detokenizer.flush()]
 

@@ -1,4 +1,4 @@
-"""The loop, over an executor without a model."""
+"""Test the loop of the engine core, over an executor without a model."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -36,9 +36,11 @@ class FakeHandle:
 
 
 class FakeExecutor(Executor):
-    """Every row that reaches its end samples token 7, and has the error of its row in
-    `row_errors` once. Raises in step `fails_at`, or `failure` when the result of step
-    `fails_late` is asked for."""
+    """Samples token 7 for each request that reaches its end, or returns its error in `row_errors`
+    once.
+
+    Raises in step `fails_at`, or raises `failure` when the result of step `fails_late` is read.
+    """
 
     is_asynchronous = True
 
@@ -249,7 +251,7 @@ def test_an_id_may_be_used_again_while_its_last_step_is_in_flight():
 
 
 class Clock:
-    """Waiting for a step takes `step_s`, and all else no time."""
+    """A clock in which waiting for a step takes `step_s`, and everything else no time."""
 
     now = 0.0
     step_s = 0.0
@@ -405,7 +407,7 @@ def test_a_call_to_the_workers_names_a_method_or_is_a_function():
 
 
 class SleepingWorker:
-    """What sleeps, and an error for the next time that it wakes up."""
+    """A worker that records what sleeps, and an error for the next time that it wakes up."""
 
     def __init__(self, core: EngineCore) -> None:
         self.tags: list[str] = []

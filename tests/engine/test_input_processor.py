@@ -1,4 +1,6 @@
-"""From a prompt to a request: every accepted form, every bad input, nothing changed on the way."""
+"""Test converting a prompt to a request: every accepted type, every bad input, and that the input
+is not changed.
+"""
 
 import numpy as np
 import pytest

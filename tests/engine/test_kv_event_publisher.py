@@ -1,4 +1,6 @@
-"""Events of the KV cache as subscribers get them: over ZMQ, in order, and again when missed."""
+"""Test the events of the KV cache that subscribers get over ZMQ: in order, and again if they missed
+some.
+"""
 
 import socket
 import tempfile
@@ -28,7 +30,7 @@ decode = msgspec.msgpack.Decoder(KVEventBatch).decode
 
 @pytest.fixture
 def addresses():
-    """Return addresses for events and for replays, at which nobody else listens."""
+    """Return free addresses for events and for replays."""
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         yield {
             "endpoint": f"ipc://{Path(folder) / 'events'}",
@@ -38,7 +40,7 @@ def addresses():
 
 @pytest.fixture
 def open_socket():
-    """Open a socket of some kind at an address; it is closed with the test."""
+    """Open a socket of a given kind at an address; it is closed at the end of the test."""
     context, opened = zmq.Context(), []
 
     def open_at(kind, address):
@@ -59,7 +61,9 @@ def make_config(addresses, **more) -> KVEventsConfig:
 
 
 def subscribe(open_socket, addresses, publish):
-    """Return a socket that has received something, which `publish` has sent once or more often."""
+    """Return a subscribed socket, after it has received something. `publish` sends it once or more
+    often.
+    """
     subscriber = open_socket(zmq.SUB, addresses["endpoint"])
     subscriber.subscribe(b"kv")
     # The publisher sends nothing to subscribers that it does not know yet.
@@ -69,7 +73,7 @@ def subscribe(open_socket, addresses, publish):
 
 
 def ask_again(open_socket, addresses, first: int) -> list[tuple[int, bytes]]:
-    """Return (number, batch) of what the engine sends again."""
+    """Request events again; return (number, batch) of each."""
     client = open_socket(zmq.DEALER, addresses["replay_endpoint"])
     client.send_multipart((b"", first.to_bytes(8, "big")))
     batches = []

@@ -1,4 +1,4 @@
-"""KV blocks outside of the KV cache: files that may be damaged, bounded memory, the way back."""
+"""Test KV blocks outside of the KV cache: damaged files, bounded memory, and loading them."""
 
 import errno
 import os
@@ -32,7 +32,7 @@ BLOCK = [b"first rank" * 10, b"second"]
 
 
 class OwnConnector(TieredConnector):
-    """A class that a user names."""
+    """A connector class of a user."""
 
 
 def make_folder(path, max_bytes=1 << 20):
@@ -240,7 +240,7 @@ def test_blocks_are_kept_in_host_memory_alone():
 
 
 class Lazy:
-    """An executor that runs what it was given when a result is asked for, in order."""
+    """An executor that runs its steps in order, each when its result is requested."""
 
     def __init__(self):
         self.calls = []

@@ -1,5 +1,7 @@
-"""KV blocks over TCP: what was saved arrives, and nothing that a peer sends, or does not send, is
-taken for a block or stops an engine."""
+"""Test KV blocks over TCP: saved blocks arrive.
+
+Whatever a peer sends or does not send, it is not accepted as a block and does not stop an engine.
+"""
 
 import itertools
 import random
@@ -93,8 +95,7 @@ def test_blocks_of_another_model_are_not_sent(capsys):
 
 
 def peer_that_sends(data: bytes | None) -> tuple[int, threading.Thread]:
-    """Listen for one connection, and send `data`, or nothing for as long as the other side
-    waits."""
+    """Listen for one connection and send `data`; None: send nothing while the other side waits."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> None:
@@ -215,7 +216,7 @@ def test_a_peer_has_a_limited_time_for_its_whole_request(monkeypatch):
 
 
 class SlowPeer:
-    """Another engine, at which something happens before it answers."""
+    """Another engine, which does something before it answers."""
 
     is_asked = True
 

@@ -1,4 +1,4 @@
-"""The synchronous engine over a fake core: what it joins, and what it leaves behind."""
+"""Test the synchronous engine over a fake core: how it joins outputs, and that nothing is left."""
 
 import gc
 import shutil

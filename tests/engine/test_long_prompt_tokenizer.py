@@ -1,4 +1,4 @@
-"""Texts of megabytes whose client leaves."""
+"""Test tokenising texts of megabytes whose client leaves."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Models load their encoder of images or sounds, or say in the log why they do not."""
+"""Test that models load their encoder of images or sounds, or log the reason why not."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Where the tokens of media are in a prompt."""
+"""Test at which positions of a prompt the tokens of media are."""
 
 from typing import Any
 

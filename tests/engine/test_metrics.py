@@ -1,4 +1,4 @@
-"""What an engine counts, read back from the page that Prometheus scrapes."""
+"""Test the counters of an engine, read from the page that Prometheus scrapes."""
 
 import math
 
@@ -83,14 +83,15 @@ def scrape(metrics: EngineMetrics) -> dict[str, float]:
 
 
 def observations(metrics: EngineMetrics, name: str) -> tuple[float, float]:
-    """Return the number of observations, and their sum."""
+    """Return the number of observations of a histogram, and their sum."""
     samples = scrape(metrics)
     return samples[f"{name}_count"], samples[f"{name}_sum"]
 
 
 def finished(**changes) -> FinishedRequestStats:
-    """Return a request that arrives at 100.0, begins at 100.5, and has its first token at 101 and
-    its last at 103."""
+    """Return a request that arrives at 100.0, starts at 100.5, and gets its first token at 101 and
+    its last at 103.
+    """
     request = {
         "finish_reason": "stop",
         "num_prompt_tokens": 10,

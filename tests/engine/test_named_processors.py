@@ -1,4 +1,4 @@
-"""Logits processors that requests name."""
+"""Test logits processors that requests name."""
 
 import importlib
 import threading

@@ -1,4 +1,6 @@
-"""From core output to what users see: kinds of output, samples, ends, log-probabilities."""
+"""Test converting core outputs to the outputs that users see: kinds of output, samples, finish
+reasons, log-probabilities.
+"""
 
 import itertools
 import random
@@ -33,7 +35,7 @@ def encode(text):
 
 
 def add(processor, request_id="r", **params):
-    """Add a request; returns its ids in the core."""
+    """Add a request; return the ids of its parts in the core."""
     sampling_params = SamplingParams(**params)
     request = EngineRequest(
         request_id=request_id,
@@ -56,15 +58,16 @@ def make(**params):
 
 
 def tokens(ids, finished=None, **details):
-    """Return the output of one step: request id -> token."""
+    """Return the output of one step in which each request gets a token."""
     return EngineOutput(
         request_ids=list(ids), token_ids=list(ids.values()), finished=finished or {}, **details
     )
 
 
 def run(processor, token_ids, end=LENGTH, request_id="r"):
-    """Feed tokens to one request, the last one with its end. Returns all outputs, and what to
-    abort."""
+    """Give tokens to one request, the last one with its finish reason. Return all outputs, and the
+    requests to abort.
+    """
     outputs, aborts = [], []
     for count, token_id in enumerate(token_ids, start=1):
         finished = {request_id: end} if end and count == len(token_ids) else {}
@@ -315,7 +318,7 @@ def test_a_step_gives_one_output_per_request_with_all_samples_when_cumulative():
 
 
 def rank(processor, logprobs, finished):
-    """Run a step of four samples, each as likely as its number says."""
+    """Run a step of four samples whose log-probabilities are the given numbers."""
     rows = {}
     for core_id, logprob in logprobs.items():
         rows[core_id] = logprob_rows([10])

@@ -1,4 +1,4 @@
-"""Requests to pooling models: lengths, pairs, dimensions, and who may ask."""
+"""Test requests to pooling models: lengths, pairs, dimensions, and which models accept them."""
 
 from dataclasses import replace
 from typing import Any

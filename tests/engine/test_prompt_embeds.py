@@ -1,4 +1,6 @@
-"""Prompts that are embeddings: what is taken, what is refused, and what becomes of them."""
+"""Test prompts that are embeddings: accepted and refused values, and the requests that they
+become.
+"""
 
 import asyncio
 import base64

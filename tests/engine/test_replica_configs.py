@@ -1,4 +1,4 @@
-"""The shares of the replicas of data parallelism."""
+"""Test how cores and memory are divided among the replicas of data parallelism."""
 
 import os
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Which replica a request goes to, by tokens to compute and by prefixes."""
+"""Test which replica gets a request, by the tokens to compute and by prefixes."""
 
 import random
 

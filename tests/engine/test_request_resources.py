@@ -1,4 +1,4 @@
-"""Requests that wait for an adapter or a grammar."""
+"""Test requests that wait for an adapter or a grammar."""
 
 from concurrent.futures import Future
 

@@ -1,4 +1,4 @@
-"""What engine arguments amount to, for a model and this machine."""
+"""Test the config that engine arguments give for a model and this machine."""
 
 import json
 from collections.abc import Mapping
@@ -462,7 +462,7 @@ def test_a_card_looks_up_fewer_drafts_the_more_requests_may_run(given, num_seqs,
 
 
 def test_resolvers_run_after_those_whose_results_they_read():
-    """A resolver is a function of its parameters, so it can touch nothing else."""
+    """A resolver is a function of its parameters, so it can read nothing else."""
     known = {"given": Mapping[str, Any], "platform": Platform}
     for name, resolver in RESOLVERS.items():
         types = get_type_hints(resolver)

@@ -1,4 +1,4 @@
-"""The settings of Gaudi out of environment variables."""
+"""Test the settings of Gaudi that environment variables give."""
 
 from dataclasses import replace
 

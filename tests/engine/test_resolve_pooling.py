@@ -1,4 +1,4 @@
-"""What a model is run for, from its architecture, its files and the user's word."""
+"""Test how the task of a model is chosen, by its architecture, its files and the arguments."""
 
 import json
 from pathlib import Path

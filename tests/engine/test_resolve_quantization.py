@@ -1,4 +1,4 @@
-"""`--quantization`: what is taken, and what is refused before anything is loaded."""
+"""Test `--quantization`: accepted values, and values that are refused before anything is loaded."""
 
 import json
 

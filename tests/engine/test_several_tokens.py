@@ -1,5 +1,5 @@
-"""Several tokens of a request in one output of the core: users see what they see when each token
-comes on its own.
+"""Test outputs of the core with several tokens of a request: users see the same as with one token
+per output.
 """
 
 import random
@@ -24,7 +24,7 @@ def chunks(rng: random.Random | None, token_ids: list[int]) -> list[list[int]]:
 
 
 def seen(rng, token_ids, end, **params):
-    """Return all that a user sees, joined, and what is to be aborted."""
+    """Return everything that a user sees, joined, and the requests to abort."""
     processor = make(**params)
     outputs, aborts = [], []
     groups = chunks(rng, token_ids)

@@ -1,4 +1,4 @@
-"""Files of sound, read in processes that end with the engine."""
+"""Test sound files that are read in separate processes, which end with the engine."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""The log of a start: a line per phase, and progress of those that take long."""
+"""Test the log of a start: one line per phase, and the progress of long phases."""
 
 import logging
 
@@ -10,7 +10,7 @@ from vllm.engine.process.startup_state import StartupState
 
 @pytest.fixture
 def lines():
-    """Return the lines that are logged."""
+    """Return the lines that have been logged."""
     found = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())

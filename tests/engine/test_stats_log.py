@@ -1,4 +1,4 @@
-"""The line of statistics, word for word."""
+"""Test the line of statistics in the log, word for word."""
 
 import asyncio
 

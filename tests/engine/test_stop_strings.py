@@ -1,4 +1,4 @@
-"""Stop strings: found wherever tokens cut the text, and never shown in part."""
+"""Test stop strings: they are found however tokens split the text, and no part of them is shown."""
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +22,7 @@ class FakeDetokenizer:
 
 
 def run(pieces, stop, *, is_shown=False, min_tokens=0):
-    """Feed the pieces; return the text, the stop string found, and what was shown each time."""
+    """Process the pieces; return the text, the stop string found, and the text shown each time."""
     strings = StopStrings(stop, is_shown=is_shown) if stop else None
     output = OutputText(FakeDetokenizer(pieces), strings, min_tokens)
     matched, shown = None, []
@@ -38,7 +38,9 @@ def run(pieces, stop, *, is_shown=False, min_tokens=0):
 
 
 def read_by_character(text, stop):
-    """Return what a reader of single characters finds: start of the match, and the stop string."""
+    """Return the result of searching character by character: start of the match, and the stop
+    string.
+    """
     for end in range(1, len(text) + 1):
         if found := [string for string in stop if text[:end].endswith(string)]:
             longest = max(found, key=len)

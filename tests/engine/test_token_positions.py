@@ -1,4 +1,4 @@
-"""Keys of the prefix cache for positions that a request brings."""
+"""Test the keys of the prefix cache for positions that a request gives."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ BLOCK_SIZE = 4
 
 
 def text(*starts_and_counts: tuple[int, int]) -> np.ndarray:
-    """Return positions of runs of text tokens, each from a start on."""
+    """Return the positions of segments of text tokens, each from its start on."""
     columns = np.concatenate([np.arange(start, start + n) for start, n in starts_and_counts])
     return np.tile(columns.astype(np.int32), (3, 1))
 

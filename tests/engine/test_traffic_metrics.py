@@ -1,4 +1,4 @@
-"""Sizes of forward passes: counted once each, in metrics, in a table and in a file."""
+"""Test the sizes of forward passes in metrics, in a table and in a file: each is counted once."""
 
 import json
 import logging

@@ -1,4 +1,6 @@
-"""Models that nothing here runs are refused as such, before any key of their configs is missed."""
+"""Test that unsupported models are refused as such, before an error about a missing key of their
+configs.
+"""
 
 import json
 from typing import Any

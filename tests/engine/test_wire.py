@@ -1,4 +1,4 @@
-"""Messages between the processes arrive as they were sent, and nothing else arrives."""
+"""Test that messages between processes arrive unchanged, and that other data is refused."""
 
 import msgspec
 import numpy as np

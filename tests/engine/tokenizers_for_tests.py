@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind that decodes differently."""
+"""Small tokenizers, one of every kind that decodes differently."""
 
 import functools
 import json
@@ -24,8 +24,9 @@ def byte_level() -> Any:
 
 @functools.cache
 def sentencepiece() -> Any:
-    """Return a tokenizer of pieces with byte fallback, as Llama 2 has: the first space of a text is
-    left out."""
+    """Return a tokenizer of pieces with byte fallback, as in Llama 2, which omits the first space
+    of a text.
+    """
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Replace(" ", _SPACE)
     trainer = trainers.BpeTrainer(vocab_size=120, show_progress=False)
@@ -57,8 +58,9 @@ def sentencepiece() -> Any:
 
 @functools.cache
 def metaspace() -> Any:
-    """Return a tokenizer of pieces without byte fallback, whose decoder only the general method can
-    follow."""
+    """Return a tokenizer of pieces without byte fallback, which only the general decoder
+    supports.
+    """
     backend = Tokenizer(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
@@ -80,7 +82,7 @@ def _wrap(backend: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 class PythonByteTokenizer(PreTrainedTokenizer):
-    """What remote code brings: no fast twin, one token per byte."""
+    """A tokenizer as remote code defines it: in Python only, with one token per byte."""
 
     @property
     def vocab_size(self) -> int:

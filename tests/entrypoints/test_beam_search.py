@@ -1,4 +1,4 @@
-"""Beam search against trying every sequence."""
+"""Test beam search against trying every sequence."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ VOCAB, END, PROMPT = 4, 3, [0]
 
 
 class BigramModel:
-    """Log-probabilities of the next token, which depend on the last one only."""
+    """Returns log-probabilities of the next token that depend only on the last token."""
 
     def __init__(self, seed):
         rng = random.Random(seed)
@@ -78,7 +78,7 @@ def test_a_beam_as_wide_as_the_tree_finds_the_best_of_all_sequences(seed, length
 
 
 def search_to_the_end(model, width, max_tokens, length_penalty):
-    """Run the same search, which never stops early. Returns outputs without the prompt."""
+    """Run the same search without stopping early. Return the outputs without the prompt."""
     live, done = [([], 0.0)], []
     for _ in range(max_tokens):
         grown = [
@@ -160,7 +160,9 @@ def test_every_finite_length_penalty_orders_sequences_by_their_score(length_pena
 
 
 class LadderModel:
-    """Every continuation ends after so many tokens as its first token says, with a given sum."""
+    """A model in which the first token determines the length and the total log-probability of an
+    output.
+    """
 
     def __init__(self, sums):
         self.sums = sums

@@ -1,4 +1,4 @@
-"""`vllm chat` and `vllm complete`, against a server that plays back what it is told."""
+"""Test `vllm chat` and `vllm complete` against a server that sends the answers of the test."""
 
 import io
 import json
@@ -14,7 +14,7 @@ from vllm.entrypoints.cli.main import main
 
 
 class Playback(ThreadingHTTPServer):
-    """Answers /v1/models, and everything else with events; remembers what it was asked."""
+    """Answers /v1/models, and everything else with the given events; records the requests."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)

@@ -1,4 +1,4 @@
-"""Conversations: what is accepted, how content reaches the template, what is refused."""
+"""Test conversations: accepted values, content as templates get it, and refused values."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The `vllm` command as a user runs it: in its own process, from the outside."""
+"""Test the `vllm` command as a user runs it, in a separate process."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def run_vllm(*args: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_a_program_without_standard_streams_gives_its_processes_some():
-    """A supervisor may start it so. Sockets would have their numbers."""
+    """A supervisor may start a program without them. Then sockets would get their numbers."""
     code = (
         "import os, subprocess, sys\n"
         "from vllm.entrypoints.shared.program import run_command\n"

@@ -1,4 +1,4 @@
-"""What the command line says to somebody who got it wrong: situation -> text."""
+"""Test the messages of the command line for wrong arguments."""
 
 import pytest
 

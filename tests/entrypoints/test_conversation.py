@@ -1,4 +1,4 @@
-"""The normal form of conversations for templates: one template per trait.
+"""Test the normalised conversations that templates get, with one template for each property.
 
 Every case is rendered by both paths: as the template of the model, and by the handler of the
 process for templates of requests.
@@ -46,7 +46,7 @@ BARE = {"type": "function", "function": {"name": "f"}}
 
 
 def each(body):
-    """Return a template with this text for each message."""
+    """Return a template that writes this text for each message."""
     return "{% for m in messages %}" + body + "{% endfor %}"
 
 
@@ -327,7 +327,7 @@ CASES = {
 
 
 def on_both_paths(template, messages, tools=None, **options):
-    """Return the text, which must be the same on both paths, errors included."""
+    """Return the text or the error, which must be the same on both paths."""
     tokenizer = byte_level()
     made = ChatOptions(chat_template=template, tools=tools, **options)
     handler = template_worker.start(b"")

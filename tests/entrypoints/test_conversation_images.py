@@ -1,4 +1,5 @@
-"""Images of conversations: how templates show them, and that a user's text never becomes one.
+"""Test images of conversations: how templates show them, and that text of a user never becomes an
+image.
 
 Every case is rendered by both paths: as the template of the model, and by the handler of the
 process for templates of requests.

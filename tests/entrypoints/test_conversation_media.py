@@ -1,4 +1,4 @@
-"""Sounds and videos of conversations, with images and without."""
+"""Test sounds and videos of conversations, with and without images."""
 
 import asyncio
 import base64

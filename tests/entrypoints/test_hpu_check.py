@@ -1,4 +1,4 @@
-"""`vllm hpu-check`: on simulated cards, on ones that compute wrongly, and without any."""
+"""Test `vllm hpu-check` on simulated cards, on cards that compute wrongly, and without a card."""
 
 import json
 import sys
@@ -42,7 +42,7 @@ def no_compiled_code_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Set the variables of this test, on a machine without a card."""
+    """Set the variables of this test, on a simulated machine without a card."""
     monkeypatch.setattr(hpu, "_DEV", tmp_path)
     monkeypatch.setattr(hpu, "_ACCEL_CLASS", tmp_path)
 
@@ -55,7 +55,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 @pytest.fixture
 def only_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the checks of a decoder layer and of sampling, which other tests cover."""
+    """Omit the checks of a decoder layer and of sampling, which other tests cover."""
     few = {
         name: row
         for name, row in CHECKS.items()
@@ -65,7 +65,7 @@ def only_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, tuple[str, str]]]:
-    """Return the exit code, and (status, detail) of each check of `--json`."""
+    """Run the command; return the exit code, and (status, detail) of each check in `--json`."""
     code = main(["hpu-check", "--json"])
     report = json.loads(capsys.readouterr().out)
     rows = {row["name"]: (row["status"], row["detail"]) for row in report["checks"]}
@@ -391,7 +391,7 @@ def test_collectives_over_two_simulated_cards(monkeypatch):
 def test_the_rates_of_links_are_saved_with_the_rates_of_the_card(
     environment, monkeypatch, tmp_path
 ):
-    """The rank program is replaced: a machine of tests has no cards with links."""
+    """The program of a rank is replaced, because a test machine has no cards with links."""
     environment(LAZY)
     program = """
 import json, sys

@@ -1,4 +1,6 @@
-"""The rows of `vllm hpu-check` for a decoder layer, sampling, FP8 and experts, with faults."""
+"""Test the checks of `vllm hpu-check` for a decoder layer, sampling, FP8 and experts, on cards with
+faults.
+"""
 
 import re
 from collections.abc import Iterator
@@ -36,7 +38,7 @@ STEP_ROWS = ("decode attention", "prefill attention", "prefill with context", *S
 
 @pytest.fixture
 def bridge(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimBridge]:
-    """Return a card with so little memory that copying its cache takes no time."""
+    """Return a simulated card with so little memory that copying its cache takes no time."""
     small = replace(cards.CARDS["gaudi2"], pool_bytes=2**30)
     monkeypatch.setitem(cards.CARDS, "gaudi2", small)
     yield SimBridge("gaudi2", is_lazy=True)
@@ -48,7 +50,7 @@ def result_of(bridge: SimBridge, name: str) -> CheckResult:
 
 @pytest.fixture
 def eager_bridge(bridge: SimBridge) -> SimBridge:
-    """Return another card of the same size, without lazy mode."""
+    """Return a card of the same size, without lazy mode."""
     return SimBridge("gaudi2")
 
 
@@ -105,7 +107,7 @@ FAULTS = ("wrong value", "fallback", "slow", "out of memory")
 
 
 def faulty(bridge: SimBridge, monkeypatch: pytest.MonkeyPatch, row: str, fault: str) -> CheckResult:
-    """Return the result of the check with a fault of this kind in the card."""
+    """Return the result of the check on a card with this kind of fault."""
     owner, name, value = {
         "wrong value": (hpu_attn, "write_kv_cache", store_nothing),
         "fallback": (SimBridge, "counters", fallback_at_each_reading()),
@@ -206,8 +208,7 @@ def test_a_fallback_in_any_row_is_found_by_the_row_of_fallbacks(bridge):
 
 
 def on_card_only(function, wrong):
-    """Return the operator with `wrong(result)` where the first tensor of the arguments is on the
-    card."""
+    """Return an operator whose result is `wrong(result)` if its first tensor is on the card."""
 
     def call(x, *args, **kwargs):
         result = function(x, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Prompts with images: what a program gives, and what is fetched for it."""
+"""Test prompts with images that a program gives, and the files that are fetched for it."""
 
 import asyncio
 import base64

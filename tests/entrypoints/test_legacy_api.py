@@ -1,4 +1,4 @@
-"""POST /generate, as old clients speak it."""
+"""Test POST /generate, which old clients use."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Offline generation over a fake core: order, bad input, early exits, chat and beam search."""
+"""Test offline generation over a fake core: order, bad input, early exits, chat and beam search."""
 
 import dataclasses
 import io

@@ -1,4 +1,4 @@
-"""`vllm plan` on the command line: tables, JSON, and one line for bad input."""
+"""Test `vllm plan` on the command line: tables, JSON, and one line for bad input."""
 
 import json
 import re
@@ -38,7 +38,7 @@ def model(tmp_path) -> str:
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """The command changes a variable of torch."""
+    """Restore the variable of torch that the command changes."""
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 
@@ -110,7 +110,7 @@ def test_the_page_has_a_policy_and_no_text_of_a_plan_is_html():
 
 
 def data_of(page: str) -> Any:
-    """Return the plan that a page has in it."""
+    """Return the plan that a page contains as data."""
     [text] = re.findall('<script type="application/json" id="plan">(.*?)</script>', page)
     return json.loads(text)
 

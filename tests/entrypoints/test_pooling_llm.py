@@ -1,4 +1,4 @@
-"""`LLM` with pooling models: scores, misuse, and what is given back."""
+"""Test `LLM` with pooling models: scores, wrong use, and the returned objects."""
 
 from pathlib import Path
 from typing import Any

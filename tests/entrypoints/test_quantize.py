@@ -1,4 +1,4 @@
-"""`vllm quantize`: rounding, the formats that are written, and models that are loaded again."""
+"""Test `vllm quantize`: rounding, the written formats, and loading the written models."""
 
 import json
 import re
@@ -133,7 +133,7 @@ def test_what_is_written_is_loaded(dense, tmp_path, method, flags, quant_method,
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
 def test_heads_are_listed_as_dense(tmp_path, family):
-    """Also tied ones, which are layers of their own for other readers."""
+    """This includes tied heads, which are separate layers for other programs."""
     folder = make_tiny_model(family, tmp_path / "made")
     words = ["--model", str(folder), "--out", str(tmp_path / "out")]
     assert main(["quantize", "--method", "fp8", *words]) == 0

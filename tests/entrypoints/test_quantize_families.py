@@ -1,4 +1,6 @@
-"""`vllm quantize` of every family: what is written is loaded, with weights near the ones before."""
+"""Test `vllm quantize` of every family: the written model loads, with weights close to the original
+ones.
+"""
 
 import json
 import shutil
@@ -141,7 +143,9 @@ def test_awq_is_loaded(dense, tmp_path, family):
 @pytest.mark.parametrize("family", sparing(AWQ, RARE_FAMILIES))
 @torch.no_grad()
 def test_scaled_weights_mean_the_same_model(dense, family):
-    """Before they are rounded: what multiplies inputs divides what makes them."""
+    """Before weights are rounded, the layer that makes the inputs is divided by the factor that
+    multiplies the weights.
+    """
     folder = dense(family)
     model = AutoModelForCausalLM.from_pretrained(folder, **LOAD_FLOAT32).eval()
     ids = prompt_of(20)[None]

@@ -1,4 +1,4 @@
-"""Workers whose second rank fails, for the tests of what the others make of it."""
+"""Workers whose second rank fails, for tests of how the other ranks react."""
 
 from vllm.errors import ConfigError
 from vllm.worker.cpu.worker import CPUWorker
@@ -7,7 +7,7 @@ from vllm.worker.interface import WarmUpStep
 
 
 class RaisesInLoad(CPUWorker):
-    """Rank 1 cannot load."""
+    """A worker whose rank 1 fails to load."""
 
     def load(self, rank: int) -> None:
         super().load(rank)
@@ -16,7 +16,7 @@ class RaisesInLoad(CPUWorker):
 
 
 class RaisesInWarmUp(CPUWorker):
-    """Rank 1 fails in its warm-up."""
+    """A worker whose rank 1 fails in its warm-up."""
 
     def next_warm_up(self, given_up=None, seconds=None, longest_s=None) -> WarmUpStep | None:
         if self.rank == 1:
@@ -25,7 +25,7 @@ class RaisesInWarmUp(CPUWorker):
 
 
 class RunsOutOfMemory(HPUWorker):
-    """The card of one rank is full from a moment on, which a subclass chooses."""
+    """A worker that fills the card of one rank at a moment that a subclass chooses."""
 
     full_rank = 1
 
@@ -37,7 +37,7 @@ class RunsOutOfMemory(HPUWorker):
 
 
 class RunsOutOfMemoryInWarmUp(RunsOutOfMemory):
-    """In the first launch after the KV cache was allocated."""
+    """Fills the card in the first forward pass after the KV cache was allocated."""
 
     def warm_up(self) -> str | None:
         self.fill()
@@ -45,6 +45,6 @@ class RunsOutOfMemoryInWarmUp(RunsOutOfMemory):
 
 
 class FirstRunsOutOfMemoryInWarmUp(RunsOutOfMemoryInWarmUp):
-    """The same in the engine's own process."""
+    """Fills the card of the engine's own process in the same forward pass."""
 
     full_rank = 0

@@ -4,7 +4,7 @@ from typing import Any, NoReturn
 
 
 class LateCompilations:
-    """For --worker-extension-cls."""
+    """An extension of the worker, for --worker-extension-cls."""
 
     def late_compilations(self) -> int:
         """Return the number of graphs of this rank that were compiled after its warm-up."""
@@ -19,8 +19,7 @@ class LateCompilations:
             encoder.encode = _fail
 
     def warmed_buckets(self) -> list[str]:
-        """Return the buckets of this rank's catalog, in its order, and whether each is warmed
-        up."""
+        """Return the buckets of this rank's catalog in order, and whether each is warmed up."""
         catalog = self.runner.launches.planner.catalog  # type: ignore[attr-defined]
         buckets = *catalog.prefill, *catalog.decode
         return [f"{bucket}: {catalog.is_warmed(bucket)}" for bucket in buckets]

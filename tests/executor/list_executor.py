@@ -1,4 +1,4 @@
-"""An executor over several workers of this process, which are called one after the other."""
+"""An executor over several workers in this process, which are called one after another."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,10 +9,10 @@ from vllm.messages import SchedulerOutput
 
 
 class ListExecutor(Executor):
-    """Runs every step on all workers; the first one's result counts.
+    """Runs every step on all workers, and returns the result of the first.
 
     Args:
-        workers: by rank.
+        workers: workers in the order of their ranks.
     """
 
     def __init__(self, workers: Sequence[Any]) -> None:

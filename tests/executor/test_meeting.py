@@ -1,4 +1,4 @@
-"""What ranks of one machine share while they meet, and what is left of it."""
+"""Test the rendezvous of ranks on one machine: what they exchange, and that nothing is left."""
 
 import contextlib
 import gc
@@ -30,7 +30,9 @@ def meetings_of_two() -> list[Rendezvous]:
 
 
 def lose_patience(meeting: Rendezvous) -> None:
-    """Let a rank wait for only 0.5 s from now on: a busy machine may need longer to connect."""
+    """Reduce the time that a rank waits to 0.5 s. Not earlier, because a busy machine may need
+    longer to connect.
+    """
     meeting.store.set_timeout(timedelta(seconds=0.5))
     meeting.timeout_s = 0.5
     for descriptor in _own_sockets():
@@ -79,10 +81,10 @@ def test_a_rank_that_nobody_answers_says_so_when_time_is_up():
 
 
 class Wire:
-    """A connection to a port that can be cut, without a word to either end.
+    """A connection to a port that can be cut without informing either end.
 
     Attributes:
-        port: to connect to.
+        port: port to which clients connect.
     """
 
     def __init__(self, port: int) -> None:
@@ -104,7 +106,7 @@ class Wire:
             self._ended.recv(1)  # both ends of the connection stay open, and no data arrives
 
     def cut(self) -> None:
-        """Cut the connection: from now on nothing arrives."""
+        """Cut the connection: from now on no data arrives."""
         self._end.sendall(b"c")
 
     def close(self) -> None:
@@ -117,7 +119,7 @@ class Wire:
 
 @pytest.fixture
 def wire() -> Iterator[tuple[Rendezvous, Wire]]:
-    """Return the meeting of a rank that reaches rank 0 through a wire."""
+    """Return the rendezvous of a rank that reaches rank 0 through a wire."""
     first, _ = meetings_of_two()
     assert first.store is not None
     found = Wire(first.address[1])

@@ -1,4 +1,4 @@
-"""The engine ends when the connection of a rank carries something else than messages."""
+"""Test that the engine stops when the connection of a rank carries anything other than messages."""
 
 import socket
 import subprocess
@@ -31,7 +31,7 @@ class IdleProcess:
 
 
 class SilentRank:
-    """A rank without a process, whose end of the connection the test has."""
+    """A rank without a process; the test has its end of the connection."""
 
     last_words, is_stopped, name = None, False, "rank 1"
     theirs: socket.socket

@@ -1,4 +1,4 @@
-"""Steps as they are sent to ranks, and when a rank looks for the next one."""
+"""Test how steps are sent to ranks, and when a rank looks for the next step."""
 
 import socket
 from typing import Any
@@ -82,8 +82,9 @@ def test_every_field_of_a_step_arrives():
 
 
 class OneStep:
-    """What runs the messages of a rank: every message begins a step. The engine leaves when it has
-    ended."""
+    """Runs the messages of a rank: every message starts a step. The engine disconnects after the
+    step.
+    """
 
     def __init__(self, engine: socket.socket, *, expects_step: bool) -> None:
         self.engine, self.expects_step, self.has_step = engine, expects_step, False

@@ -1,4 +1,4 @@
-"""What a local Ray cluster leaves is ended with the process that has started it."""
+"""Test that processes of a local Ray cluster end with the process that started the cluster."""
 
 import signal
 import subprocess

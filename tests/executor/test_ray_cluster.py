@@ -1,4 +1,6 @@
-"""Which Ray cluster an engine joins, and how it waits for machines. No cluster is started."""
+"""Test which Ray cluster an engine joins, and how it waits for machines, without starting a
+cluster.
+"""
 
 import os
 import socket
@@ -27,7 +29,7 @@ def _has_no_cluster(monkeypatch, tmp_path):
 
 @pytest.fixture
 def closed() -> Iterator[str]:
-    """Return an address of this machine at which nobody listens."""
+    """Return an address of this machine on which no program listens."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{unused.getsockname()[1]}"
@@ -72,7 +74,9 @@ def test_cards_that_ray_has_not_found_can_be_told(monkeypatch):
 
 
 class GrowingCluster:
-    """Stands in for the package: a machine joins each time that somebody looks."""
+    """A stand-in for the package `ray`: each time that the cluster is read, it has one machine
+    more.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most

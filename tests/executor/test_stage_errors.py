@@ -1,5 +1,6 @@
-"""Images that the first stage of a pipeline cannot encode fail their requests, though the tokens
-come from the last stage."""
+"""Test that images which the first stage of a pipeline cannot encode fail their requests, although
+tokens come from the last stage.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -39,7 +40,7 @@ def is_joined(output):
 
 
 class Answers:
-    """Ray, with answers that are there in the given order."""
+    """A stand-in for Ray whose answers arrive in the given order."""
 
     def __init__(self, order):
         self.order, self.sent = order, []

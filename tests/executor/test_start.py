@@ -1,4 +1,4 @@
-"""How several workers start: the least memory counts, and one decision holds for all."""
+"""Test how several workers start: the smallest memory decides, and all workers decide the same."""
 
 import sys
 from dataclasses import replace
@@ -19,13 +19,13 @@ LAUNCHES = ("large", "middle", "small")
 
 
 class FakeWorker:
-    """Warms three launches up.
+    """Warms up three forward passes.
 
     Args:
-        num_blocks: that it has memory for.
-        refuses: launches that it knows to have no memory for.
-        fails: launches that turn out to have none.
-        order: of its launches.
+        num_blocks: number of blocks for which it has memory.
+        refuses: forward passes for which it knows that it has no memory.
+        fails: forward passes that run out of memory.
+        order: order of its forward passes.
     """
 
     def __init__(self, num_blocks=10, refuses=(), fails=(), order=LAUNCHES) -> None:

@@ -1,4 +1,6 @@
-"""Steps in a thread of their own: in order, none after one that failed, and an end in any case."""
+"""Test steps in a separate thread: they run in order, none runs after one that failed, and the
+thread always ends.
+"""
 
 import gc
 import subprocess
@@ -23,7 +25,7 @@ from vllm.worker.runner import StepHandle
 
 
 class SlowWorker:
-    """Waits for `may_run` in its first step; fails in step 1."""
+    """Waits for `may_run` in its first step, and fails in step 1."""
 
     def __init__(self) -> None:
         self.may_run = threading.Event()
@@ -104,7 +106,7 @@ def test_a_call_runs_after_the_steps_before_it_and_fails_alone():
 
 
 class HoldingWorker(SlowWorker):
-    """Holds what requests need, by their ids. Loading `slow` ends with `is_loaded`."""
+    """Holds resources of requests, by their ids. Loading `slow` ends when `is_loaded` is set."""
 
     def __init__(self) -> None:
         super().__init__()

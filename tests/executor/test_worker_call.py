@@ -1,4 +1,4 @@
-"""Calls to workers by name, and the class of the worker with a user's extension."""
+"""Test calls to workers by name, and the class of the worker with a user's extension."""
 
 import pytest
 
@@ -10,7 +10,7 @@ HERE = "tests.executor.test_worker_call"
 
 
 class Worker:
-    """Has what a worker of a device has."""
+    """A class with methods like the worker of a device."""
 
     rank = 3
 
@@ -31,7 +31,7 @@ class Extension:
 
 class Clash:
     def scale(self) -> None:
-        """The worker has it."""
+        """Do nothing; the worker already has a method of this name."""
 
 
 def resolve(**settings) -> type:

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, which exchange tensors through shared memory as processes do."""
+"""Ranks as threads of one process, which exchange tensors through shared memory like processes."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +14,11 @@ from vllm.utils.futures import wait_all
 
 
 class ThreadRanks(Executor):
-    """Runs every step on all ranks, each in a thread of its own; all that sample have the same
-    tokens, and the stages of a pipeline that do not sample are told."""
+    """Runs every step on all ranks, each in a separate thread.
+
+    All ranks that sample have the same tokens. The pipeline stages that do not sample get the
+    tokens.
+    """
 
     def __init__(self, config: VllmConfig) -> None:
         self._meeting = Rendezvous.create(config.parallel)

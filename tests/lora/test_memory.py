@@ -1,4 +1,4 @@
-"""Adapters in host memory under random loads: holds, pins, drops and failures."""
+"""Test adapters in host memory under random loads: holds, pins, drops and failures."""
 
 import random
 from collections import Counter
@@ -13,7 +13,7 @@ BROKEN = "broken"
 
 
 class Background:
-    """Runs what was begun when it is told to, and counts what was read."""
+    """Runs the started work when the test says so, and counts the reads."""
 
     def __init__(self) -> None:
         self.work, self.reads = [], Counter()
@@ -115,7 +115,7 @@ def test_who_waits_for_room_is_not_passed_by():
 
 
 def test_a_caller_that_does_not_wait_gets_what_it_holds():
-    """As an executor does whose ranks cannot tell when they have loaded."""
+    """An executor does not wait if its ranks cannot report when they have loaded."""
     memory, background = make_memory(1)
     for request, key in (("first", "a"), ("second", "b")):
         memory.hold(request, ref(key, 1))
@@ -137,7 +137,7 @@ def test_two_numbers_may_have_the_same_files():
 
 
 def test_a_number_may_get_other_files():
-    """Its folder was trained again."""
+    """This happens if the adapter in a folder was trained again."""
     memory, background = make_memory(2)
     for key in ("old", "new"):
         memory.load(ref(key, 1))

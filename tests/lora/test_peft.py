@@ -1,4 +1,4 @@
-"""Adapters that peft has made and saved, against peft's own outputs, merged and not."""
+"""Test adapters that peft has made and saved against peft's own outputs, merged and not merged."""
 
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,9 @@ def save(
     targets: dict[str, Any] | None = None,
     size: float = 0.3,
 ) -> list[Any]:
-    """Save an adapter. Returns tokens and log-probabilities of peft with the adapter next to the
-    weights, and merged."""
+    """Save an adapter. Return tokens and log-probabilities of peft with the adapter separate from
+    the weights, and merged.
+    """
     torch.manual_seed(seed)
     chosen = targets or {"target_modules": "all-linear"} | OTHER_TARGETS.get(family, {})
     chosen = chosen | options
@@ -114,7 +115,9 @@ def test_outputs_are_those_of_peft(family, tmp_path):
 def assert_outputs(
     model: Path, adapters: list[LoRARequest], wanted: list[list[Any]], **engine: Any
 ) -> None:
-    """Of all adapters in one batch, with a base row at its ends."""
+    """Check the outputs of all adapters in one batch, with requests without an adapter first and
+    last.
+    """
     llm = LLM(
         str(model),
         **{
@@ -165,7 +168,7 @@ NAMES = {
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt_neox", "opt"])
 def test_embeddings_and_heads_are_those_of_peft(family, tmp_path):
-    """gpt2 and opt: the head has the weights of the embedding, and peft adapts each by itself."""
+    """In gpt2 and opt the head is tied to the embedding, and peft adapts each separately."""
     model, head = make_tiny_model(family, tmp_path / "model"), "lm_head"
     table, linear = NAMES.get(family, ("embed_tokens", "q_proj"))
     wanted, adapters = [], []
@@ -240,8 +243,9 @@ def test_experts_are_those_of_peft(family, tmp_path):
     ["mixtral", "qwen2_moe", pytest.param("nemotron_h", marks=pytest.mark.exhaustive)],
 )
 def test_experts_that_are_stored_one_by_one_are_added(family, tmp_path):
-    """As peft saved them when transformers had a linear layer for each matrix of an expert. Of
-    these families, today's peft can only read them for Mixtral."""
+    """peft saved adapters like this when transformers had a linear layer for each matrix of an
+    expert. Of these families, today's peft can read only Mixtral's.
+    """
     model = make_tiny_model(family, tmp_path / "model")
     folder = write_expert_adapter(tmp_path / "adapter", model, 5, 4, size=0.4)
     wanted = [greedy(merged_model(model, folder), PROMPT, NUM_TOKENS)]

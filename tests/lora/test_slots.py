@@ -1,4 +1,6 @@
-"""Slots of adapters under random loads, and the masked products of a device with fixed shapes."""
+"""Test slots of adapters under random loads, and the masked matmuls of a device with fixed
+shapes.
+"""
 
 import random
 from collections import Counter
@@ -94,7 +96,7 @@ def test_slots_on_a_device_give_what_the_host_gives():
 
 
 def test_heads_on_a_device_give_what_the_host_gives():
-    """What is behind the product of a head stays as it is."""
+    """Elements after the output of a head remain unchanged."""
     torch.manual_seed(0)
     heads = [AdaptedLayer(number, number, 6, ((0, 5),)) for number in range(3)]
     places = LoRATargets(heads, 3, alike=[range(3)])
@@ -120,7 +122,7 @@ def test_heads_on_a_device_give_what_the_host_gives():
 
 
 class _Products:
-    """Of single experts."""
+    """The matmuls of single experts."""
 
     def __init__(self, count: int, hidden: int, size: int) -> None:
         self.gate_up = torch.randn(count, 2 * size, hidden)
@@ -134,7 +136,7 @@ class _Products:
 
 
 def test_experts_on_a_device_give_what_the_host_gives():
-    """The 3 experts from the second one on, of 5; the others are on another rank."""
+    """This rank has 3 of the 5 experts, from the second one on."""
     torch.manual_seed(0)
     hidden, size = 6, 4
     places, experts = LoRATargets(), []

@@ -1,4 +1,6 @@
-"""The tiny checkpoint of a family, made once per session, and the operators of the CPU."""
+"""Fixtures for tiny checkpoints of families, made once per session, and for the operators of the
+CPU.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Configs, models and prompts shared by the tests of this folder."""
+"""Configs, models and prompts that the tests of this folder share."""
 
 from dataclasses import replace
 from functools import cache
@@ -74,7 +74,7 @@ def reference_logits(folder: Path, input_ids: Tensor) -> Tensor:
 
 
 class StaticFp8(CPUPacked):
-    """Weights and inputs in fp8, as `--quantization inc` stores them."""
+    """Stores weights and inputs in FP8, like `--quantization inc`."""
 
     def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
         if layer.keeps_precision:
@@ -89,10 +89,10 @@ PACKED_FORMATS = {"dense": CPUPacked, "int8": CPUInt8, "int4": CPUInt4, "static 
 
 @torch.no_grad()
 def pack_weights(model: nn.Module, stored_as: str = "dense") -> int:
-    """Store the dense weights of a model as the CPU does while it loads one.
+    """Pack the dense weights of a model, as the CPU does while it loads a model.
 
     Returns:
-        Bytes of packed weights.
+        The size of the packed weights in bytes.
     """
     quantization, packed = PACKED_FORMATS[stored_as](), {}
     layers = [layer for layer in model.modules() if isinstance(layer, MethodLayer)]
@@ -108,9 +108,9 @@ def pack_weights(model: nn.Module, stored_as: str = "dense") -> int:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """The dequantized weights of linear layers and experts, by the names of their modules.
+    """Return the dequantized weights of linear layers and experts, by module name.
 
-    The model is loaded with `NativeOps`, which keep them so.
+    The model must be loaded with `NativeOps`, which keep all weights.
     """
     found: dict[str, Tensor] = {}
     for path, layer in model.named_modules():

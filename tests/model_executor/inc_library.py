@@ -1,5 +1,5 @@
-"""neural-compressor-pt on a simulated card, by its public interface: measure, convert and run a
-small model with each method. Prints one JSON object.
+"""Use neural-compressor-pt on a simulated card through its public interface: measure, convert and
+run a small model with each method. Prints one JSON object.
 
     python -m tests.model_executor.inc_library gaudi2 METHOD...
 """
@@ -20,7 +20,7 @@ MAGNITUDES = (0.003, 0.1, 1.0, 40.0)
 
 
 class Model(nn.Module):
-    """Layers beside each other, each with inputs and weights of its own magnitude."""
+    """Parallel layers, each with inputs and weights of a different magnitude."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,8 +37,9 @@ class Model(nn.Module):
 
 
 def run(method: str, x: Tensor) -> dict[str, Any]:
-    """Return scales of inputs and weights of each layer, and how far the results are from bf16
-    results."""
+    """Return the scales of inputs and weights of each layer, and the difference of the results from
+    bf16 results.
+    """
     from neural_compressor.torch.quantization import (
         FP8Config,
         convert,
@@ -70,7 +71,9 @@ def main() -> None:
     make = torch.tensor
 
     def on_host_first(data: Any, *args: Any, device: Any = None, **options: Any) -> Tensor:
-        """torch 2.13 makes no tensor of numbers on a device that is written in Python."""
+        """Make a tensor on the host and move it to the device, because torch 2.13 cannot make
+        tensors from values on a device that is written in Python.
+        """
         made = make(data, *args, **options)
         return made if device is None else made.to(device)
 

@@ -1,4 +1,4 @@
-"""Measuring models for FP8 and loading them with what was measured, for the tests of INC."""
+"""Measure models for FP8 and load them with the measured scales, for the tests of INC."""
 
 import json
 from dataclasses import replace

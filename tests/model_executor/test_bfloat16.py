@@ -1,5 +1,6 @@
-"""Every family in bfloat16: as near to float32 as `transformers` in bfloat16 is, by modules and by
-the program."""
+"""Test every family in bfloat16: modules and programs are as close to float32 as `transformers` in
+bfloat16.
+"""
 
 from functools import cache
 from pathlib import Path
@@ -45,8 +46,10 @@ SPARED = (*RARE_FAMILIES, *SIBLINGS)
 
 
 def error(logits: Tensor, want: Tensor) -> float:
-    """Of log-probabilities, over the vocabulary, at the median token: a token near two experts may
-    choose the other one, and such errors are a hundred times the others.
+    """Return the mean error of the log-probabilities over the vocabulary, for the median token.
+
+    The median ignores tokens with a near tie of experts. They may choose another expert, and then
+    their error is a hundred times larger.
 
     Args:
         logits: [..., vocab] of a run in bfloat16.

@@ -1,5 +1,8 @@
-"""What quantized weights are in the memory of a simulated card, and which operators multiply
-them, against the table of docs/quantization_tables.md. Formats are tiny models, in one process."""
+"""Test how quantized weights are stored in the memory of a simulated card.
+
+Also which operators multiply them, against the table of docs/quantization_tables.md. Each format
+is a tiny model; all run in one process.
+"""
 
 import re
 from collections.abc import Callable, Iterator
@@ -54,7 +57,7 @@ FP8 = torch.float8_e4m3fn
 
 
 class Recorder(TorchFunctionMode):
-    """The kernels of a card; which of them were called, and whether torch multiplied."""
+    """The kernels of a card. It records which kernels were called, and whether torch multiplied."""
 
     def __init__(self, kernels: Any) -> None:
         super().__init__()
@@ -74,7 +77,7 @@ class Recorder(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Found:
-    """Of one layer."""
+    """The properties of one layer."""
 
     bits: float
     """Of a number in memory, without its scales."""
@@ -263,7 +266,9 @@ CASES: dict[str, list[Callable[[Card], Any]]] = {
 
 
 def table() -> dict[str, list[str]]:
-    """Return the table below the heading of the page, by the first cell of each line."""
+    """Return the lines of the table below the heading of the page, by the first cell of each
+    line.
+    """
     _, _, section = PAGE.read_text().partition("## What is in the memory of a card")
     lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
@@ -294,7 +299,7 @@ def test_the_table_has_every_format():
 
 
 def test_a_projection_that_attention_absorbs_has_the_numbers_of_the_checkpoint(make_card):
-    """Whatever the scale is that its inputs are rounded with."""
+    """This does not depend on the scale with which its inputs are rounded."""
     card = make_card("gaudi2")
     source = make_tiny_model("deepseek_v2", card.folder / "source", num_hidden_layers=1)
     stored, dense = write("fp8-static", card.folder, source)
@@ -350,7 +355,9 @@ def cache_dtypes(worker) -> set[torch.dtype]:
 
 
 def test_a_layer_that_no_card_has_a_form_for_is_named_in_the_log(make_card):
-    """Act-order with a zero point of 16, and columns that have to be added: none of them is 0."""
+    """With act-order, the card has to add columns of zeros. With a zero point of 16, no 4-bit value
+    means 0.
+    """
     card = make_card("gaudi2")
     weight = GroupedWeight(
         words=torch.zeros(8, 16, dtype=torch.int32),

@@ -1,4 +1,4 @@
-"""Packing the weights of a whole model after loading."""
+"""Test packing the weights of a whole model after loading."""
 
 import textwrap
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_a_packed_model_gives_the_logits_of_the_dense_one(tiny_model, family):
     [("dense", 1.001, 1.01), ("int8", 1.01, 0.52), ("int4", 1.04, 0.37)],
 )
 def test_perplexity_and_size_of_the_bundled_model(stored_as, perplexity, size):
-    """Next to those of the bfloat16 weights; the head of an int4 model is int8."""
+    """Compare with bfloat16 weights. The head of an int4 model is int8."""
     model = load(BUNDLED, dtype="bfloat16")
     text = Path(textwrap.__file__).read_text()
     input_ids = torch.tensor(AutoTokenizer.from_pretrained(BUNDLED)(text[:3000]).input_ids)

@@ -1,4 +1,4 @@
-"""Cross-attention of tokens that see different items, against torch."""
+"""Test cross-attention of tokens that see different items, against torch."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Layers with the gated delta rule: what configs say of them, and what is refused.
+"""Test layers with the gated delta rule: the values of configs, and refused values.
 
 Outputs are compared with transformers in test_model_parity.py.
 """

@@ -1,4 +1,6 @@
-"""An encoder in one call against its modules: the same bits, with types of tokens and without."""
+"""Test an encoder that runs in one call against its modules: the same bits, with and without token
+types.
+"""
 
 from collections.abc import Iterator
 from typing import Any

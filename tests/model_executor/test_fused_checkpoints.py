@@ -1,5 +1,7 @@
-"""Quantized checkpoints whose layers are several of ours, such as one for query, key and value: the
-parts of the stored tensors are those of the dequantized weight."""
+"""Test quantized checkpoints with one layer for several of ours, such as for query, key and value.
+
+The parts of the stored tensors must give the parts of the dequantized weight.
+"""
 
 import json
 
@@ -168,7 +170,7 @@ def test_a_rank_has_its_part_of_a_fused_layer(dense, tmp_path, monkeypatch, fami
 
 @pytest.mark.parametrize("family", ["phi3", "gpt_neox"])
 def test_parts_of_narrow_layers_may_share_a_word(tmp_path, monkeypatch, family):
-    """AWQ has eight outputs in a word, and a head has four."""
+    """AWQ stores eight outputs in a word, but a head has four."""
     monkeypatch.setattr("vllm.ops._ops", NativeOps())
     folders = write("awq", tmp_path, small_heads(family, tmp_path, 32))
     got, want = (weights_of(load(folder)) for folder in folders)

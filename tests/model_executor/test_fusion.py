@@ -1,4 +1,6 @@
-"""A decoder in one call against its modules: the same bits, for every option and any launch."""
+"""Test a decoder that runs in one call against its modules: the same bits, for every option and any
+forward pass.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -231,7 +233,7 @@ def attention_layers(model: nn.Module) -> list[Attention]:
 
 
 class Requests:
-    """Requests with blocks of their own, in random order; makes launches of them."""
+    """Requests whose blocks are in random order; makes forward passes of them."""
 
     def __init__(self, num_requests: int) -> None:
         self.lengths = np.zeros(num_requests, np.int32)
@@ -240,7 +242,9 @@ class Requests:
         self.tables = ids.view(num_requests, num_blocks).int()
 
     def launch(self, counts: list[int]) -> tuple[Tensor, Tensor, RaggedMetadata]:
-        """Return input ids, positions and the rest; requests with one new token come first."""
+        """Return input ids, positions and the other inputs; requests with one new token come
+        first.
+        """
         rows = [b for b, count in enumerate(counts) if count]
         rows.sort(key=lambda b: counts[b] > 1)
         new = np.array([counts[b] for b in rows], np.int32)
@@ -285,7 +289,7 @@ def run_fused(
 
 
 def run_head(head: Program, hidden_states: Tensor) -> Tensor:
-    """Return the logits of dense hidden states [T, hidden], as a decode step gets them."""
+    """Return the logits of dense hidden states [T, hidden], as in a decode step."""
     counts = [1] * len(hidden_states)
     _, positions, metadata = Requests(len(counts)).launch(counts)
     return run_fused(head, hidden_states, positions, metadata)
@@ -353,7 +357,7 @@ def test_prefills_chunks_and_decodes_have_the_bits_of_the_modules(name, stored_a
     ],
 )
 def test_every_instruction_set_has_the_bits_of_its_modules(isa, name, stored_as):
-    """Only the kernels know the instruction set, and other tests ask each of them."""
+    """Only the kernels depend on the instruction set, and other tests test each kernel."""
     assert_same_bits(make_model(name, stored_as), MIXED)
 
 
@@ -423,7 +427,7 @@ def replace_first(model: nn.Module, kind: type[nn.Module], make: Any) -> None:
 
 
 class Wrapper(nn.Module):
-    """Around a layer, as an adapter would be."""
+    """A wrapper around a layer, like the one of an adapter."""
 
     def __init__(self, layer: nn.Module, then: Any = lambda x: x * 2 + x) -> None:
         super().__init__()

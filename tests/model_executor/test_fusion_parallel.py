@@ -1,4 +1,6 @@
-"""Ranks that run their parts as programs: the bits of their modules, near the results of one."""
+"""Test ranks that run their parts as programs: the bits of their modules, and close to the results
+of one rank.
+"""
 
 import time
 from collections.abc import Callable
@@ -61,7 +63,7 @@ LaunchOfOne = tuple[Tensor, Tensor, Any]
 
 @dataclass
 class Ranks:
-    """Threads that play the ranks of one model, with caches of their own."""
+    """Threads in the role of the ranks of one model, each with its own caches."""
 
     folder: Path
     size: int
@@ -131,8 +133,9 @@ def assert_close(got: Tensor, want: Tensor) -> None:
 
 
 def assert_ranks_are_one(ranks: Ranks, one: Ranks) -> None:
-    """Assert that modules and programs of all ranks have the same bits, near the results of one
-    rank."""
+    """Check that modules and programs of all ranks have the same bits, and are close to the results
+    of one rank.
+    """
     (alone,) = map(fuse, one.models)
     programs = {id(model): fuse(model) for model in ranks.models}
     assert alone is not None and all(programs.values())

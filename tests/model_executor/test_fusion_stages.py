@@ -1,5 +1,6 @@
-"""Stages that run as programs: each takes what the one before has returned, and the last one has
-the bits of the whole model's modules."""
+"""Test pipeline stages that run as programs: each continues with the result of the stage before,
+and the last one has the bits of the whole model's modules.
+"""
 
 import pytest
 import torch

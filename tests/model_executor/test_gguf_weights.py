@@ -1,4 +1,6 @@
-"""Models in GGUF files: logits are those of transformers with the same weights, dense."""
+"""Test models in GGUF files: their logits equal the logits of transformers with the same weights,
+dense.
+"""
 
 import itertools
 import shutil
@@ -126,8 +128,9 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def torch_ops():
-    """Use the operators of torch: CPU kernels, which another engine may have installed, round
-    inputs of int4."""
+    """Use the operators of torch. The CPU kernels, which another engine may have installed, round
+    inputs of int4.
+    """
     before = get_ops()
     set_ops(NativeOps())
     yield
@@ -163,7 +166,9 @@ def blocks_of(kind, shape):
 
 
 def write_matrices(path, kinds, shape=(7, 768), blocks_of=blocks_of):
-    """Write a file with a matrix of each type. Returns what the package reads of it."""
+    """Write a file with a matrix of each type. Return the tensors that the package reads from
+    it.
+    """
     writer, want = gguf.GGUFWriter(path, "llama"), {}
     for i, kind in enumerate(kinds):
         data = blocks_of(kind, shape)
@@ -193,7 +198,7 @@ def test_numbers_of_every_type_are_those_of_the_package(tmp_path, monkeypatch):
 
 
 def test_scales_that_are_no_numbers_are_refused(tmp_path):
-    """All bits of them set is NaN."""
+    """A scale with all bits set is NaN."""
     kinds = [kind.name for kind in BLOCK_TYPES.values() if kind.block_size > 1]
     kinds.remove("MXFP4")  # for MXFP4, a scale with all bits set is 2^127
     path = tmp_path / "model.gguf"
@@ -334,7 +339,9 @@ def test_blocks_stay_as_they_are(written, kind):
 
 @pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 def test_experts_stay_as_they_are(written):
-    """In the layout of the kernels; a token that goes to one expert has its product."""
+    """They are stored in the layout of the kernels. A token with one expert gets the output of this
+    expert.
+    """
     folder = written("qwen3_moe", *MODELS["qwen3_moe"][:1], **MODELS["qwen3_moe"][1])
     set_ops(CPUOps())
     model = load(unpack(folder / "model.gguf"))
@@ -355,7 +362,7 @@ def test_experts_stay_as_they_are(written):
 @pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 @pytest.mark.parametrize(("family", "kind"), [("gemma", "Q8_0"), ("llama", "Q4_K+Q6_K+Q5_1")])
 def test_embeddings_and_heads_stay_as_they_are(written, family, kind):
-    """gemma has one table for both."""
+    """In gemma, the embedding and the head are one tensor."""
     folder = written(family, kind, **HEADS)
     set_ops(CPUOps())
     model = load(unpack(folder / "model.gguf"))

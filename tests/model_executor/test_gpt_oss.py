@@ -1,4 +1,4 @@
-"""GPT-OSS checkpoints as they are published: experts in MXFP4."""
+"""Test GPT-OSS checkpoints as they are published, with experts in MXFP4."""
 
 import pytest
 import torch
@@ -29,13 +29,13 @@ def test_blocks_are_dequantized_by_the_definition_of_the_format():
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Return the folders of the same model dense, and with its experts in MXFP4."""
+    """Return the folders of a dense checkpoint, and of the same model with experts in MXFP4."""
     return write_gpt_oss(tmp_path_factory.mktemp("gpt_oss"))
 
 
 @pytest.fixture
 def use_ops():
-    """Return a function that installs operators; afterwards the earlier ones are restored."""
+    """Return a function that installs operators; the earlier ones are restored after the test."""
     before = get_ops()
     yield set_ops
     set_ops(before)
@@ -67,7 +67,9 @@ def test_experts_stay_in_four_bits(checkpoints, use_ops):
 
 @pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 def test_groups_that_straddle_ranks_stay_in_four_bits(checkpoints, use_ops):
-    """192 features on 4 ranks: 48 inputs of `down_proj` are three halves of groups."""
+    """With 192 features on 4 ranks, a rank has 48 inputs of `down_proj`, which are one and a half
+    groups.
+    """
     use_ops(NativeOps())
     dense, packed = (
         next(m for m in load(folder, TPGroup(3, 4)).modules() if isinstance(m, Experts))

@@ -1,4 +1,5 @@
-"""A wrong value of any key of config.json is one line that names what is wrong, never a traceback.
+"""Test that a wrong value of any key of config.json gives an error of one line that names the key,
+never a traceback.
 
 Configs are completed with the defaults of transformers first, and the value is changed afterwards:
 older versions do not check what they read.
@@ -80,12 +81,13 @@ def build(config: dict[str, Any], architecture: str) -> None:
 def wrong_values(
     config: dict[str, Any], architecture: str, shift: int, is_tower: bool = False
 ) -> list[str]:
-    """Give each key another one of the hostile values, and return what was not refused well.
+    """Give each key another one of the hostile values. Return the values that were not refused
+    properly.
 
     Args:
-        config: complete.
-        architecture: of the model.
-        shift: which value the first key gets.
+        config: config with all defaults.
+        architecture: architecture of the model.
+        shift: index of the value that the first key gets.
         is_tower: the keys are in `vision_config`.
     """
     faults = []

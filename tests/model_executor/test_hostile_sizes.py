@@ -1,4 +1,4 @@
-"""Sizes that no checkpoint has: refused with one line, before memory is taken."""
+"""Test sizes that no checkpoint has: they are refused in one line, before memory is allocated."""
 
 import json
 import resource
@@ -24,7 +24,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def little_memory():
-    """Let an attempt to allocate 4 GiB more than the process has fail."""
+    """Limit the memory of this process to 4 GiB more than it has."""
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -95,7 +95,9 @@ def test_numbers_of_experts(tmp_path, family):
 
 @pytest.mark.parametrize("num_rows", [4, 191])
 def test_rows_of_all_experts(tmp_path, num_rows):
-    """The first number is also how many experts there are."""
+    """The tensor of all experts has too few rows. The first number of rows equals the number of
+    experts.
+    """
     folder = make_tiny_model("dbrx", tmp_path)
     file = folder / "model.safetensors"
     tensors = load_file(file)

@@ -1,4 +1,4 @@
-"""Configs of hybrids: which layers keep a state, and values that are refused."""
+"""Test the configs of hybrid models: which layers keep a recurrent state, and refused values."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""FP8 by the files of Intel Neural Compressor: scales, files, and what is refused."""
+"""Test FP8 with the files of Intel Neural Compressor: scales, files, and refused values."""
 
 import json
 from pathlib import Path

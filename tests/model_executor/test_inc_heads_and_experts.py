@@ -1,4 +1,4 @@
-"""FP8 by the files of Intel Neural Compressor: output heads and experts."""
+"""Test FP8 with the files of Intel Neural Compressor for output heads and experts."""
 
 import pytest
 import torch
@@ -24,7 +24,9 @@ def measured_mixture(tiny_model, tmp_path_factory):
 
 @pytest.fixture
 def mixture(measured_mixture):
-    """Return the same for a tiny Mixtral, to be loaded with the kernels of the CPU."""
+    """Return folder and content of the files for a tiny Mixtral, which is loaded with the CPU
+    kernels.
+    """
     if load_cpu_kernels() is None:
         pytest.skip("the kernels are not built")
     before = get_ops()
@@ -49,7 +51,7 @@ def mixture(measured_mixture):
 def test_heads_and_experts_take_part_as_the_lists_say(
     mixture, tmp_path, settings, is_head_fp8, are_experts_fp8
 ):
-    """And their products are those of the dequantized weights."""
+    """Their outputs must equal the outputs of the dequantized weights."""
     folder, content = mixture
     write(tmp_path / "inc_output_hooks_maxabs_0_1.json", content)
     model, dense = quantize(folder, tmp_path, **settings), load(folder)

@@ -1,5 +1,7 @@
-"""neural-compressor-pt itself, where it is installed, on the simulated card: it measures, converts
-and runs a model there, and its scales are those of this package."""
+"""Test against neural-compressor-pt, if it is installed, on the simulated card.
+
+It measures, converts and runs a model there, and its scales equal the scales of this package.
+"""
 
 import importlib.util
 import json
@@ -49,8 +51,11 @@ def test_the_library_runs_on_the_simulated_card_with_the_same_scales(card):
 
 
 def assert_same(got, want: Tensor, exact: Tensor | None = None) -> None:
-    """But for the rounding of the library, which computes in bfloat16, logarithms too: it may be on
-    the other side of a power of two where the exact scale is next to it."""
+    """Check that scales are equal, up to the rounding of the library.
+
+    The library computes in bfloat16, even logarithms. If the exact scale is close to a power of
+    two, its result may be the next power of two.
+    """
     ratios = torch.tensor(got).flatten().log2() - want.log2()
     is_apart = ratios.abs() > 2**-6
     if is_apart.any():

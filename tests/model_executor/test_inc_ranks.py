@@ -1,4 +1,4 @@
-"""Measurements of some ranks as those of fewer, or of more."""
+"""Test converting the measurements of some ranks to measurements of fewer or of more ranks."""
 
 import json
 import re
@@ -22,7 +22,9 @@ PATH = Path("some_file.json")
 
 
 def rank_of_experts(rank: int, num_experts: int) -> Measurements:
-    """Expert e of all has the weights e and e + 0.5, and the input e + 0.25."""
+    """Return the measurements of a rank in which expert e of all has the weights e and e + 0.5, and
+    the input e + 0.25.
+    """
     numbers = [float(rank * num_experts + i) for i in range(num_experts)]
     nodes = {"model.x": Node([[1.0 + rank]], [], [2.0 - rank])}
     nodes[OP] = Node([[7.0 - rank], *([n + 0.25] for n in numbers)])
@@ -33,7 +35,7 @@ def rank_of_experts(rank: int, num_experts: int) -> Measurements:
 
 
 def test_ranks_with_other_experts_are_unified_one_after_the_other():
-    """Expert 11 of the second of two ranks with 16 each is expert 27."""
+    """Each of two ranks has 16 experts, so expert 11 of the second rank is expert 27."""
     nodes = unify([rank_of_experts(rank, 16) for rank in (0, 1)], shares_experts=True)
     assert len(nodes) == 2 + 2 * 32
     assert nodes["model.x"] == Node([[2.0]], [], [2.0])
@@ -60,7 +62,7 @@ def test_expanding_shares_the_experts_out():
 
 
 def test_a_rank_that_was_expanded_may_have_smaller_weights(tiny_model, tmp_path):
-    """Slices of a layer have a part of its weights; larger ones are those of another model."""
+    """A slice of a layer has only a part of its weights. Larger weights belong to another model."""
     folder = CalibrationFolder(str(tmp_path), "some/model", "g3")
     place = Path(folder.prefix).parent
     place.mkdir(parents=True)
@@ -112,7 +114,7 @@ def test_stages_have_files_of_their_own_or_use_those_of_the_whole_model(tiny_mod
 
 
 def layer_of(name: str) -> int:
-    """-1: it is in none."""
+    """Return the index of the layer of a module; -1: it is in no layer."""
     parts = name.split(".")
     return int(parts[parts.index("layers") + 1]) if "layers" in parts else -1
 

@@ -1,4 +1,6 @@
-"""`QUANT_CONFIG` on checkpoints in FP8: they are measured and rounded as their dense twins."""
+"""Test `QUANT_CONFIG` with FP8 checkpoints: they are measured and rounded like the equal dense
+checkpoints.
+"""
 
 import json
 from pathlib import Path
@@ -26,8 +28,9 @@ def kernels():
 
 @pytest.fixture(scope="module", params=["deepseek_v3", "llama"])
 def folders(request, tiny_model, tmp_path_factory) -> tuple[Path, Path]:
-    """Return a checkpoint with blocks of 128 x 128, including its head, and a dense checkpoint of
-    the same weights."""
+    """Return an FP8 checkpoint with blocks of 128 x 128, including its head, and a dense checkpoint
+    with the same weights.
+    """
     folder = tmp_path_factory.mktemp("stored")
     return write("fp8-block", folder, tiny_model(request.param), stores_head=True)
 

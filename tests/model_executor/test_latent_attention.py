@@ -1,4 +1,4 @@
-"""DeepSeek: what is kept of a token, how checkpoints are read, how experts are chosen."""
+"""Test DeepSeek models: the cached values of a token, reading checkpoints, and choosing experts."""
 
 import shutil
 from collections.abc import Iterator
@@ -71,7 +71,7 @@ def test_layers_that_guess_further_tokens_are_not_read(tiny_model, tmp_path):
 def test_the_projection_of_keys_and_values_is_split_whatever_its_format(
     tiny_model, ops, restored_ops
 ):
-    """What other formats hold is found as a product, which for packed weights is exact."""
+    """The weight of other formats is computed with matmuls, which is exact for packed weights."""
     set_ops(ops())
     folder = tiny_model("deepseek_v3")
     packed = load_model(

@@ -1,4 +1,4 @@
-"""Norms and activations."""
+"""Test norms and activations."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""`--lm-head-quantization int8`: an output head that the checkpoint stores dense is rounded."""
+"""Test `--lm-head-quantization int8`: an output head that is dense in the checkpoint is rounded."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ IDS = torch.tensor([0, 5, 4095, 77])
 
 
 def load_as(folder: Path, asked: str, quantization: str | None = None) -> CausalLM:
-    """Load a model in bfloat16, as the worker of the CPU does."""
+    """Load a model in bfloat16, like the worker of the CPU."""
     config = make_config(folder, "bfloat16")
     model = replace(config.model, lm_head_quantization=asked, quantization=quantization)
     config = replace(config, model=model)
@@ -34,7 +34,7 @@ def load_as(folder: Path, asked: str, quantization: str | None = None) -> Causal
 
 
 def tied_copy(name: str, folder: Path) -> Path:
-    """Return a quantized checkpoint of the bundled model, whose head is the embedding."""
+    """Return a quantized checkpoint of the bundled model whose head is tied to the embedding."""
     return write(name, folder, Path(BUNDLED_MODEL), skipped=("lm_head", "down_proj"))[0]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of every form, and what is said about damaged ones."""
+"""Test loading checkpoints of every kind, and the errors of damaged ones."""
 
 import json
 import logging

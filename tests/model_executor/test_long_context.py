@@ -1,4 +1,4 @@
-"""Rotations at positions around 100,000: logits are those of transformers."""
+"""Test rotary embeddings at positions around 100,000: the logits are the ones of transformers."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,7 +35,7 @@ ROPES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", ROPES)
 @torch.inference_mode()
 def test_logits_at_position_100_000_are_those_of_transformers(kind, tmp_path):
-    """Of a prompt that begins at 0 and goes on at the end: near and far keys are seen."""
+    """The prompt begins at position 0 and continues at the end, so it sees near and far keys."""
     family, parameters = ROPES[kind]
     rope = {"rope_type": kind, "rope_theta": 10_000.0, **parameters}
     is_stretched = kind in ("linear", "dynamic")

@@ -1,4 +1,4 @@
-"""ModelArch reads configs of transformers 4 and 5 alike."""
+"""Test that ModelArch reads configs of transformers 4 and 5 alike."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Finding the memory of a model, and putting other tensors in the place of its own."""
+"""Test finding the memory of a model, and replacing its tensors by others."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from vllm.ops.cpu.library import load_cpu_kernels
 
 
 class TinyModel(nn.Module):
-    """Tied parameters, a buffer, a list, an attention layer with its caches bound."""
+    """A model with tied parameters, a buffer, a list, and an attention layer with bound caches."""
 
     def __init__(self) -> None:
         super().__init__()

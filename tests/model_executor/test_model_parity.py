@@ -1,4 +1,4 @@
-"""Every family against transformers, float32, whole prompts without a cache."""
+"""Test every family against transformers in float32, with whole prompts and without a cache."""
 
 import shutil
 from collections.abc import Iterator
@@ -56,7 +56,9 @@ LIKE_KIMI_K2 = {
 
 @pytest.fixture(autouse=True)
 def native_ops() -> Iterator[None]:
-    """Compute with the operators of torch, whatever an engine of another test has installed."""
+    """Compute with the operators of torch, even if an engine of another test has installed
+    others.
+    """
     before = get_ops()
     set_ops(NativeOps())
     yield
@@ -105,7 +107,7 @@ def test_variants_of_a_family(tmp_path, family, overrides):
     ),
 )
 def test_experts_are_read_one_by_one_or_joined(tiny_model, tmp_path, family):
-    """As transformers 4 and transformers 5 store them."""
+    """transformers 4 stores experts one by one, transformers 5 stores them jointly."""
     if is_version_4():
         pytest.skip("this transformers stores none that are joined")
     load_reference(tiny_model(family)).save_pretrained(tmp_path, save_original_format=False)

@@ -1,4 +1,4 @@
-"""Architectures by name: built-in ones, plug-ins, and what is said about unknown ones."""
+"""Test finding architectures by name: built-in ones, plug-ins, and the error for unknown ones."""
 
 import re
 import subprocess

@@ -1,4 +1,6 @@
-"""Tensor parallelism: ranks loaded from one checkpoint together compute what one rank does."""
+"""Test tensor parallelism: ranks that are loaded from one checkpoint compute the same as one
+rank.
+"""
 
 import multiprocessing
 import threading
@@ -33,7 +35,7 @@ and of several, which may be fewer than the ranks)."""
 
 
 class Rendezvous:
-    """Where the threads that play the ranks exchange tensors."""
+    """Exchanges tensors between the threads that have the role of ranks."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=60)
@@ -49,7 +51,7 @@ class Rendezvous:
 
 @dataclass(eq=False)
 class FakeTPGroup(TPGroup):
-    """Ranks as threads of one process."""
+    """A tensor-parallel group whose ranks are threads of one process."""
 
     meeting: Rendezvous | None = None
 
@@ -78,8 +80,9 @@ OFTEN = (*FAMILIES, *SPLIT_OTHERWISE, "deepseek_v3")
     [pytest.param(f, marks=() if f in OFTEN else pytest.mark.exhaustive) for f in ALL_FAMILIES],
 )
 def test_ranks_together_compute_what_one_does(tiny_model, family, tp_size):
-    """Four ranks are more than the decoders' two KV heads: two ranks share each. All ranks have the
-    whole latent vector of DeepSeek."""
+    """Four ranks are more than the two KV heads of the decoders, so two ranks share each head. All
+    ranks have the whole latent vector of DeepSeek.
+    """
     folder = tiny_model(family)
     want = logits_of(load(folder), INPUT_IDS)
     # This Gemma 3 has seven layers, so errors add up.

@@ -1,4 +1,4 @@
-"""Checkpoints of pooling models as they are found: with other heads, with and without a prefix."""
+"""Test published kinds of pooling checkpoints: with other heads, with and without a prefix."""
 
 import json
 from pathlib import Path

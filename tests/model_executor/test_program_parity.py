@@ -1,6 +1,6 @@
-"""The program of a model against `transformers`, in float32.
+"""Test the program of a model against `transformers` in float32.
 
-An engine packs bfloat16 weights only, so nothing else compares the two without its roundings.
+An engine packs bfloat16 weights only, so no other test compares the two without rounding.
 """
 
 import pytest

@@ -1,4 +1,6 @@
-"""A weight format enters as a `Quantization`, without a change to models or loader."""
+"""Test that a weight format can be added as a `Quantization`, without a change to models or
+loader.
+"""
 
 import dataclasses
 import json
@@ -87,7 +89,9 @@ def test_a_registered_format_is_loaded_and_applied(quantized, monkeypatch):
 
 
 class OneScale(UnquantizedLinear):
-    """int8 weights with one scale for each part of a packed layer; dense once they are loaded."""
+    """Linear layers with int8 weights and one scale for each part of a packed layer. They are dense
+    after loading.
+    """
 
     def create_weights(self, layer):
         weight = torch.empty(layer.output_size, layer.input_size, dtype=torch.int8)
@@ -111,7 +115,7 @@ class OneScale(UnquantizedLinear):
 
 
 class Doubled(DenseTable):
-    """A table that the checkpoint has at half of its values."""
+    """An output head whose values are halved in the checkpoint."""
 
     def finish(self, layer):
         layer.weight.mul_(2)
@@ -134,8 +138,7 @@ class WholeModel(Quantization):
 
 @pytest.fixture
 def scaled(tiny_model, tmp_path):
-    """Return a tiny Llama with int8 layers and half of its head, and the same as a dense
-    checkpoint."""
+    """Return a tiny Llama with int8 layers and a halved head, and an equal dense checkpoint."""
     folders = [shutil.copytree(tiny_model("llama"), tmp_path / n) for n in ("int8", "dense")]
     int8, dense = {}, {}
     for name, tensor in load_file(folders[0] / "model.safetensors").items():

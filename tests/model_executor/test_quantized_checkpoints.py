@@ -1,4 +1,4 @@
-"""Checkpoints of each quantized format: what is loaded, and what is refused."""
+"""Test checkpoints of each quantized format: the loaded weights, and refused checkpoints."""
 
 import json
 import shutil
@@ -80,7 +80,7 @@ def test_a_format_takes_dummy_weights(checkpoint, ops, name):
     "name", ["fp8-static", "fp8-block", "gptq-4-rows", "ct-w8a16-channel", "nvfp4", "bnb-nf4"]
 )
 def test_experts_are_those_of_the_format(tiny_model, tmp_path, ops, name):
-    """Their weights have no other place than the product, so logits are compared."""
+    """The weights of experts can only be observed by their outputs, so logits are compared."""
     folders = write(name, tmp_path, tiny_model("qwen3_moe"))
     quantized, dense = (load(folder) for folder in folders)
     experts = [layer for layer in quantized.modules() if isinstance(layer, Experts)]
@@ -92,7 +92,7 @@ def test_experts_are_those_of_the_format(tiny_model, tmp_path, ops, name):
 
 
 def test_deepseek_in_blocks_of_fp8(tiny_model, tmp_path, ops):
-    """With compressed queries and keys, and experts: as DeepSeek-V3 is published."""
+    """Like the published DeepSeek-V3, the model has compressed queries and keys, and experts."""
     folders = write("fp8-block", tmp_path, tiny_model("deepseek_v3"))
     quantized, dense = (load(folder) for folder in folders)
     linears = [layer for layer in quantized.modules() if isinstance(layer, ParallelLinear)]
@@ -168,7 +168,7 @@ def test_act_order_that_the_settings_do_not_name_is_refused_on_several_ranks(che
 
 @pytest.mark.parametrize("name", ["gptq-4", "gptq-4-rows"])
 def test_checkpoints_of_old_versions_of_autogptq(checkpoint, tmp_path, name):
-    """No g_idx, biases of zeros, and settings in a file of their own."""
+    """They have no g_idx, biases of zeros, and settings in a separate file."""
     folder, _ = checkpoint(name)
     old = shutil.copytree(folder, tmp_path / name)
     config = json.loads((old / "config.json").read_text())
@@ -579,7 +579,7 @@ def test_a_wrong_file_is_refused_with_its_key(checkpoint, tmp_path, name, change
 
 @pytest.mark.parametrize("name", ["gptq-4-rows", "awq", "ct-w8a8", "fp8-block"])
 def test_the_scale_of_weights_that_are_all_zero_may_be_zero(checkpoint, tmp_path, ops, name):
-    """As quantizers write it that divide the largest number by the range."""
+    """This is the scale of quantizers that divide the largest value by the range."""
     folder = shutil.copytree(checkpoint(name)[0], tmp_path / name)
     tensors = load_file(folder / "model.safetensors")
     scales = next(

@@ -1,4 +1,6 @@
-"""Other ways to say the same in settings of quantized checkpoints, and names of layers there."""
+"""Test different settings of quantized checkpoints with the same meaning, and the names of layers
+in them.
+"""
 
 import json
 import shutil
@@ -30,7 +32,7 @@ FILE = "model.safetensors"
 
 
 def changed_settings(folder, tmp_path, change, *, key="quantization_config", file=None):
-    """Return a copy of a checkpoint with other settings, which may be in a file of their own."""
+    """Return a copy of a checkpoint with other settings, in config.json or in a separate file."""
     copy = shutil.copytree(folder, tmp_path / "changed")
     config = json.loads((copy / "config.json").read_text())
     settings = change(config.pop("quantization_config"))
@@ -274,7 +276,7 @@ def test_modules_of_a_block_that_gptq_does_not_list_are_dense(tmp_path, has_list
     ],
 )
 def test_a_rule_for_one_part_of_a_layer_is_named(checkpoint, tmp_path, name, change, message):
-    """Its pattern may fit the name of the fused layer, qkv_proj or gate_up_proj, as well."""
+    """Its pattern may also match the name of the fused layer, qkv_proj or gate_up_proj."""
     copy = changed_settings(checkpoint(name)[0], tmp_path, lambda s: s | change)
     with pytest.raises(ConfigError, match=message):
         load(copy)
@@ -320,7 +322,7 @@ def test_a_layer_is_left_dense_by_the_name_of_the_fused_one(
 
 
 def test_renamed_experts_are_left_dense_by_their_names_in_the_checkpoint(tiny_model, tmp_path):
-    """Mixtral's `w1` and `block_sparse_moe` have other names here."""
+    """Mixtral's `w1` and `block_sparse_moe` have other names in this package."""
     folder, dense = write("ct-w8a16-channel", tmp_path, tiny_model("mixtral"), ("experts",))
     model = load(folder)
     experts = [layer for layer in model.modules() if isinstance(layer, Experts)]
@@ -361,7 +363,7 @@ def test_checkpoints_of_mlx_do_not_name_it(checkpoint, tmp_path, keys):
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_embeddings_of_mlx_are_stored_as_layers_are(checkpoint, tmp_path, is_tied):
-    """And one layer has settings of its own, another is dense."""
+    """One layer has its own settings, and another one is dense."""
     folder, dense_folder = checkpoint("mlx-4")
     copy, twin = (shutil.copytree(each, tmp_path / each.name) for each in (folder, dense_folder))
     tensors, dense = (load_file(each / "model.safetensors") for each in (copy, twin))
@@ -399,7 +401,7 @@ def test_embeddings_of_mlx_are_stored_as_layers_are(checkpoint, tmp_path, is_tie
 
 
 def test_auto_round_has_settings_of_single_layers(checkpoint, tmp_path):
-    """Layers of 16 bits are dense; the head is quantized if it has settings."""
+    """Layers with 16 bits are dense, and the head is quantized if it has settings."""
     folder, dense_folder = checkpoint("gptq-4")
     dense = "model.layers.1.mlp.down_proj"
     extra = {dense: {"bits": 16, "data_type": "fp"}, "lm_head": {"bits": 4}}

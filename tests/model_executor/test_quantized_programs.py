@@ -1,5 +1,6 @@
-"""Quantized layers of every format in the program of a model, split over ranks, and made of the
-dense layers of every family."""
+"""Test quantized layers in the program of a model: of every format, split over ranks, and rounded
+from the dense layers of every family.
+"""
 
 from dataclasses import replace
 
@@ -37,7 +38,7 @@ def checkpoint(tmp_path_factory):
 
 
 def load_for_cpu(folder, dtype="bfloat16", **model):
-    """Load a model as the worker of the CPU does: dense layers are packed, too."""
+    """Load a model like the worker of the CPU, which also packs dense layers."""
     config = make_config(folder, dtype)
     config = replace(config, model=replace(config.model, **model))
     return load_model(config, TPGroup(), torch.device("cpu"), CPUPacked())
@@ -95,7 +96,7 @@ def test_a_rank_has_its_part_of_every_format(checkpoint, monkeypatch, name, rank
 def test_a_rank_has_its_part_of_quantized_experts(
     tiny_experts, tmp_path, monkeypatch, name, is_whole
 ):
-    """Each expert in part, or some of them whole."""
+    """A rank has a part of each expert, or all of some experts."""
     monkeypatch.setattr("vllm.ops._ops", NativeOps())
     folders = write(name, tmp_path, tiny_experts)
     for rank in range(2):

@@ -1,5 +1,7 @@
-"""Which layers are quantized in checkpoints that also have a part for images: settings name layers
-with `language_model` in one of two places, or as the language model alone does."""
+"""Test which layers are quantized in checkpoints that also have a part for images.
+
+Settings name layers with `language_model` at one of two places in the name, or without it.
+"""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""Layers that the libraries of the formats have stored: the weights are theirs, bit for bit.
+"""Test layers that were stored by the libraries of the formats: the weights equal theirs, bit for
+bit.
 
 The files were made by tools/make_reference_checkpoints.py.
 """

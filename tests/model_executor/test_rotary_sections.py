@@ -1,4 +1,4 @@
-"""Rotations by several positions of a token (M-RoPE) equal the ones of transformers."""
+"""Test rotary embeddings with several positions of a token (M-RoPE) against transformers."""
 
 import pytest
 import torch

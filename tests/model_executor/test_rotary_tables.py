@@ -1,4 +1,4 @@
-"""Rotary tables against those of transformers: every type, to the last bit."""
+"""Test the rotary tables of every type against transformers, to the last bit."""
 
 import pytest
 import torch

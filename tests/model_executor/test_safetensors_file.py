@@ -1,4 +1,4 @@
-"""Reading tensors of a safetensors file into memory that is there already."""
+"""Test reading tensors of a safetensors file into existing memory."""
 
 import json
 
@@ -26,7 +26,7 @@ PARTS = [(), (slice(2, 9),), (slice(None), slice(1, 3)), (slice(1, 8), slice(2, 
 
 @pytest.fixture(autouse=True, params=[1, 64, 8 << 20])
 def part_bytes(request, monkeypatch):
-    """Of a read: less than a row, a few rows, everything."""
+    """Set the bytes of one read: less than a row, a few rows, or everything."""
     monkeypatch.setattr(safetensors_file, "_PART_BYTES", request.param)
 
 

@@ -1,4 +1,4 @@
-"""Weights saved per rank are the weights that each rank loads from the checkpoint."""
+"""Test that weights saved per rank equal the weights that each rank loads from the checkpoint."""
 
 import shutil
 from itertools import product

@@ -1,4 +1,4 @@
-"""A model that runs in stages gives the same bits as in one."""
+"""Test that a model gives the same bits in pipeline stages as in one piece."""
 
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ from vllm.model_executor.models.interface import CausalLM, PoolingModel
 
 
 def run_in_stages(model: CausalLM | PoolingModel, bounds: list[int], *inputs: Tensor) -> Tensor:
-    """Return the hidden states of a prompt, where each stage gives one tensor to the next."""
+    """Return the hidden states of a prompt; each stage passes one tensor to the next."""
     input_ids, positions, *types = inputs
     states = model.embed(input_ids)
     for first, end in pairwise(bounds):
@@ -24,7 +24,7 @@ def run_in_stages(model: CausalLM | PoolingModel, bounds: list[int], *inputs: Te
 
 
 def cuts_of(model: CausalLM | PoolingModel) -> list[list[int]]:
-    """Return every way to make two stages, and one layer per stage."""
+    """Return every division into two stages, and the division with one layer per stage."""
     count = model.num_layers
     return [*([0, cut, count] for cut in range(1, count)), list(range(count + 1))]
 

@@ -1,4 +1,4 @@
-"""Tiny seeded models with images, made with transformers, and their image processors."""
+"""Tiny models with images and fixed seeds, made with transformers, and their image processors."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -112,7 +112,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class GridModel:
-    """A model of transformers, and what belongs to it here."""
+    """A model of transformers, and the parts of this package for it."""
 
     config: dict[str, Any]
     """Values of config.json."""
@@ -125,7 +125,7 @@ class GridModel:
     encoder_class: Any
 
     def make_family(self, **settings: Any) -> Any:
-        """Return the family with some other settings."""
+        """Return the family with other settings."""
         return self.family(self.config, {**self.settings, **settings})
 
     def make_encoder(self, dtype: torch.dtype = torch.float32) -> Any:
@@ -177,7 +177,9 @@ def grid_model(name: str) -> GridModel:
 
 
 def image_processor_class(name: str) -> Any:
-    """Return the class of transformers that works with Pillow: version 4 has no other suffix."""
+    """Return the image processor class of transformers that uses Pillow; in version 4 its name has
+    no suffix.
+    """
     return getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
 
 

@@ -13,7 +13,7 @@ from vllm.multimodal.interface.source import MediaSource
 
 
 def decode(brightness: int, max_pixels: int = 10**6):
-    """Adds a brightness to each pixel; some contents are commands."""
+    """Return a job that adds a brightness to each pixel; some contents are commands."""
 
     def work(source: MediaSource) -> EncoderInput:
         match source.data:
@@ -39,7 +39,7 @@ def decode(brightness: int, max_pixels: int = 10**6):
 
 
 def tell_torch(needs_torch):
-    """Tells whether torch is there, as a job does whose image processor needs it or not."""
+    """Return a job that reports whether torch is imported, which depends on its image processor."""
     if needs_torch:
         import torch  # noqa: F401
     import transformers.utils

@@ -1,4 +1,4 @@
-"""Public hosts and others, in every spelling."""
+"""Test which hosts are public, in every spelling."""
 
 import pytest
 

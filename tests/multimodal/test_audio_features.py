@@ -1,5 +1,6 @@
-"""Log-mel features against `WhisperFeatureExtractor` of transformers, and settings that no feature
-extractor can have."""
+"""Test log-mel features against `WhisperFeatureExtractor` of transformers, and settings that no
+feature extractor can have.
+"""
 
 import json
 
@@ -25,7 +26,9 @@ SIZES = [
 
 
 def check_close(found, wanted):
-    """The logarithm of the little power that a frequency may have has few exact digits."""
+    """Check that features are close. Frequencies with very little power have few exact digits after
+    the logarithm.
+    """
     difference = np.abs(found - wanted)
     assert difference.max() < 5e-4 and difference.mean() < 1e-6
 

@@ -1,4 +1,4 @@
-"""Base64 of JSON bodies, and data: URLs."""
+"""Test base64 in JSON bodies, and data: URLs."""
 
 import base64
 import os

@@ -1,4 +1,4 @@
-"""URLs of clients: what is fetched, and what is refused before any connection is made."""
+"""Test URLs of clients: which are fetched, and which are refused before a connection is made."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ LONG_S = 60.0
 
 
 class Resolver:
-    """Knows some names; the answers of a name come one after the other."""
+    """Knows the addresses of some names, and returns the answers for a name one after another."""
 
     def __init__(self, **answers):
         self.answers = {name.replace("_", "."): list(each) for name, each in answers.items()}
@@ -45,7 +45,8 @@ async def local(host, port):
 
 @contextlib.asynccontextmanager
 async def serving(answers, tls=None):
-    """The port of a server with one answer for each connection, and the requests that it gets.
+    """Start a server with one answer for each connection; yield its port and the requests that it
+    gets.
 
     An answer is bytes, or a function that gets a writer.
     """
@@ -75,7 +76,7 @@ async def serving(answers, tls=None):
 
 
 def serve_and_fetch(answers, path="/a.png", *, name=NAME, tls=None, **options):
-    """Return the answer of such a server, and the requests that it got."""
+    """Fetch from such a server; return its answer, and the requests that it got."""
 
     async def run():
         fetcher = make_fetcher([name], resolve=local, **options)
@@ -88,7 +89,9 @@ def serve_and_fetch(answers, path="/a.png", *, name=NAME, tls=None, **options):
 
 @pytest.fixture
 def connections(monkeypatch):
-    """Requests that would have been sent, to which addresses; all are answered with "pixels"."""
+    """Return the list of requests that would have been sent, with their addresses. All are answered
+    with "pixels".
+    """
     sent = []
 
     async def get(target, addresses, max_bytes, budget):
@@ -464,7 +467,7 @@ def test_proxies_of_the_environment_are_not_used(monkeypatch):
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """The folder of cert.pem, for the name of these tests, and its key.pem."""
+    """Make a folder with cert.pem, for the host name of these tests, and its key.pem."""
     if shutil.which("openssl") is None:
         pytest.skip("needs the program openssl")
     folder = tmp_path_factory.mktemp("tls")

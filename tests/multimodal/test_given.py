@@ -1,4 +1,4 @@
-"""Images, sounds and videos that programs give as objects."""
+"""Test images, sounds and videos that programs give as objects."""
 
 import numpy as np
 import pytest

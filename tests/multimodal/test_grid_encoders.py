@@ -1,4 +1,4 @@
-"""Encoders of images of any size give the embeddings of transformers."""
+"""Test that encoders of images of any size give the embeddings of transformers."""
 
 import pytest
 import torch

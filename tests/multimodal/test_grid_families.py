@@ -1,4 +1,4 @@
-"""Images as grids of patches have the pixels, tokens and positions of transformers."""
+"""Test that images as grids of patches have the pixels, tokens and positions of transformers."""
 
 from importlib import import_module
 from pkgutil import iter_modules

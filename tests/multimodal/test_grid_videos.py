@@ -1,7 +1,7 @@
-"""Videos as grids of patches: pixels, tokens, positions and embeddings.
+"""Test videos as grids of patches: pixels, tokens, positions and embeddings.
 
-The sizes of frames are written once, by the rule that the video processors of transformers
-document; these processors need torchvision.
+The sizes of frames follow the rule that the video processors of transformers document. The test
+cannot compare with these processors, because they need torchvision.
 """
 
 import numpy as np
@@ -35,7 +35,7 @@ IDS = {
 
 
 class Vocabulary:
-    """Texts are their characters."""
+    """A tokenizer with one token per character."""
 
     def __call__(self, token):
         return IDS[token]
@@ -50,7 +50,7 @@ def video(count, height, width, fps=2.0):
 
 
 def runs_of(expansion, start=0):
-    """Return (index, n) of the embeddings of an expansion."""
+    """Return (index, length) of each series of embeddings in an expansion."""
     found = []
     for index, is_embedding in enumerate(expansion.is_embedding, start):
         if is_embedding and found and sum(found[-1]) == index:

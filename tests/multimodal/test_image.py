@@ -1,4 +1,4 @@
-"""Image files to pixels: formats, modes, limits, and damaged files."""
+"""Test decoding image files to pixels: formats, modes, limits, and damaged files."""
 
 import io
 import random
@@ -128,7 +128,7 @@ LEFT = np.broadcast_to(np.arange(WIDTH) < WIDTH // 2, (HEIGHT, WIDTH))
 
 
 def clear_left(mode="RGBA"):
-    """Return the image with a transparent left side, where its hidden color is black."""
+    """Return the image with a transparent left half, whose hidden color is black."""
     alpha = np.where(LEFT, 0, 255).astype(np.uint8)
     return Image.fromarray(np.dstack([np.where(LEFT[..., None], 0, PIXELS), alpha])).convert(mode)
 
@@ -236,7 +236,7 @@ def test_damaged_metadata_does_not_matter():
 
 
 def circular_tiff():
-    """Return a file whose first directory names itself as the next one."""
+    """Return a file whose first directory is also its next one."""
     data = bytearray(save(PICTURE, "TIFF"))
     (first,) = struct.unpack_from("<I", data, 4)
     (count,) = struct.unpack_from("<H", data, first)
@@ -356,7 +356,9 @@ def test_a_truncated_file_is_refused_unless_its_picture_is_complete(name):
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @pytest.mark.parametrize("name", SAMPLES)
 def test_damaged_files_are_refused_or_decoded(name):
-    """Whatever bits are wrong: nothing else is raised, and the pixels have their form."""
+    """Random bits are changed. A file is refused with the documented error, or its pixels have the
+    right shape.
+    """
     rng = random.Random(name)
     for _ in range(60):
         data = bytearray(SAMPLES[name])

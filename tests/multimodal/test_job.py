@@ -1,4 +1,4 @@
-"""The settings of the image processor that a request brings."""
+"""Test settings of the image processor that a request gives."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Files below a folder are read, and no others."""
+"""Test that files in the allowed folder are read, and no others."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tensors of images in files that other processes read, and how long the files live."""
+"""Test tensors of images in files that other processes read, and how long the files exist."""
 
 import asyncio
 import gc
@@ -36,7 +36,7 @@ for each in arrays:
 
 
 def num_files() -> int:
-    """Return how many files of images this process has open."""
+    """Return how many image files this process has open."""
     gc.collect()
     names = []
     for each in Path("/proc/self/fd").iterdir():
@@ -85,7 +85,7 @@ def test_a_file_is_closed_with_its_owner_and_cannot_be_read_then():
 
 
 class Sums:
-    """An encoder of images with one embedding."""
+    """An encoder that makes one embedding of an image."""
 
     def encode(self, items):
         return [item["pixels"].sum().float().view(1, 1) for item in items]

@@ -1,4 +1,4 @@
-"""Processes that decode media: results, errors, and the files that a killed process leaves."""
+"""Test processes that decode media: results, errors, and the files that a killed process leaves."""
 
 import asyncio
 import os

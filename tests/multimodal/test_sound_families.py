@@ -1,4 +1,4 @@
-"""Families that read sound: features, tokens and embeddings against transformers."""
+"""Test families that read sound: features, tokens and embeddings against transformers."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Encoders that take tiles of one size, against transformers."""
+"""Test encoders of tiles of one size against transformers."""
 
 from copy import deepcopy
 
@@ -140,7 +140,7 @@ def features_of(model, items):
 
 
 def states_of_mllama(model, item):
-    """Return the states of the tiles that an image fills; the text sees no others."""
+    """Return the hidden states of the tiles that an image fills; the text sees no others."""
     num_tiles = len(item["pixels"])
     tiles = torch.zeros(1, 1, 4, 3, SIDE, SIDE, dtype=model.dtype)
     tiles[0, 0, :num_tiles] = normalised(item)

@@ -1,4 +1,4 @@
-"""The pixels and tokens of families whose images are tiles, against transformers."""
+"""Test pixels and tokens of families whose images are tiles, against transformers."""
 
 import json
 import sys
@@ -546,7 +546,7 @@ def test_an_image_of_which_nothing_would_be_left_is_refused():
 
 
 def test_an_image_of_which_transformers_makes_too_few_tiles_is_refused(monkeypatch):
-    """Such as version 4 of an image with a side that it scales to 3 pixels."""
+    """Version 4 does this for an image with a side that it scales to 3 pixels."""
     family = llava_next()[0]
     tiles = np.zeros((2, 3, SIDE, SIDE), np.uint8)
     monkeypatch.setattr(family, "processor", lambda pixels: {"pixel_values": [tiles]})

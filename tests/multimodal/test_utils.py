@@ -1,4 +1,4 @@
-"""Images and sounds for the bodies of requests."""
+"""Test images and sounds for the bodies of requests."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""Files of videos: which frames are read, and what is refused."""
+"""Test video files: which frames are read, and which files are refused."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def read(data, **choice):
 
 
 def shown(found):
-    """Return the number of each frame, by its brightness."""
+    """Return the number of each frame, which is encoded in its brightness."""
     return np.rint(found.pixels.mean((1, 2, 3)) / 6).astype(int).tolist()
 
 
@@ -80,7 +80,7 @@ def cut(name, part):
 
 
 def with_size(data, width, height):
-    """Return an MP4 file whose description of the track has another size."""
+    """Return an MP4 file whose track header has another size."""
     edited = bytearray(data)
     at = edited.index(b"avc1") + 4 + 24
     edited[at : at + 4] = width.to_bytes(2, "big") + height.to_bytes(2, "big")

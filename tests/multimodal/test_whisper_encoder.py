@@ -1,4 +1,4 @@
-"""The encoder of Whisper against transformers."""
+"""Test the encoder of Whisper against transformers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The prompts, languages and time stamps of Whisper, against transformers where it has them."""
+"""Test prompts, languages and time stamps of Whisper, against transformers if it has them."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Tiny models of transformers whose images are tiles, and their encoders here."""
+"""Tiny models of transformers whose images are tiles, and their encoders in this package."""
 
 from importlib import import_module
 
@@ -49,8 +49,8 @@ def make_model(name, **config):
 def make_encoder(family, model, rename=lambda name: name, dtype=torch.float32):
     """Return the encoder of a family with the weights of a model of transformers.
 
-    Every parameter has to be in the checkpoint, and every tensor of the checkpoint that begins
-    with one of its prefixes has to be a parameter.
+    Check that the checkpoint has every parameter, and that every tensor with one of the encoder's
+    prefixes is a parameter.
     """
     module = import_module(f"vllm.model_executor.media.families.{family}")
     torch.set_default_dtype(dtype)
@@ -70,7 +70,7 @@ def make_encoder(family, model, rename=lambda name: name, dtype=torch.float32):
 
 
 def make_items(tiles_of_images, side=SIDE, **small):
-    """Return the tensors of images with random pixels, by their numbers of tiles.
+    """Return the tensors of images with random pixels, one for each number of tiles.
 
     Args:
         tiles_of_images: numbers.
@@ -90,6 +90,6 @@ def make_items(tiles_of_images, side=SIDE, **small):
 
 
 def normalised(item):
-    """Return what an image processor makes of the pixels of an image."""
+    """Return the normalised pixels of an image, as its image processor computes them."""
     mean, deviation = (torch.tensor(each)[:, None, None] for each in (MEAN, DEVIATION))
     return (item["pixels"] * (1 / 255) - mean) / deviation

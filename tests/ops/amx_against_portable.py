@@ -1,7 +1,7 @@
-"""A program: the kernels for AMX against those on portable tiles, bit by bit. Prints JSON.
+"""Compare the kernels for AMX with the kernels for portable tiles, bit by bit, and print JSON.
 
-Where the processor has no AMX, `amx_emulator.cpp` is preloaded; then it also says what became of a
-refused permission, and of wrong products.
+If the processor has no AMX, `amx_emulator.cpp` is preloaded. Then the program also reports what
+happens if the permission is refused, or if the instructions give wrong results.
 """
 
 import ctypes
@@ -97,7 +97,7 @@ def prompts() -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 
 def differing() -> tuple[int, list[str]]:
-    """Return how many kernels were compared, and where the bits differ."""
+    """Return the number of compared kernels, and the names of the ones whose bits differ."""
     cases = [*linear_layers(), *experts(), *prompts()]
     wrong = []
     for number, (name, run) in enumerate(cases):
@@ -113,7 +113,7 @@ def differing() -> tuple[int, list[str]]:
 
 
 class Emulator:
-    """`amx_emulator.cpp`, preloaded into this process."""
+    """Controls `amx_emulator.cpp`, which is preloaded into this process."""
 
     def __init__(self) -> None:
         self._functions: Any = ctypes.CDLL(None)
@@ -121,8 +121,9 @@ class Emulator:
         self._functions.amx_emulator_is_configured.restype = ctypes.c_bool
 
     def start(self, *, refuses: int = 0, errs: bool = False) -> str:
-        """Return the instruction set that is chosen when the request for tiles fails with this
-        errno, or when products are wrong."""
+        """Return the instruction set that is chosen if the request for tiles fails with this errno,
+        or if matmuls give wrong results.
+        """
         self._functions.amx_emulator_behave(refuses, errs)
         ctypes.CDLL(str(LIBRARY_PATH)).vllm_cpu_assume_amx()
         return CPUKernels(LIBRARY_PATH).isa
@@ -132,7 +133,7 @@ class Emulator:
         return dict(zip(names, self._functions.amx_emulator_counters()[: len(names)], strict=True))
 
     def is_configured(self) -> bool:
-        """Return whether this thread still has tiles."""
+        """Return whether this thread still has a tile configuration."""
         return bool(self._functions.amx_emulator_is_configured())
 
 

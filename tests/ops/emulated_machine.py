@@ -1,30 +1,35 @@
-"""Runs a command of this checkout on an emulated x86 machine: a real Linux kernel in Bochs.
+"""Run a command of this checkout on an emulated x86 machine: a real Linux kernel in Bochs.
 
     python -m tests.ops.emulated_machine [OPTIONS] -- python -m pytest tests/ops/test_cpu_linear.py
 
-For instruction sets that this processor lacks. The machine has this Python with its packages, this
-checkout with the kernel library as it is built here, no network, and a disk that forgets. What the
-command prints is shown while it runs, and its exit status is that of this program.
+It can run instruction sets that this processor lacks. The machine has this Python with its
+packages, this checkout with its built kernel library, no network, and a disk that is reset at each
+start. The output of the command is shown while it runs, and its exit status becomes the exit status
+of this program.
 
-What is needed, as Debian names it: `bochs` 3.0 or newer with `bochs-term` and `bochsbios`,
+The following Debian packages are needed: `bochs` 3.0 or newer with `bochs-term` and `bochsbios`,
 `grub-pc-bin` and `grub-common` (grub-mkrescue), `xorriso`, `mtools`, `cpio`, `busybox-static`, and
 a kernel for x86-64 of 5.16 or newer with its modules, installed or unpacked (`--kernel-root`).
 
-Linux starts in a minute, `import torch` takes two; the clock of the machine is slower than ours.
-Python and its packages are copied into an image of some gigabytes, which stays in `--folder`.
+Linux starts in a minute, and `import torch` takes two; the clock of the machine is slower than
+real time. Python and its packages are copied into an image of some gigabytes, which is kept in
+`--folder`.
 
-Bochs 3.0 cannot run `amx` as it is, so AMX is left out unless `--exclude` says otherwise. These
-are the faults that have to be mended in its source first, but for the conversion of bf16:
-- It has no XFD, without which Linux hands out no tiles: registers 0x1c4 and 0x1c5, bit 4 of EAX of
-  leaf 0xd.1 of CPUID, bit 2 of ECX of leaf 0xd.18, and #NM at instructions on the data of tiles.
-- XSAVE writes rows and bytes of a tile's configuration in each other's place, half of the rows of
-  its data, and takes tiles in use for unused ones. XRSTOR of the compact form miscounts where a
-  component begins after one that is in the image and is not asked for.
-- Products of bytes take signed bytes as unsigned.
-- VCVTNE2PS2BF16 (AVX512-BF16) takes both halves from its second operand. So attention in bf16 on
-  `avx512_bf16` and the sets above it has wrong numbers there, `amx` those of `amx_portable`.
-- Decoded instructions survive that they are overwritten: AMX_OK, bit 7 of what selects an entry of
-  their cache, moves it out of the 128 entries that are searched.
+Bochs 3.0 cannot run `amx` correctly, so AMX is left out unless `--exclude` says otherwise. Before
+that, these faults must be corrected in the source of Bochs, except the fourth:
+- It has no XFD, without which Linux gives no tiles to processes. This includes the registers 0x1c4
+  and 0x1c5, bit 4 of EAX of CPUID leaf 0xd.1, bit 2 of ECX of CPUID leaf 0xd.18, and the exception
+  #NM at instructions that use the data of tiles.
+- XSAVE exchanges the rows and the bytes in the configuration of a tile, writes half of the rows of
+  its data, and treats tiles in use as unused. XRSTOR of the compact form computes a wrong position
+  of a component after another component that is in the image but was not requested.
+- Products of bytes treat signed bytes as unsigned.
+- VCVTNE2PS2BF16 (AVX512-BF16) takes both halves from its second operand. So attention in bf16 gives
+  wrong results on `avx512_bf16` and the instruction sets above it, and `amx` gives the results of
+  `amx_portable`.
+- Decoded instructions remain in the instruction cache when their code is overwritten. The reason is
+  AMX_OK, bit 7 of the value that selects a cache entry: it moves the entry out of the 128 entries
+  that are searched.
 """
 
 import argparse
@@ -136,7 +141,7 @@ def checkout_files() -> dict[Path, Path]:
 
 
 def find_kernel(root: Path) -> tuple[Path, Path]:
-    """Return the newest kernel under this folder, and the folder of its modules."""
+    """Return the newest kernel below this folder, and the folder of its modules."""
     for kernel in sorted(root.glob("boot/vmlinuz-*"), reverse=True):
         version = kernel.name.removeprefix("vmlinuz-")
         for modules in (root / "lib/modules" / version, root / "usr/lib/modules" / version):
@@ -154,7 +159,9 @@ def unpacked(module: Path) -> bytes:
 
 
 def write_initrd(target: Path, modules: Path) -> None:
-    """Write the file system in which the machine starts: busybox, and the modules of the disks."""
+    """Write the file system in which the machine starts: busybox, and the kernel modules that the
+    disks need.
+    """
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         for name in ("bin", "modules", *FOLDERS):
@@ -197,7 +204,9 @@ def write_images(options: argparse.Namespace, folder: Path) -> None:
 
 
 def run_machine(bochs: str, folder: Path) -> int:
-    """Run it until it powers off. Returns the exit status of the command; 125: there is none."""
+    """Run the machine until it powers off. Return the exit status of the command; 125: there is
+    none.
+    """
     console = folder / "console"
     console.write_bytes(b"")
     # The display `term` of Bochs needs a terminal; nothing of it is shown.

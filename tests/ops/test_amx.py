@@ -1,4 +1,4 @@
-"""The machine code of the AMX kernels, on a processor with AMX or under an emulator of it."""
+"""Test the machine code of the AMX kernels, on a processor with AMX or under an emulator."""
 
 import json
 import os
@@ -18,8 +18,9 @@ CXX = shutil.which("c++")
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return what `amx_against_portable.py` prints, its log, and whether it ran without the
-    emulator."""
+    """Return the output of `amx_against_portable.py`, its log, and whether it ran without the
+    emulator.
+    """
     library = load_cpu_kernels()
     if library is None:
         pytest.skip("the C++ kernels are not built")

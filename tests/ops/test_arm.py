@@ -1,4 +1,4 @@
-"""The kernels of ARM: compiled by a cross compiler, and run by an emulator, where there are both.
+"""Test the ARM kernels with a cross compiler and an emulator, if both are installed.
 
 Debian has them as g++-aarch64-linux-gnu and qemu-user.
 """

@@ -1,4 +1,4 @@
-"""How the C++ kernels are built, loaded, and done without."""
+"""Test how the C++ kernels are built and loaded, and running without them."""
 
 import importlib.util
 import os
@@ -26,7 +26,7 @@ def setup_module() -> ModuleType:
 
 
 def run_python(code: str, **env: str) -> str:
-    """Return the standard output of a new interpreter that imports from this checkout."""
+    """Return the standard output of a new interpreter that imports this checkout."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(ROOT), **env},
@@ -112,8 +112,9 @@ def test_kernels_build_from_source_and_need_no_library_but_the_c_ones(setup_modu
 
 @pytest.mark.skipif(load_cpu_kernels() is None, reason="the C++ kernels are not built")
 def test_loading_the_library_runs_no_code_of_an_instruction_set():
-    """A constructor of its tables would be compiled for each of them, and end a process with SIGILL
-    where the processor has not all of them."""
+    """A constructor of a table would be compiled for each instruction set. It would stop the
+    process with SIGILL if the processor lacks one of them.
+    """
     assert b"_GLOBAL__sub_I_" not in LIBRARY_PATH.read_bytes()
 
 

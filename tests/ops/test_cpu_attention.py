@@ -1,5 +1,5 @@
-"""Attention of the C++ kernels against the formula written out in float64, soft cap and ALiBi
-included; and the promise that chunks and batches do not change a bit.
+"""Test attention of the C++ kernels against the formula in float64, with soft cap and ALiBi, and
+that chunks and batches do not change a bit.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ def seeded() -> None:
 
 @pytest.fixture
 def ops(isa: str) -> Ops:
-    """Run the C++ kernels, once for each instruction set of this machine."""
+    """Use the C++ kernels, with each instruction set of this machine, one after another."""
     return CPUOps()
 
 
@@ -50,7 +50,9 @@ class Heads:
 
 
 class Prompts:
-    """Requests of `seq_lens` random tokens, in shuffled blocks; what belongs to no token is NaN."""
+    """Requests of `seq_lens` random tokens in shuffled blocks; slots without a token contain
+    NaN.
+    """
 
     def __init__(self, seq_lens: list[int], heads: Heads) -> None:
         self.seq_lens, self.heads = seq_lens, heads
@@ -84,8 +86,11 @@ class Prompts:
         options: dict[str, Any] = NO_OPTIONS,
         last_keys: list[Tensor] | None = None,
     ) -> list[Tensor]:
-        """One launch; chunks: (request, first token, end). [tokens, H, D] of each. last_keys: by
-        request, of all of its tokens."""
+        """Run one forward pass; return [tokens, H, D] for each chunk.
+
+        chunks: (request, first token, end). last_keys: for each request, the last key that each of
+        its tokens sees.
+        """
         lens = [end - begin for _, begin, end in chunks]
         starts = [0, *torch.tensor(lens).cumsum(0).tolist()]
         padding = torch.full_like(self.queries[0][:1], float("nan"))
@@ -115,7 +120,7 @@ class Prompts:
         )
 
     def last_of_formula(self, options: dict[str, Any]) -> Tensor:
-        """Return what `decode` should return."""
+        """Return the result that `decode` must return."""
         rows = [self.formula(b, n - 1, n, **options) for b, n in enumerate(self.seq_lens)]
         return torch.cat(rows)
 
@@ -436,7 +441,7 @@ def test_what_does_not_fit_is_refused(ops):
     ("size", "value_size", "num_heads"), [(576, 512, 5), (96, 32, 19), (23, 9, 16)]
 )
 def test_values_that_are_the_first_numbers_of_the_keys(ops, size, value_size, num_heads, dtype):
-    """The cache of latent attention: decodes of several partitions, and prompts in chunks."""
+    """As in a latent cache, decodes have several partitions and prompts run in chunks."""
     prompts = Prompts([300, 1, 70], Heads(num_heads, 1, size, 16, dtype))
     prompts.values = prompts.keys
     options = {"sliding_window": None}
@@ -453,7 +458,7 @@ def test_values_that_are_the_first_numbers_of_the_keys(ops, size, value_size, nu
 
 @pytest.mark.parametrize("cache_dtype", [None, *FP8_DTYPES])
 def test_keys_alone_are_stored(ops, cache_dtype):
-    """And attention over a cache of eight-bit floats is what it is with another cache of values."""
+    """Attention over such a cache in FP8 is the same as with a separate cache of the values."""
     heads = Heads(4, 1, 40, 16, torch.bfloat16)
     prompts = Prompts([100], heads)
     keys = prompts.keys.flatten(0, 1)[prompts.slots(0)]

@@ -1,5 +1,6 @@
-"""A step of decodes in one call gives the tokens of its parts, with drafts and several times, too,
-and refuses what it cannot do."""
+"""Test a step of decodes in one call: it gives the tokens of its parts, with drafts and with
+several decodes, and refuses what it does not support.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ GREEDY_PARAMS, RANDOM_PARAMS = (1, 0, 0, 1, 0, 0, 1, 1), (0.7, 0, 20, 0.9, 0, 0,
 
 @pytest.fixture(autouse=True)
 def threads(restore_threads) -> None:
-    """Are set by some tests."""
+    """Restore the number of threads, which some tests set."""
 
 
 def head_of(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> Program:
@@ -72,7 +73,7 @@ class Setting:
         return [array.copy() for array in vars(self.arrays).values()]
 
     def tokens_of_parts(self, rows: list[int]) -> torch.Tensor:
-        """Return the tokens that the decoder, the head and the sampler give one after the other."""
+        """Return the tokens that decoder, head and sampler give one after another."""
         arrays = self.arrays
         chosen, indices, _ = self.launch(rows)
         tables = torch.from_numpy(arrays.block_tables[0][chosen])
@@ -99,7 +100,7 @@ class Setting:
 
 
 def make_setting(num_random: int = 3) -> Setting:
-    """Always the same one."""
+    """Return the same arrays and requests at each call."""
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
     blocks = rng.permutation(np.arange(1, NUM_BLOCKS))[: NUM_ROWS * MAX_BLOCKS]
@@ -160,7 +161,7 @@ def single_steps(rows: list[int], count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_drafts_are_verified_up_to_the_first_wrong_one(num_threads):
-    """Greedy rows and random ones, one without drafts, drafts that are wrong at each place."""
+    """Requests are greedy and random, one has no drafts, and drafts are wrong at each position."""
     torch.set_num_threads(num_threads)
     rows, num_right, num_drafts = [3, 0, 1, 2, 4, 5], [0, 0, 1, 2, 3, 3], [0, 2, 3, 3, 3, 3]
     want = single_steps(rows, 4)

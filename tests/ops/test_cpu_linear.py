@@ -1,4 +1,4 @@
-"""Packed weights against products in float64, for each instruction set that runs here."""
+"""Test packed weights against matmuls in float64, for each instruction set of this machine."""
 
 import os
 import subprocess
@@ -41,15 +41,16 @@ def packed_of(weight: Tensor, weight_format: WeightFormat | None) -> PackedWeigh
 
 
 def to_int8(x: Tensor) -> Tensor:
-    """Return rows rounded to 127 steps on each side, in float64."""
+    """Round rows to 127 steps on each side, in float64."""
     largest = x.float().abs().amax(-1, keepdim=True)
     steps = (x.float() * torch.where(largest > 0, torch.tensor(127.0) / largest, 0.0)).round()
     return steps.double() * (largest / 127).double()
 
 
 def to_int4(weight: Tensor) -> Tensor:
-    """Groups of 32 scaled so that the number of largest magnitude is -8, in float64. Scales are
-    float16 times a power of two of the row."""
+    """Round groups of 32, scaled so that the element of largest magnitude is -8, in float64. The
+    scales are float16 times a power of two of the row.
+    """
     unit = torch.exp2((weight.float().abs().amax(1, keepdim=True) / 8).log2().floor())
     groups = []
     for group in weight.float().split(32, dim=1):
@@ -61,7 +62,7 @@ def to_int4(weight: Tensor) -> Tensor:
 
 
 def in_blocks(x: Tensor, size: int) -> Tensor:
-    """Inputs as int4 weights meet them: int8 with a scale per block, in float64."""
+    """Return inputs as int4 kernels round them: int8 with a scale per block, in float64."""
     return torch.cat([to_int8(block) for block in x.split(size, dim=-1)], dim=-1)
 
 
@@ -103,7 +104,9 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(
 
 @pytest.mark.parametrize("weight_format", [None, INT8, INT4])
 def test_a_row_of_a_long_prompt_has_the_bits_that_it_has_alone(isa, weight_format, restore_threads):
-    """Matrix tiles multiply many rows with several panels at a time: the 21 here in fours."""
+    """Matrix tiles multiply many tokens with several panels at a time; here 21 panels in groups of
+    four.
+    """
     torch.set_num_threads(1)
     packed = packed_of(torch.randn(1300, 1640, dtype=BFLOAT16), weight_format)
     x = torch.randn(500, 1640).to(BFLOAT16)
@@ -140,7 +143,7 @@ def test_a_weight_that_is_not_a_number_reaches_the_result(isa, dtype, weight_for
 
 @pytest.mark.parametrize("weight_format", [INT8, INT4])
 def test_numbers_too_small_for_a_step_are_zero(isa, weight_format):
-    """A step of 1e-37 / 127 has no inverse in float32."""
+    """The inverse of a step of 1e-37 / 127 does not exist in float32."""
     small, large = torch.full((64, 64), 1e-37), torch.full((64, 64), 1e30)
     assert not packed_of(large, weight_format).linear(small).any()
     # int4 also has powers of two besides its scales, so its results may differ from zero.

@@ -1,4 +1,4 @@
-"""Packed experts against the torch reference, for each instruction set that runs here."""
+"""Test packed experts against the torch reference, for each instruction set of this machine."""
 
 from collections.abc import Callable
 
@@ -30,7 +30,7 @@ def seeded() -> None:
 
 
 def experts_of(num: int, hidden: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return gate_up and down, scaled so that results are about 1."""
+    """Return gate_up and down projections, scaled so that results are about 1."""
     gate_up = torch.randn(num, 2 * size, hidden) * 2 * hidden**-0.5
     return gate_up.to(dtype), (torch.randn(num, hidden, size) * size**-0.5).to(dtype)
 
@@ -132,7 +132,7 @@ def test_parts_of_the_experts_add_up_to_all(isa, dtype, weight_format, scales_in
 
 
 def composed(experts: list[list[PackedWeight]], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Return the same result from packed weights, expert by expert."""
+    """Compute the same result from packed weights, expert by expert."""
     gate, up, down = experts
     out = torch.zeros(x.shape)
     for token in range(len(x)):

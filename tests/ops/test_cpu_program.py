@@ -1,6 +1,6 @@
-"""What a program refuses, and that threads do not change it.
+"""Test what a program refuses, and that its result does not depend on threads.
 
-That it computes what the modules of a model do is tested in model_executor/test_fusion.py.
+model_executor/test_fusion.py compares it with the modules of a model.
 """
 
 import dataclasses
@@ -88,7 +88,7 @@ def make_model() -> Model:
 
 
 def record_layer(recorder: Recorder, layer: Layer, cos_sin: Tensor, x: Rows) -> Rows:
-    """The rows that attention and MLP of a layer put out; x is normed."""
+    """Record attention and MLP of a layer; return the outputs. x is already normalised."""
     q_size, kv_size = NUM_HEADS * HEAD_SIZE, NUM_KV_HEADS * HEAD_SIZE
     parts = recorder.linear(x, layer.qkv, None).split([q_size, kv_size, kv_size])
     query, key, value = (part.unflatten(-1, (-1, HEAD_SIZE)) for part in parts)
@@ -125,7 +125,7 @@ def program_of(model: Model) -> Program:
 
 
 def launch_of(num_decodes: int = 2, num_prefill: int = 3) -> dict[str, Any]:
-    """Decodes at position 9 and one prompt; every request has two blocks."""
+    """Return the inputs of decodes at position 9 and one prompt; every request has two blocks."""
     num_requests = num_decodes + (num_prefill > 0)
     tables = torch.arange(1, 1 + 2 * num_requests, dtype=torch.int32).view(-1, 2)
     positions = torch.tensor([9] * num_decodes + list(range(num_prefill)), dtype=torch.int64)
@@ -251,7 +251,7 @@ def test_embeddings_may_be_rows_of_a_quantized_weight(weight_format):
 
 
 def test_any_number_of_threads_has_the_same_bits():
-    """More of them than cores, too: none may wait for one that does not run."""
+    """There may be more threads than cores, so no thread may wait for one that does not run."""
     decoder = program_of(make_model())
     for launch in (launch_of(1, 0), launch_of(4, 14), launch_of(0, 16), launch_of(40, 0)):
         torch.set_num_threads(1)
@@ -288,7 +288,7 @@ def test_a_launch_without_tokens_gives_no_rows():
 
 
 def program_of_types(dtype: torch.dtype, is_tanh: bool, quantized: bool, keeps: bool):
-    """Return a program of embeddings, a matmul and GELU, and the same by operators."""
+    """Return a program of embeddings, a matmul and GELU, and the same computed by operators."""
     torch.manual_seed(1)
     tokens, types = (torch.randn(n, HIDDEN).to(dtype) for n in (VOCAB_SIZE, 3))
     weight, bias = torch.randn(70, HIDDEN).to(dtype), torch.randn(70).to(dtype)

@@ -1,4 +1,4 @@
-"""What the sampling kernels refuse; what they compute is tested in tests/sample."""
+"""Test what the sampling kernels refuse; tests/sample tests their results."""
 
 import re
 

@@ -1,4 +1,6 @@
-"""Threads of the C++ kernels: more of them than cores, and how evenly they share the work."""
+"""Test the threads of the C++ kernels: more threads than cores, and how evenly they divide the
+work.
+"""
 
 import json
 import shutil
@@ -61,8 +63,9 @@ def test_64_threads_have_the_bits_of_one(restore_threads):
 
 @pytest.fixture(scope="module")
 def shares(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[tuple[str, int], float]]:
-    """Return number of threads -> (what, rows) -> the largest share of a thread over the mean
-    share."""
+    """Return number of threads -> (layer, rows) -> the largest work of a thread divided by the
+    mean.
+    """
     program = tmp_path_factory.mktemp("shares") / "shares"
     build("work_shares.cpp", program, "-O0")
     found: dict[int, dict[tuple[str, int], float]] = {}
@@ -113,7 +116,7 @@ def test_threads_have_equal_shares_of_a_prompt_on_matrix_tiles(shares, model, nu
 def share_of_a_layer(
     shares: dict[tuple[str, int], float], model: str, rows: int, kind: str = ""
 ) -> float:
-    """Return the largest share of a thread over the mean share, by the sizes of the weights."""
+    """Return the largest work of a thread divided by the mean, by the sizes of the weights."""
     sizes = SIZES[model]
     time = sum(size * shares[f"{model} {name}{kind}", rows] for name, size in sizes.items())
     return time / sum(sizes.values())

@@ -1,4 +1,4 @@
-"""The gated delta rule against the recurrence, token by token in float64."""
+"""Test the gated delta rule against the recurrence, token by token in float64."""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""A KV cache of eight-bit floats: what is stored, and that both phases read it alike everywhere."""
+"""Test a KV cache in FP8: the stored values, and that prefills and decodes of every implementation
+read them alike.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ SCALES = (0.5, 1.7)  # scales of keys and of values
 
 
 def scales_of(num_kv_heads: int) -> dict[str, Tensor]:
-    """Return scales of keys and of values, another one for each head."""
+    """Return scales of keys and of values, different for each head."""
     by_head = 1 + torch.arange(num_kv_heads) / 4
     return {f"{of}_scales": s * by_head for of, s in zip(("key", "value"), SCALES, strict=True)}
 
@@ -33,7 +35,7 @@ def seeded() -> None:
 
 @pytest.fixture
 def ops(isa: str) -> Ops:
-    """Run the C++ kernels, once for each instruction set of this machine."""
+    """Use the C++ kernels, with each instruction set of this machine, one after another."""
     return CPUOps()
 
 
@@ -42,7 +44,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def store(ops: Ops, numbers: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    """[T, D] numbers as they come to lie in a cache."""
+    """Return the values [T, D] as they are stored in a cache."""
     new = numbers[:, None]  # one KV head
     cache = torch.zeros(len(numbers), 1, 1, numbers.shape[1], dtype=torch.uint8).view(dtype)
     other = cache.clone()
@@ -95,7 +97,7 @@ def test_inputs_become_the_nearest_numbers_within_a_limit(ops, dtype):
 
 
 class Launch:
-    """Requests of random tokens in a cache of fp8 numbers; what belongs to no token is NaN."""
+    """Requests of random tokens in an FP8 cache; slots without a token contain NaN."""
 
     def __init__(self, seq_lens: list[int], num_heads: int, shape: tuple[int, int], fp8) -> None:
         self.seq_lens, block_size = seq_lens, 16

@@ -1,4 +1,4 @@
-"""Experts in MXFP4 as the operator of a card takes them, against the same numbers in torch."""
+"""Test experts in MXFP4 with the operator of a card, against the same values in torch."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The operators of a Gaudi card against the torch reference; all of it runs in simulation."""
+"""Test the operators of a Gaudi card against the torch reference, in simulation."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -52,7 +52,7 @@ TOLERANCES = {
 
 
 class OnCard:
-    """`HPUOps` for tensors of the host: they go to the card, and what comes of them returns."""
+    """`HPUOps` for tensors of the host: copies them to the card, and the results back."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
@@ -186,7 +186,7 @@ def test_shapes_that_do_not_fit_are_named(ops):
 
 
 class Layer(nn.Module):
-    """All operators of a layer but attention."""
+    """All operators of a layer except attention."""
 
     def __init__(self, ops: Ops) -> None:
         super().__init__()
@@ -289,8 +289,10 @@ def fp8_experts(num_out: int, num_in: int, block_inputs: int) -> list[Fp8Weight]
 @pytest.mark.parametrize("is_lazy", [False, True])
 @torch.inference_mode()
 def test_experts_in_fp8_stay_in_fp8(card, block_inputs, is_lazy):
-    """One operator where it can run, else a product after the other. Of 5 experts the last 3 are
-    here, the others on another rank."""
+    """One operator computes them if it can, else one matmul after another.
+
+    This rank has the last 3 of 5 experts.
+    """
     bridge = SimBridge(card, is_lazy=is_lazy, is_strict=True)
     ops, size, hidden = HPUOps(bridge), 24, 32
     stored = [
@@ -317,7 +319,9 @@ def test_experts_in_fp8_stay_in_fp8(card, block_inputs, is_lazy):
 def assert_products(
     experts: ExpertProducts, gate: Tensor, up: Tensor, down: Tensor, most: float
 ) -> None:
-    """Of one expert alone. The error is at most so much of the result."""
+    """Check the matmuls of one expert. The largest error is a fraction `most` of the largest
+    result.
+    """
     for multiply, weight in (
         (experts.multiply_gate_up, torch.cat([gate[1], up[1]])),
         (experts.multiply_down, down[1]),
@@ -361,7 +365,7 @@ def mxfp4_experts(num_out: int, num_in: int) -> list[Mxfp4Weight]:
 
 
 def minimum_experts(num_out: int, num_in: int, bits: int) -> list[MinimumWeight]:
-    """As Q4_K and Q5_K, of groups of 8 inputs in place of 32."""
+    """Return experts like Q4_K and Q5_K, with groups of 8 inputs instead of 32."""
 
     def numbers() -> GroupScales:
         return GroupScales(

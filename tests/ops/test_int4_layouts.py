@@ -1,4 +1,6 @@
-"""int4 weights in the layouts of GPTQ and AWQ against their descriptions, on every processor."""
+"""Test int4 weights in the layouts of GPTQ and AWQ against the descriptions of these formats, on
+every processor.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +29,9 @@ def seeded() -> None:
 
 
 def words_of(numbers: Tensor, order: list[int]) -> Tensor:
-    """[..., 8 * W] numbers of 4 bits -> [..., W] int32: number order[i] of eight in bits 4 i."""
+    """Pack 4-bit values: [..., 8 * W] -> [..., W] int32. Value order[i] of eight is in the bits
+    from 4 i on.
+    """
     eights = numbers.long().unflatten(-1, (-1, 8))[..., order]
     words = (eights << torch.arange(0, 32, 4)).sum(-1)
     return torch.where(words < 2**31, words, words - 2**32).int()
@@ -35,7 +39,7 @@ def words_of(numbers: Tensor, order: list[int]) -> Tensor:
 
 @dataclass
 class Checkpoint:
-    """A weight as numbers, and as checkpoints store it."""
+    """A quantized weight as integers, and in the layouts of checkpoints."""
 
     q: Tensor
     """[in_features, out_features], 0 to 15."""
@@ -101,7 +105,7 @@ def test_weights_are_those_of_the_checkpoint(isa, num_out, num_in, group_size):
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 @pytest.mark.parametrize(("num_out", "num_in", "group_size"), SHAPES)
 def test_products_agree_with_the_weights_in_float64(isa, num_out, num_in, group_size, dtype):
-    """Up to what rounding the inputs of a block to 127 steps on each side costs."""
+    """The tolerance is the error of rounding the inputs of a block to 127 steps on each side."""
     checkpoint = Checkpoint.random(num_out, num_in, group_size)
     bias = torch.randn(num_out).to(dtype)
     for packed in (checkpoint.gptq(), checkpoint.awq()):

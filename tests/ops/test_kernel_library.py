@@ -1,4 +1,4 @@
-"""What the kernel library says of itself, and that one of other sources is refused."""
+"""Test how the kernel library describes itself, and that a library of other sources is refused."""
 
 import ctypes
 import re
@@ -23,7 +23,9 @@ pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels 
 
 @pytest.fixture
 def copy_with(tmp_path) -> Callable[[str, str], Path]:
-    """A copy of the library in which one text is another one of the same length."""
+    """Return a function that copies the library and replaces a text by another one of the same
+    length.
+    """
 
     def copy(old: str, new: str) -> Path:
         content = LIBRARY_PATH.read_bytes()
@@ -44,7 +46,7 @@ def test_a_library_of_other_sources_is_refused_with_the_command_that_builds_it(c
 
 
 def test_a_library_that_does_not_describe_itself_is_refused(copy_with):
-    """As those were that no hash was compiled into."""
+    """Libraries without a compiled-in hash were like this."""
     path = copy_with("vllm_cpu_abi", "vllm_cpu_old")
     assert not hasattr(ctypes.CDLL(str(path)), "vllm_cpu_abi")
     with pytest.raises(ConfigError, match=r"python setup\.py build_ext --inplace"):
@@ -52,7 +54,7 @@ def test_a_library_that_does_not_describe_itself_is_refused(copy_with):
 
 
 def test_without_sources_the_version_of_the_library_decides(copy_with, monkeypatch, tmp_path):
-    """As in a package that was installed from a wheel."""
+    """A package that was installed from a wheel has no sources."""
     monkeypatch.setattr(library_module, "_ROOT", tmp_path)
     assert CPUKernels(LIBRARY_PATH).isa == load_cpu_kernels().isa
     build = f"{__version__} {hash_sources(ROOT)}"

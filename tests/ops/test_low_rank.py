@@ -1,4 +1,4 @@
-"""The low-rank products of adapters: the kernels of every instruction set against torch."""
+"""Test the low-rank matmuls of adapters: the kernels of every instruction set against torch."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_kernels_give_what_torch_gives(isa, dtype, weights, num_threads, monkeyp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_heads_have_inputs_and_outputs_of_their_own(isa, dtype):
-    """What is behind the product of a head stays as it is; one A or B may be that of all heads."""
+    """Elements after the output of a head remain unchanged. All heads may share one A or one B."""
     torch.manual_seed(2)
     heads = [AdaptedLayer(number, number, 40, ((0, 70),)) for number in range(3)]
     shared = torch.randn(70, 5, dtype=dtype)

@@ -1,7 +1,8 @@
-"""Every implementation of the operators against the torch reference, over one parameter grid.
+"""Test every implementation of the operators against the torch reference, with one grid of
+parameters.
 
-The reference itself is checked against Hugging Face models, and its two attention operators
-against each other.
+The reference itself is checked against Hugging Face models, and its two attention operators against
+each other.
 """
 
 import math
@@ -41,22 +42,23 @@ def seeded() -> None:
 
 @pytest.fixture
 def ops(isa: str) -> Ops:
-    """Run the C++ kernels, once for each instruction set of this machine."""
+    """Use the C++ kernels, with each instruction set of this machine, one after another."""
     return CPUOps()
 
 
 def packed_qkv(
     num_tokens: int, num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v as a model has them: slices of one tensor, strided in dimension 0."""
+    """Return q, k and v as in a model: slices of one tensor, with strides in dimension 0."""
     qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_size, dtype=dtype)
     q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     return q, k, v
 
 
 class PagedCache:
-    """Random keys and values of some requests, in shuffled blocks. Slots that belong to no token
-    hold NaN, so that reading one shows."""
+    """Random keys and values of some requests in shuffled blocks. Slots without a token contain
+    NaN, so that reading one is noticed.
+    """
 
     def __init__(
         self,

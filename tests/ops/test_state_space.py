@@ -1,4 +1,4 @@
-"""Scans and convolutions against the recurrence, token by token in float64."""
+"""Test scans and convolutions against the recurrence, token by token in float64."""
 
 import pytest
 import torch

@@ -1,5 +1,7 @@
-"""Products of stored weights with 1 to 512 rows, on every processor: those of the formula, and the
-same bits for a row whatever other rows there are."""
+"""Test matmuls of stored weights with 1 to 512 tokens on every processor.
+
+Results equal the formula, and the bits of a token do not depend on the other tokens.
+"""
 
 import pytest
 import torch

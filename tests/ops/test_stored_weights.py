@@ -1,4 +1,6 @@
-"""Weights of quantized checkpoints in the C++ kernels against their formula, on every processor."""
+"""Test weights of quantized checkpoints in the C++ kernels against their formula, on every
+processor.
+"""
 
 from dataclasses import replace
 
@@ -88,7 +90,9 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_rows_and_products_are_those_of_the_formula(isa, name):
-    """Rows bit for bit; products up to the rounding of float32 sums, and of bfloat16 results."""
+    """Rows equal the formula bit for bit; matmuls up to the rounding of float32 sums and of
+    bfloat16 results.
+    """
     torch.manual_seed(0)
     weight = WEIGHTS[name]()
     dense, packed = weight.dequantize(), pack_stored(weight)
@@ -107,7 +111,9 @@ def test_rows_and_products_are_those_of_the_formula(isa, name):
 
 
 def test_codes_of_a_table_in_groups_that_fill_no_word_become_bytes():
-    """Each rank may have parts of groups. Values change by 0.4 % of the largest one of a table."""
+    """A rank may have a part of a group. Values change by at most 0.4 % of the largest value of a
+    table.
+    """
     weight = replace(in_table(64, 96, 4), table=torch.linspace(-1, 1, 16) ** 3)
     packed = pack_stored(weight)
     assert packed.weight_format is WeightFormat.UINT8
@@ -119,7 +125,7 @@ def test_codes_of_a_table_in_groups_that_fill_no_word_become_bytes():
 
 @pytest.mark.parametrize(("bits", "num_in"), [(4, 320), (2, 192), (8, 320)])
 def test_parts_of_groups_from_everywhere_are_the_product_of_sorted_inputs(isa, bits, num_in):
-    """As a rank has them: groups of 1 to 100 inputs."""
+    """A rank may have such inputs, in groups of 1 to 100."""
     torch.manual_seed(0)
     groups = torch.cat((torch.arange(5), torch.randint(0, 3, (num_in - 5,))))
     codes = torch.randint(0, 1 << bits, (72, num_in), dtype=torch.uint8)
@@ -148,7 +154,9 @@ def test_a_zero_point_that_is_no_number_leaves_parts_of_groups_to_torch():
 
 
 def test_an_infinite_input_does_not_reach_the_next_block(isa):
-    """Nothing is multiplied with zeros in place of weights: infinity times zero is no number."""
+    """The kernel must not multiply inputs of other blocks with 0, because infinity times 0 is
+    NaN.
+    """
     weight = Fp8Weight(
         numbers=torch.ones(64, 64).to(torch.float8_e4m3fn),
         scales=torch.ones(64, 4),
@@ -198,7 +206,9 @@ INT4_BLOCKS = {
 
 
 def mxfp4_in_groups(num_out: int, num_in: int, size: int) -> tuple[Tensor, PackedWeight]:
-    """A weight of E2M1 with scales of so many inputs: what it means, and as kernels read it."""
+    """Return E2M1 weights with one scale per `size` inputs: the dense values, and the packed
+    weight.
+    """
     wide = mxfp4(num_out, num_in)
     words = wide.blocks.flatten(1).view(torch.int32).T.contiguous()
     scales = (torch.rand(num_in // size, num_out) + 0.125).half().float()
@@ -211,8 +221,9 @@ def mxfp4_in_groups(num_out: int, num_in: int, size: int) -> tuple[Tensor, Packe
 
 @pytest.mark.parametrize("name", INT4_BLOCKS)
 def test_weights_of_4_and_5_bits_are_those_of_the_formula(isa, name):
-    """Rows bit for bit; products up to the rounding of float32 sums, with inputs as they are
-    rounded."""
+    """Rows equal the formula bit for bit; matmuls up to the rounding of float32 sums, with rounded
+    inputs.
+    """
     torch.manual_seed(0)
     make, block = INT4_BLOCKS[name]
     made = make()
@@ -242,7 +253,7 @@ def test_every_number_of_mxfp4_is_multiplied_exactly(isa):
 
 
 def test_sums_of_the_largest_numbers_do_not_overflow(isa):
-    """All inputs are 127 steps, all weights the largest number of their format."""
+    """All inputs are 127 steps, and all weights the largest value of their format."""
     ones, num_in = torch.ones(1, 256), 256
     whole_numbers = nibbles(64, num_in, 128)
     whole_numbers.words.fill_(-1), whole_numbers.scales.fill_(1), whole_numbers.zeros.fill_(1)
@@ -304,7 +315,7 @@ def test_a_row_does_not_depend_on_the_number_of_rows(isa, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_number_of_fp8_is_multiplied_exactly(isa, dtype):
-    """Also those below the smallest normal one; inputs are rows of the identity."""
+    """This includes subnormal values. The inputs are rows of the identity matrix."""
     magnitudes = torch.arange(127, dtype=torch.uint8)
     numbers = torch.cat((magnitudes, magnitudes + 128, magnitudes[:2])).view(64, 4)
     numbers = torch.stack([numbers.roll(shift, 1) for shift in range(4)], 1).view(64, 16)

@@ -1,4 +1,4 @@
-"""What planned engines leave in a process is removed after each module."""
+"""Remove what planned engines leave in a process, after each module."""
 
 import pytest
 

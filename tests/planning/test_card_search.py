@@ -1,4 +1,6 @@
-"""Figures of planned models, the throughput section of a plan, and cards for goals."""
+"""Test the figures of planned models, the throughput section of a plan, and finding cards for
+goals.
+"""
 
 import json
 from functools import partial

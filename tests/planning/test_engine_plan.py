@@ -1,5 +1,6 @@
-"""Planned engines against engines of a simulated card and of a CPU: memory by class, buckets, and
-the warm-up."""
+"""Test planned engines against engines on a simulated card and on a CPU: memory by class, buckets,
+and the warm-up.
+"""
 
 import json
 import random
@@ -185,7 +186,7 @@ def test_a_plan_has_the_memory_and_buckets_of_a_card(seed, checkpoint):
 
 @pytest.mark.parametrize("quantization", ["int4", "int8", "bitsandbytes"])
 def test_a_plan_has_the_weights_that_are_rounded_at_the_load(quantization, checkpoint):
-    """Whether a card stores them in few bits depends on their values."""
+    """Whether a card stores weights in few bits depends on their values."""
     settings = {"name": "mixtral", "card": "gaudi2", "dtype": "bfloat16", "max_num_seqs": 2}
     check_case({**settings, "max_model_len": 128, "quantization": quantization}, checkpoint)
 
@@ -207,7 +208,7 @@ def test_a_plan_of_quant_config_needs_no_measurement_and_writes_none(checkpoint,
 
 @pytest.mark.parametrize("card", ["gaudi2", "gaudi3"])
 def test_a_planned_card_has_the_kernels_of_a_card(card):
-    """What a kernel computes is tried although nothing else is computed."""
+    """A planned card tries the results of kernels, although it computes nothing else."""
     platform = PlannedPlatform(card)
     with on_planned_card(platform):
         planned = {name: platform.bridge.kernels.why_unused(name) for name in TRIALS}
@@ -257,7 +258,7 @@ def test_a_planned_start_makes_the_graphs_and_recipes_of_a_warm_up(enforce_eager
 
 @pytest.mark.parametrize("mode", ["torch.compile", "eager"])
 def test_a_plan_compiles_the_recipes_of_an_engine_in_eager_mode(mode, checkpoint):
-    """A layer is one recipe of a plan as well, although torch does not trace it."""
+    """In a plan, a layer is one recipe as well, although torch does not trace it."""
     settings = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 128}
     settings |= {"enforce_eager": MODES[mode][1], "skip_tokenizer_init": True}
     settings |= {"dtype": "bfloat16", "model": checkpoint("llama"), "num_gpu_blocks_override": 9}
@@ -299,7 +300,7 @@ def test_plans_of_other_cards_leave_the_work_of_a_plan_as_it_is(checkpoint):
 
 
 def test_the_stage_with_the_fewest_kv_blocks_decides_on_a_pipeline(checkpoint):
-    """Each stage has the weights that its worker loads."""
+    """Each stage counts the weights that its worker loads."""
     args = EngineArgs(
         model=checkpoint("llama"),
         max_model_len=128,
@@ -328,7 +329,7 @@ def test_the_stage_with_the_fewest_kv_blocks_decides_on_a_pipeline(checkpoint):
 
 
 def test_llama_8b_takes_what_published_logs_say(tmp_path):
-    """Logs have 14.97 to 15.05 GiB of weights, and 4,107 blocks in 64.17 GiB."""
+    """Published logs have 14.97 to 15.05 GiB of weights, and 4,107 blocks in 64.17 GiB."""
     args = EngineArgs(model=write_config(tmp_path), max_model_len=8192, skip_tokenizer_init=True)
     plan = make_engine_plan(args, "gaudi2")
     parameters = sum(p.nbytes for p in plan.worker.model.parameters())
@@ -432,8 +433,9 @@ def test_a_machine_that_is_too_small_is_refused(checkpoint):
     ],
 )
 def test_no_later_bucket_needs_a_larger_workspace_than_the_first(name, settings, checkpoint):
-    """Also with drafts, whose decodes have fewer requests and more logits, and with
-    cross-attention."""
+    """This includes drafts, whose decodes have fewer requests and more logits, and
+    cross-attention.
+    """
     drafts = {"method": "ngram", "prompt_lookup_max": 2, **settings} if settings else None
     args = EngineArgs(
         model=checkpoint(name),

@@ -1,4 +1,4 @@
-"""`vllm plan` with goals: what it prints, and what it refuses."""
+"""Test `vllm plan` with goals: its output, and refused goals."""
 
 import json
 

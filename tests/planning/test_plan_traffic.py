@@ -1,4 +1,4 @@
-"""`vllm plan --traffic`: the buckets for a traffic, their padding, and the file with them."""
+"""Test `vllm plan --traffic`: the buckets for a traffic, their padding, and the file with them."""
 
 import json
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_an_engine_with_optimal_buckets_is_planned_with_its_traffic(
 def test_traffic_beyond_the_limits_of_the_engine_is_cut_and_this_is_said(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Buckets of the engine end at 1024 tokens, so it runs longer prompts in parts."""
+    """The largest bucket of the engine has 1024 tokens, so longer prompts run in parts."""
     table = TrafficTable(128)
     table.add(Phase.PREFILL, 1, 1920, 0, count=3)
     table.add(Phase.DECODE, 900, 1, 900, count=4)

@@ -1,4 +1,4 @@
-"""Requests of a trace, replayed by the scheduler and the planner."""
+"""Test replaying the requests of a trace with the scheduler and the planner."""
 
 import random
 

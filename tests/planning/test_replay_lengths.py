@@ -1,4 +1,6 @@
-"""`--traffic` of an engine with lengths of requests: it gets the recorded traffic of a replay."""
+"""Test `--traffic` of an engine with a file of request lengths: the lengths are replayed, and the
+engine uses the recorded traffic.
+"""
 
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -50,7 +52,7 @@ def test_bad_lengths_are_one_line(content, words, tmp_path, monkeypatch, capsys)
         path.write_text(content)
 
     class Done:
-        """Of the process, which runs here."""
+        """The result of a process that is replaced by a call in this process."""
 
         def __init__(self, command, *, input, **given) -> None:
             monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(input)))

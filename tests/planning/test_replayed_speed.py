@@ -1,4 +1,4 @@
-"""The figures of a replay, and the highest rate that meets goals."""
+"""Test the figures of a replay, and the highest request rate that meets goals."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Files with lengths of requests: read, sampled, and refused in one line."""
+"""Test files with request lengths: reading, sampling, and errors of one line."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Simulated cards, and the stand-in for the vendor package."""
+"""Fixtures for simulated cards, and for the stand-in for the vendor package."""
 
 import gc
 import importlib
@@ -79,9 +79,9 @@ def vendor_engine(
     environment: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[ModuleType]:
-    """An engine made in the test runs on `RealBridge` over the stand-in, which records.
+    """Let an engine of the test run on `RealBridge` over the recording stand-in.
 
-    The card is lazy; make another `SimBridge` before the engine for one that is not.
+    The card is lazy; for an eager one, make another `SimBridge` before the engine.
     """
     environment()
     monkeypatch.setattr(vllm.ops, "_ops", None)
@@ -98,7 +98,7 @@ def vendor_engine(
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch):
-    """Set the variables that `envs.get()` returns, for this test."""
+    """Return a function that sets the variables for `envs.get()` in this test."""
 
     def set_environment(**variables: str) -> None:
         loaded = envs.Envs.load(variables)

@@ -1,4 +1,5 @@
-"""What holds for every bridge: the simulated ones, and the real one over a simulated card.
+"""Test the properties of every bridge: of the simulated ones, and of the real one over a simulated
+card.
 
 The real bridge runs on the stand-in package and on the card's own `habana_frameworks`.
 """

@@ -1,4 +1,6 @@
-"""Builds of the bridge that lack a kernel: they start, say what runs instead, and run it."""
+"""Test builds of the bridge that lack a kernel: the engine starts, logs which operators it uses
+instead, and runs them.
+"""
 
 import importlib
 
@@ -26,7 +28,7 @@ OLD = [name for name in IMPORTED if PARTS[name].since == OLDEST]
 
 
 def forget(part_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the names of a part out of the stand-in for the vendor package."""
+    """Remove the names of a part from the stand-in for the vendor package."""
     part = PARTS[part_name]
     module = importlib.import_module(f"habana_frameworks.torch.{part.module}")
     monkeypatch.delattr(module, part.names[0])
@@ -253,7 +255,7 @@ def test_a_simulated_release_has_what_came_before_it():
 
 
 def test_operators_without_kernels_are_those_of_torch():
-    """The three that the engine can do without, on the simulated card."""
+    """These are the three kernels that the engine does not need, on the simulated card."""
     absent = ["FusedSDPA", "FusedRMSNorm", "apply_rotary_pos_emb"]
     bridge = SimBridge("gaudi2", is_lazy=True, is_strict=True, absent=absent)
     ops, native = HPUOps(bridge), NativeOps()

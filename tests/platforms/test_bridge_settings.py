@@ -1,4 +1,6 @@
-"""Settings that the engine makes for the bridge: which, when, and whose value stays."""
+"""Test the settings that the engine makes for the bridge: which ones, when, and that values of the
+user are kept.
+"""
 
 import os
 import subprocess
@@ -40,7 +42,7 @@ def made() -> dict[str, str]:
 
 
 def open_card(environment, monkeypatch, **variables: str) -> dict[str, str]:
-    """Return what is set when the bridge is imported, with these variables of the user."""
+    """Return the settings at the import of the bridge, with these variables of the user."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     environment(**variables)
@@ -63,7 +65,7 @@ def open_card(environment, monkeypatch, **variables: str) -> dict[str, str]:
 def test_each_mode_gets_its_settings_before_the_bridge_is_imported(
     environment, card, vendor, monkeypatch, variables, is_lazy, early, at_last
 ):
-    """Those for which the mode has to be known come when the bridge has said it."""
+    """Settings that depend on the mode are made when the bridge has reported the mode."""
     SimBridge("gaudi2", is_lazy=is_lazy)
     assert open_card(environment, monkeypatch, **variables) == early
     assert made() == at_last
@@ -134,7 +136,7 @@ def test_a_simulated_card_gets_no_settings(environment):
 
 
 def test_commands_make_them_where_there_is_a_bridge(vendor, capsys):
-    """Before they import torch, which may import the bridge."""
+    """Commands do this before they import torch, which may import the bridge."""
     run_command(made, lambda: ())
     assert made() == EARLY
 
@@ -187,7 +189,9 @@ def test_a_report_without_a_bridge_shows_what_is_set(monkeypatch, capsys):
 
 
 def test_a_mode_that_is_not_known_gets_what_the_bridge_may_read_early():
-    """In lazy mode the early ones change nothing, so they need not wait for the bridge."""
+    """In lazy mode the early settings have no effect, so they are made without waiting for the
+    bridge.
+    """
     assert [setting.name for setting in bridge_settings(None)] == [*EARLY]
     assert [setting.name for setting in bridge_settings(True)] == [*ALWAYS]
     assert [setting.name for setting in bridge_settings(False)] == [*WITHOUT_LAZY]

@@ -1,4 +1,4 @@
-"""Sensors of Gaudi cards, through a stand-in for the vendor's package."""
+"""Test the sensors of Gaudi cards, with a stand-in for the vendor's package."""
 
 import inspect
 import logging

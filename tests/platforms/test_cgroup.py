@@ -1,4 +1,4 @@
-"""Limits of control groups, of both versions, read from files as the kernel writes them."""
+"""Test limits of control groups, of both versions, read from files as the kernel writes them."""
 
 from pathlib import Path
 

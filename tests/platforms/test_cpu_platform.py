@@ -1,4 +1,4 @@
-"""What the CPU platform answers."""
+"""Test the answers of the CPU platform."""
 
 import psutil
 import pytest

@@ -1,4 +1,4 @@
-"""Cores and threads of the CPU device."""
+"""Test the cores and threads of the CPU device."""
 
 import json
 import os
@@ -88,8 +88,9 @@ def test_cores_are_written_as_ranges(cores, text):
 
 
 def machine(folder: Path, rows: list[tuple[int, int, int, str]]) -> Path:
-    """Simulate what the system shows of cores: (node, socket, physical core, hardware threads of
-    it) each."""
+    """Simulate the system's view of its cores: (node, socket, physical core, hardware threads) of
+    each.
+    """
     for core, (node, package, physical, siblings) in enumerate(rows):
         topology = folder / "cpu" / f"cpu{core}" / "topology"
         topology.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The real bridge calls the vendor package only by what its documentation names."""
+"""Test that the real bridge uses only documented names of the vendor package."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""Which device is chosen, and what the HPU platform answers."""
+"""Test which device is chosen, and the answers of the HPU platform."""
 
 import subprocess
 import sys

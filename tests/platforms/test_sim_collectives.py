@@ -1,4 +1,4 @@
-"""Collectives of tensors on simulated cards, over gloo; each card is a process."""
+"""Test collectives of tensors on simulated cards, over gloo, with one process for each card."""
 
 import subprocess
 import sys
@@ -55,7 +55,7 @@ def group_of_one(backend: str, store: Path) -> Iterator[None]:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
-    """Make a group of this process only."""
+    """Make a group with only this process."""
     with group_of_one("gloo", tmp_path / "store"):
         yield
 
@@ -124,7 +124,7 @@ class _SumAndGather(torch.nn.Module):
 
 
 def test_in_strict_mode_a_recorded_collective_needs_a_step_before_it(alone):
-    """By itself and inside a graph, whose capture then has a part for each step."""
+    """This holds outside and inside a graph, whose capture then has a part for each step."""
     x = torch.ones(2, 3)
     for is_strict in (True, False):
         bridge = SimBridge("gaudi2", is_lazy=True, is_strict=is_strict, has_lazy_collectives=True)

@@ -1,4 +1,4 @@
-"""When the simulated card compiles, and the time it says that takes."""
+"""Test when the simulated card compiles, and the time that it reports for it."""
 
 import pytest
 import torch
@@ -182,7 +182,9 @@ def write_in_place(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor)
 
 @pytest.mark.parametrize("mode", ["torch.compile", "lazy", "HPU graph"])
 def test_a_write_through_a_view_is_charged_a_copy_of_the_whole_tensor(mode):
-    """And a write to the tensor itself none, so that a cache of any size costs the same."""
+    """A write to the tensor itself costs no copy, so its cost does not depend on the size of the
+    cache.
+    """
     bridge = SimBridge("gaudi2", is_lazy=mode != "torch.compile")
     slots, rows = torch.tensor([3, 1]).to("hpu"), on_card(2, 8)
     copies, peaks, outputs = [], [], []

@@ -1,4 +1,4 @@
-"""Tensors of the simulated device: where they live, what they cost, what is refused."""
+"""Test tensors of the simulated device: their memory, their cost, and refused operations."""
 
 import gc
 

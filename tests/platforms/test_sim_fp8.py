@@ -1,4 +1,4 @@
-"""FP8 on the simulated cards, whose numbers differ in range."""
+"""Test FP8 on the simulated cards, whose FP8 values have different ranges."""
 
 import pytest
 import torch

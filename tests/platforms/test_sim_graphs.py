@@ -1,4 +1,4 @@
-"""HPU graphs of the simulated card."""
+"""Test HPU graphs of the simulated card."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,6 @@
-"""Indices outside of a tensor: a card skips them, a strict simulation does not."""
+"""Test indices outside of a tensor: a card skips them, and a strict simulated card raises an
+error.
+"""
 
 import pytest
 import torch

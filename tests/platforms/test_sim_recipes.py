@@ -1,4 +1,4 @@
-"""Recipes on disk: what one process compiled, the next one need not."""
+"""Test recipes on disk: recipes that one process compiled are not compiled by the next one."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Compile-only mode of the simulated card: all is counted, nothing is computed."""
+"""Test the compile-only mode of the simulated card: everything is counted, nothing is computed."""
 
 from contextlib import nullcontext
 
@@ -148,8 +148,9 @@ def test_large_results_take_no_memory_of_the_host(lazy):
 
 
 def warm_up_and_run(mode: dict[str, bool], block: str) -> tuple[object, ...]:
-    """Warm up on two sizes inside `block` of the bridge, then run. Returns everything that can be
-    compared."""
+    """Warm up two sizes inside `block` of the bridge, then run. Return everything that can be
+    compared.
+    """
     bridge = SimBridge("gaudi2", **mode)
     layer, cache, peaks = make_layer(), bridge.zeros((8, 8), torch.float32), []
     wrapped = bridge.wrap_in_hpu_graph(layer) if bridge.is_lazy else layer
@@ -172,7 +173,7 @@ def warm_up_and_run(mode: dict[str, bool], block: str) -> tuple[object, ...]:
 
 @pytest.fixture
 def computed(mode, monkeypatch):
-    """A warm-up that is computed."""
+    """Return the results of a warm-up that computes."""
     monkeypatch.setattr(SimBridge, "computed", lambda bridge: nullcontext(), raising=False)
     return warm_up_and_run(mode, "computed")
 

@@ -1,4 +1,4 @@
-"""The simulated card as `habana_frameworks`: what other libraries find there."""
+"""Test the simulated card as `habana_frameworks`, as other libraries see it."""
 
 import importlib
 from importlib.util import find_spec

@@ -1,7 +1,7 @@
-"""An engine through `RealBridge`, over a package that has the documented names and no other.
+"""Test an engine on `RealBridge`, over a package that has only the documented names.
 
-The package is the stand-in, which records, and computes on a simulated card: what this shows of a
-real one is that no call is made that its documentation does not have.
+The package is the stand-in, which records, and computes on a simulated card: so the test shows that
+the engine makes only documented calls.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Thoughts and answer, in pieces and as a whole."""
+"""Test the parsers of thoughts and answers, in pieces and as a whole."""
 
 import pytest
 from hypothesis import given, settings
@@ -166,7 +166,7 @@ def test_any_text_is_read_the_same_in_pieces_and_nothing_is_made_up(text, size):
 
 
 class Tokenizer:
-    """One token per letter."""
+    """A tokenizer with one token per letter."""
 
     def encode(self, text, add_special_tokens):
         assert not add_special_tokens

@@ -48,7 +48,7 @@ def make_state(
     outputs: Sequence[Sequence[int]] | None = None,
     **options: Any,
 ) -> SamplingState:
-    """Make a state with request i in row i, with the output it has so far."""
+    """Make a state with request i at batch index i, with its output so far."""
     state = SamplingState(len(requests), vocab_size, CPU, **options)
     for row, request in enumerate(requests):
         state.add(row, request, list(outputs[row]) if outputs else [])
@@ -75,7 +75,9 @@ def sample(
 
 
 def draws(logits: Tensor, num_draws: int, **params: Any) -> np.ndarray:
-    """Return the tokens of one request at positions 0, 1, ..., always from the same logits [V]."""
+    """Return the tokens of one request at positions 0, 1, ..., from the same logits [V] at each
+    position.
+    """
     state = make_state([make_request(**params)], len(logits))
     metadata = state.metadata(np.zeros(num_draws, np.int32), np.arange(num_draws, dtype=np.int32))
     output = Sampler()(logits.expand(num_draws, -1), metadata)
@@ -91,7 +93,9 @@ def reference_probs(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> np.ndarray:
-    """Return the distribution [V] that the parameters define, in float64; no ties at any limit."""
+    """Return the distribution [V] that the parameters define, in float64, if no values tie at a
+    limit.
+    """
     scaled = logits.double().numpy() / temperature
     probs = np.exp(scaled - scaled.max())
     probs /= probs.sum()

@@ -1,4 +1,6 @@
-"""The sampler on C++ kernels against the one of torch, for each instruction set that runs here."""
+"""Test the sampler with C++ kernels against the torch sampler, for each instruction set of this
+machine.
+"""
 
 import copy
 from collections.abc import Iterator
@@ -46,7 +48,7 @@ def make_torch(num_rows: int, vocab_size: int, device: torch.device):
 
 
 def mixed_requests(num_rows: int, vocab_size: int):
-    """Return requests with every feature, and each of them with many random numbers."""
+    """Return requests with every feature, several of each with different random numbers."""
     rng = np.random.default_rng(vocab_size)
     prompts = rng.integers(0, vocab_size, (num_rows, 20)).tolist()
     return [
@@ -95,7 +97,9 @@ def test_greedy_is_the_first_of_the_largest_logits(isa, vocab_size):
 
 
 def kept_tokens(make, logits: torch.Tensor, params) -> list[int]:
-    """One row per token, whose random numbers let that token win if it may come at all."""
+    """Return the tokens that may be sampled, by sampling once for each token with random numbers
+    that favour it.
+    """
     vocab_size = len(logits)
     state, sampler = make(1, vocab_size, CPU)
     state.add(0, make_request(**params), [])
@@ -164,7 +168,7 @@ def restored() -> Iterator[None]:
 
 
 def test_neither_neighbours_nor_threads_nor_instruction_sets_change_a_token(restored):
-    """A flat distribution, where a last bit often decides."""
+    """The distribution is flat, so the last bit often decides."""
     vocab_size, n = 4096, 20 * len(MIXED)
     requests = mixed_requests(n, vocab_size)
     logits = random_logits(n, vocab_size, 0.3)
@@ -185,7 +189,9 @@ def test_random_numbers_are_those_of_numpy_but_for_the_last_bits(isa):
 
 
 def test_random_numbers_next_to_the_ends_are_exact_too(isa):
-    """Where log(x) is near 0 for x near 1, and at both ends of the numbers that there are."""
+    """Check log(x) for x near 1, where it is near 0, and the smallest and largest random
+    numbers.
+    """
     keys = stream_keys(np.arange(3000))
     positions = np.zeros(3000, np.int64)
     want = exponentials_at(keys, positions, 1000)

@@ -1,4 +1,4 @@
-"""Log-probabilities of the model's own distribution."""
+"""Test log-probabilities of the model's own distribution."""
 
 import numpy as np
 import pytest

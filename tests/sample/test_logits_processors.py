@@ -1,4 +1,4 @@
-"""Logits processors that users pass in SamplingParams."""
+"""Test logits processors that users pass in SamplingParams."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Packed masks, and the threads that fill them."""
+"""Test packed masks, and the threads that fill them."""
 
 import threading
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from vllm.sample.state import SamplingState
 
 
 class FakeMatcher:
-    """Allows one token after the other; can be held up, and can fail."""
+    """Allows one token after another. It can wait and fail."""
 
     def __init__(self, vocab_size: int, first: int = 0) -> None:
         self.vocab_size, self.next = vocab_size, first

@@ -1,4 +1,4 @@
-"""The rules of a model for its outputs, against the logits processors of transformers."""
+"""Test the rules of a model for its outputs against the logits processors of transformers."""
 
 import random
 from types import SimpleNamespace
@@ -56,7 +56,7 @@ def make_request(rules, **params):
 
 
 def expected_logits(logits, output, has_times):
-    """Return logits [V] after the processors that `generate` of Whisper has."""
+    """Return the logits [V] after the processors that `generate` uses for Whisper."""
     config = SimpleNamespace(
         no_timestamps_token_id=NO_TIMES,
         eos_token_id=END,
@@ -70,7 +70,9 @@ def expected_logits(logits, output, has_times):
 
 
 def random_output(rng):
-    """Return text with time stamps, in an order that the rules allow, or the start of it."""
+    """Return text with time stamps in an order that the rules allow, or the start of such a
+    text.
+    """
     output, time = [FIRST_TIME + rng.randint(0, 5)], 5
     for _ in range(rng.randint(0, 3)):
         output += rng.choices(range(40), k=rng.randint(1, 3))

@@ -1,4 +1,4 @@
-"""Penalties against loops in plain Python and against transformers."""
+"""Test penalties against loops in plain Python and against transformers."""
 
 import random
 
@@ -15,7 +15,7 @@ VOCAB_SIZE = 60
 
 
 def penalised(state, logits: torch.Tensor, num_done: int = 0) -> torch.Tensor:
-    """Return the logits [n, V] of rows 0..n-1 after penalties only."""
+    """Return the logits [n, V] of requests 0..n-1 after penalties, without other features."""
     n = len(logits)
     metadata = state.metadata(np.arange(n, dtype=np.int32), np.full(n, num_done, np.int32))
     copy = padded_copy(logits, Buffers())
@@ -25,7 +25,7 @@ def penalised(state, logits: torch.Tensor, num_done: int = 0) -> torch.Tensor:
 
 
 def reference(logits, prompt, output, presence=0.0, frequency=0.0, repetition=1.0):
-    """Compute penalties one token after the other."""
+    """Compute penalties token by token."""
     result = []
     for token, logit in enumerate(logits):
         count = sum(1 for t in output if t == token)

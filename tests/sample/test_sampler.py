@@ -1,4 +1,6 @@
-"""Greedy rows, bad logits, mixed batches, and what a device with static shapes may see."""
+"""Test greedy requests, invalid logits, mixed batches, and the tensors of a device with static
+shapes.
+"""
 
 import random
 from dataclasses import fields, is_dataclass
@@ -86,7 +88,9 @@ def test_greedy_rows_of_a_mixed_batch_take_the_largest_logit(pass_elements, dtyp
 @pytest.mark.parametrize("vocab_size", [1000, 4096, 5000])
 @pytest.mark.parametrize("pass_elements", [None, 2**14, 2**20])
 def test_a_row_samples_the_same_alone_and_in_any_crowd(pass_elements, vocab_size):
-    """Every feature next to every other, over steps, in changing order, with and without passes."""
+    """Each feature runs next to each other feature, over several steps, in changing order, in one
+    pass and in several.
+    """
     n = len(MIXED)
     requests = mixed_requests(vocab_size)
     crowd = make_state(requests, vocab_size)
@@ -111,7 +115,9 @@ def test_a_row_samples_the_same_alone_and_in_any_crowd(pass_elements, vocab_size
     "params", [{}, {"top_p": 0.9}, {"top_k": 100, "top_p": 0.95}, {"min_p": 1e-3}], ids=str
 )
 def test_neighbours_do_not_even_change_the_rounding(params, pass_elements):
-    """A flat distribution over 4096 tokens, where a last bit often decides between two of them."""
+    """The distribution over 4096 tokens is flat, so the last bit often decides between two
+    tokens.
+    """
     vocab_size, num_draws = 4096, 1500
     crowd = make_state([make_request(seed=7, **params), *mixed_requests(vocab_size)], vocab_size)
     alone = make_state([make_request(seed=7, **params)], vocab_size)
@@ -212,7 +218,7 @@ def test_no_row_is_an_empty_result():
 
 
 def test_sampling_never_reads_a_value_back_from_the_device():
-    """On the meta device every value is missing, so anything that needs one raises."""
+    """Tensors on the meta device have no values, so an operator that reads one raises."""
     vocab_size = 1000
     requests = [r for r in mixed_requests(vocab_size) if not r.sampling_params.logits_processors]
     n = len(requests)
@@ -228,7 +234,7 @@ def test_sampling_never_reads_a_value_back_from_the_device():
 
 
 def shapes_of(value) -> dict[str, object]:
-    """Return the shapes of all tensors, and the host fields that choose operators."""
+    """Return the shapes of all tensors, and the host fields that determine the operators."""
     if isinstance(value, torch.Tensor):
         return {"": tuple(value.shape)}
     if is_dataclass(value):

@@ -1,4 +1,4 @@
-"""logit_bias, allowed_token_ids, bad_words and min_tokens."""
+"""Test logit_bias, allowed_token_ids, bad_words and min_tokens."""
 
 import random
 
@@ -27,8 +27,9 @@ VOCAB_SIZE = 40
 
 
 def preference(*token_ids: int) -> torch.Tensor:
-    """Return logits [1, V] with which a greedy row chooses the first of these tokens that is
-    allowed."""
+    """Return logits [1, V] with which a greedy request samples the first of these tokens that is
+    allowed.
+    """
     logits = torch.zeros(1, VOCAB_SIZE)
     for rank, token_id in enumerate(token_ids):
         logits[0, token_id] = 10.0 - rank
@@ -130,7 +131,7 @@ def test_bad_words_with_a_common_beginning_are_all_banned():
     st.lists(st.integers(0, 2), max_size=8),
 )
 def test_no_output_ever_contains_a_bad_word(words, start):
-    """With three tokens to choose from; a row ends where all of them are banned."""
+    """There are three tokens to choose from, and a request finishes when all of them are banned."""
 
     def holds_bad_word(text: list[int]) -> bool:
         return any(text[i : i + len(word)] == word for word in words for i in range(len(text)))

@@ -1,4 +1,4 @@
-"""What random rows sample, against the distribution that their parameters define."""
+"""Test the samples of random requests against the distribution that their parameters define."""
 
 import os
 
@@ -78,7 +78,9 @@ def test_seeds_at_one_position_follow_the_distribution_too():
 
 
 def races_for_each(num_tokens: int) -> torch.Tensor:
-    """[num_tokens, K] random numbers with which row i takes token i, unless it has no weight."""
+    """Return [num_tokens, K] random numbers with which row i samples token i, unless its weight is
+    0.
+    """
     token = torch.arange(num_tokens)
     races = torch.ones(num_tokens, num_draws(num_tokens))
     races[token, token // BLOCK_SIZE] = 1e-20
@@ -149,7 +151,7 @@ def test_the_threshold_of_top_p_has_the_same_bits_in_any_batch(vocab_size):
 
 
 def test_min_p_is_a_share_of_the_likeliest_after_temperature():
-    # Probabilities relative to the likeliest token: e**-2, e**-1, 1.
+    # Probabilities relative to the most likely token: e**-2, e**-1, 1.
     logits = torch.tensor([0.0, 1.0, 2.0])
     assert set(draws(logits, 500, min_p=0.2)) == {1, 2}
     assert set(draws(logits, 500, min_p=0.2, temperature=2.0)) == {0, 1, 2}
@@ -178,7 +180,7 @@ def test_top_k_may_be_large(top_k):
 
 
 def test_top_k_looks_only_at_promising_blocks_and_still_finds_all():
-    """With few candidates in a large vocabulary not all blocks are searched."""
+    """If top_k is small and the vocabulary large, only some blocks are searched."""
     logits = random_logits(20_000, seed=7, scale=0.1)
     # Several of the best tokens are in one block.
     best = torch.tensor([5, 6, 7, 130, 9_999, 19_990, 19_999])
@@ -204,7 +206,7 @@ def test_the_lowest_temperature_does_not_overflow():
 @repeatable
 @given(st.data())
 def test_a_token_without_probability_is_never_drawn(data):
-    """Whatever the weights, also where quotients underflow or all but one are zero."""
+    """This holds for any weights, even if quotients underflow or all weights except one are 0."""
     width = data.draw(st.integers(1, 3)) * BLOCK_SIZE
     positive = data.draw(st.lists(st.integers(0, width - 1), min_size=1, max_size=20))
     values = data.draw(
@@ -231,7 +233,9 @@ def test_a_draw_follows_the_weights_over_several_blocks():
 
 
 def test_rounding_errors_of_the_logits_rarely_change_the_draw():
-    """What a batch of another size does to logits must not give a seeded request other tokens."""
+    """The rounding of logits depends on the batch size, but a seeded request should keep its
+    tokens.
+    """
     generator = torch.Generator().manual_seed(4)
     num_rows, width = 2000, 32 * BLOCK_SIZE
     logits = torch.randn(num_rows, width, generator=generator)
@@ -245,7 +249,7 @@ def test_rounding_errors_of_the_logits_rarely_change_the_draw():
 
 
 def test_forbidden_tokens_of_the_model_are_never_sampled():
-    """A model may set logits of unused vocabulary to -inf itself."""
+    """A model may set the logits of unused tokens to -inf itself."""
     logits = random_logits(200, seed=9)
     logits[::2] = -torch.inf
     for params in ({}, {"top_p": 0.95}, {"top_k": 150}, {"min_p": 0.01}, {"temperature": 0.0}):

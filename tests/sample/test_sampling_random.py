@@ -1,4 +1,4 @@
-"""Counter-based random numbers."""
+"""Test counter-based random numbers."""
 
 import numpy as np
 import pytest
@@ -14,13 +14,15 @@ INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray, stream: int = 0) -> np.ndarray:
-    """Return [n] the first number at `positions[i]` in a stream of `seeds[i]`, made uniform."""
+    """Return the first random number [n] at `positions[i]` in a stream of `seeds[i]`, converted to
+    be uniform.
+    """
     first = exponentials_at(stream_keys(seeds, stream), positions, 1)[:, 0]
     return np.exp(-first.astype(np.float64))
 
 
 def grid(num_seeds: int, num_positions: int, first_seed: int = 0, stream: int = 0) -> np.ndarray:
-    """[seeds, positions] numbers of consecutive seeds and positions."""
+    """Return random numbers [seeds, positions] of consecutive seeds and positions."""
     seeds = np.arange(first_seed, first_seed + num_seeds, dtype=np.int64)
     flat = uniforms(
         np.repeat(seeds, num_positions), np.tile(np.arange(num_positions), num_seeds), stream
@@ -34,7 +36,7 @@ def assert_uniform(values: np.ndarray) -> None:
 
 
 def assert_independent(x: np.ndarray, y: np.ndarray) -> None:
-    """All pairs of eighths come equally often."""
+    """Check that all pairs of eighths of [0, 1) are equally frequent."""
     counts, _, _ = np.histogram2d(x.ravel(), y.ravel(), 8, ((0, 1), (0, 1)))
     assert chisquare(counts.ravel()).pvalue > 1e-3
 
@@ -100,7 +102,7 @@ def test_signed_and_unsigned_seeds_of_the_same_bits_agree():
 
 
 def test_seeds_keep_their_meaning_between_releases():
-    """A user's seed must give the same text tomorrow: do not change these numbers."""
+    """The seed of a user must give the same text in later releases: do not change these values."""
     keys = stream_keys(np.array([0, 0, 1, 42, -7], np.int64))
     values = exponentials_at(keys, np.array([0, 1, 0, 7, 100]), 2)
     want = [[2.04295, 2.99733], [0.52518, 1.22921], [0.12241, 0.9084], [0.04572, 0.02765]]

@@ -1,4 +1,6 @@
-"""The per-row state: what a launch is given, and what survives a preemption."""
+"""Test the sampling state of requests: the metadata of a forward pass, and the state after a
+preemption.
+"""
 
 from dataclasses import replace
 

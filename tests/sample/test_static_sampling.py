@@ -1,4 +1,6 @@
-"""Sampling on a device that compiles shapes: a finite warm-up, after which nothing compiles."""
+"""Test sampling on a device that compiles for each shape: the warm-up is finite, and nothing
+compiles afterwards.
+"""
 
 from dataclasses import asdict, replace
 from typing import Any
@@ -56,7 +58,9 @@ MAYBE = {
 
 
 def random_request(rng: np.random.Generator) -> EngineRequest:
-    """Each parameter is set with a probability that is the request's own, so some are plain."""
+    """Return a request with random parameters. The probability of each parameter differs by
+    request, so some requests are plain.
+    """
     share = rng.choice([0.0, 0.15, 0.5])
     names = [name for name in MAYBE if rng.random() < share]
     chosen = {name: MAYBE[name][rng.integers(len(MAYBE[name]))] for name in names}
@@ -65,7 +69,9 @@ def random_request(rng: np.random.Generator) -> EngineRequest:
 
 
 def num_recipes(shapes: StaticShapes, padded_size: int) -> int:
-    """What a batch of `padded_size` rows compiles in lazy mode: a sum over the stages."""
+    """Return how many recipes a batch of `padded_size` requests compiles in lazy mode: a sum over
+    the stages.
+    """
     limits = (shapes.max_edits, padded_size, shapes.max_penalties, shapes.max_likeliest)
     start = 1
     return start + sum(len(size_classes(limit)) for limit in limits) + 2 * len(shapes.kinds)
@@ -83,7 +89,7 @@ def random_logits(rng: np.random.Generator, num_rows: int) -> torch.Tensor:
 
 
 def warm_up(bridge: SimBridge, state: SamplingState, padded_size: int) -> Sampler:
-    """Compile everything that exists for bfloat16 logits of this many rows."""
+    """Compile all stages for bfloat16 logits of this many requests."""
     sampler = Sampler(pass_elements=None, end_stage=bridge.mark_step)
     logits = bridge.zeros((padded_size, state.shapes.vocab_size), torch.bfloat16)
     for launch in warmup_launches(state, padded_size):
@@ -98,7 +104,7 @@ def lazy():
 
 
 class Mixture:
-    """Some random requests in some of the rows of a padded launch; the others are padding."""
+    """Random requests at some indices of a padded batch; the other indices are padding."""
 
     def __init__(self, rng: np.random.Generator, padded_size: int, padding_row: int) -> None:
         n = int(rng.integers(1, padded_size + 1))
@@ -114,7 +120,7 @@ class Mixture:
         self.launch_done[self.places] = self.done
 
     def check(self, state: SamplingState, got: SamplerOutput) -> None:
-        """Check that `got` is the result that the requests get on a CPU."""
+        """Check that `got` equals the result for these requests on a CPU."""
         plain = make_state(self.requests, VOCAB_SIZE, self.outputs)
         logits = self.logits[torch.from_numpy(self.places)]
         want = Sampler()(logits, plain.metadata(self.order, self.done))
@@ -266,7 +272,7 @@ def test_padding_rows_are_greedy_wherever_they_are_and_report_nothing():
 
 
 def distributions():
-    """Return parameters of one row that choose its distribution."""
+    """Return the parameters of one request that determine its distribution."""
     return st.fixed_dictionaries(
         {},
         optional={

@@ -39,7 +39,7 @@ _ARCHITECTURES = "tests/seeds/test_table.py::test_an_architecture_has_a_model_cl
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """One row."""
+    """One entry of the table."""
 
     title: str
     at: str

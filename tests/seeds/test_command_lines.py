@@ -1,6 +1,7 @@
-"""Every command line of the documents, parsed and resolved on the simulated card.
+"""Test every command line of the documents, by parsing and resolving it on the simulated card.
 
-The model that is named is replaced by a tiny one of its architecture, a draft model by the same.
+The named model is replaced by a tiny one of its architecture, and a draft model by the same tiny
+model.
 """
 
 import shlex
@@ -24,7 +25,7 @@ BLOCKS = 4108
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
-    """Make a folder for each example's model."""
+    """Return a function that makes a folder for the model of an example."""
     folder = tmp_path_factory.mktemp("models")
     kinds = {kind(row): row for row in EXAMPLES}
     return {
@@ -63,7 +64,7 @@ def setting(config: VllmConfig, name: str) -> object:
 
 @pytest.mark.parametrize("row", EXAMPLES, ids=lambda row: row.says)
 def test_an_example_is_taken(row, models):
-    """Every step of the engine it describes has a bucket."""
+    """The flags give the expected settings, and every step of the engine has a bucket."""
     with simulated_hpu(**row.env), captured_log():
         config = resolve(row, models[kind(row)])
         assert config.device.device == "hpu"

@@ -1,4 +1,4 @@
-"""Where the documents and this engine differ on purpose: how to get what they say."""
+"""Test intended differences from the documents: how to get the documented behaviour."""
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ def test_decode_blocks_of_the_recipe_are_those_of_its_formula():
 
 
 def test_tokens_that_tie_at_the_last_place_of_top_k_are_all_kept():
-    """In the sampler of a card, without VLLM_HANDLE_TOPK_DUPLICATES."""
+    """This is the sampler of a card without VLLM_HANDLE_TOPK_DUPLICATES."""
     logits = torch.full((256,), -5.0)
     logits[[7, 70, 140, 200]] = torch.tensor([3.0, 2.0, 2.0, 2.0])
     request = make_request(top_k=2)

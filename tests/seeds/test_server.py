@@ -1,4 +1,4 @@
-"""A server that one of the documents' command lines starts, with the bundled model."""
+"""Test a server that is started with a command line of the documents, with the bundled model."""
 
 import json
 import shlex

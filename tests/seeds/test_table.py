@@ -1,4 +1,4 @@
-"""The table of statements is complete, and what it names is there."""
+"""Test that the table of statements is complete, and that everything that it names exists."""
 
 import ast
 import re

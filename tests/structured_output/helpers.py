@@ -1,4 +1,4 @@
-"""A vocabulary of bytes, grammars compiled in this process, and random walks through them."""
+"""A vocabulary of bytes, grammars that are compiled in this process, and random outputs of them."""
 
 import json
 import random
@@ -31,7 +31,7 @@ def backends() -> dict[str, Backend]:
 
 
 def spec(kind: str, source: Any, **options: Any) -> GrammarSpec:
-    """As `make_spec` makes it."""
+    """Make a `GrammarSpec` like `make_spec`."""
     settings: dict[str, Any] = {
         "backend": "auto",
         "may_fall_back": True,
@@ -56,8 +56,9 @@ def open_matcher(grammar: Grammar) -> BackendMatcher:
 
 
 def walk(matcher: BackendMatcher, rng: random.Random, max_tokens: int = 400) -> str | None:
-    """Return a random output, made mostly of what JSON is made of; None if it did not end in
-    time."""
+    """Return a random output that consists mostly of characters of JSON; None if it was not
+    complete in time.
+    """
     mask = np.empty(BYTES.num_words, np.int32)
     output = bytearray()
     for _ in range(max_tokens):
@@ -84,8 +85,9 @@ def allowed(mask: np.ndarray) -> list[int]:
 
 
 def make_request(grammar: Grammar | None, **params: Any) -> EngineRequest:
-    """Return a request whose output has a form; `eos`, `stop` and `model_ends` are its end
-    tokens."""
+    """Return a request with an output constraint; `eos`, `stop` and `model_ends` are its end
+    tokens.
+    """
     eos, stop = params.pop("eos", END), params.pop("stop", ())
     model_ends = params.pop("model_ends", ())
     guided = GuidedDecodingParams(regex="compiled elsewhere")
@@ -110,7 +112,7 @@ def row_matcher(kind: str, source: Any, output: bytes = b"", **params: Any) -> R
 
 
 def next_tokens(matcher: RowMatcher) -> list[int]:
-    """Return the tokens that may come next; fails when the matcher has failed."""
+    """Return the tokens that may come next; fail if the matcher has failed."""
     mask = np.empty(BYTES.num_words, np.int32)
     matcher.fill(mask)
     assert matcher.error is None, matcher.error

@@ -9,7 +9,7 @@ _FORMATS = ["date-time", "time", "ipv4", "uuid", "email"]
 
 
 def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
-    """Return a schema of any kind, with constraints that do not contradict each other."""
+    """Return a schema of any kind, whose constraints do not contradict each other."""
     kinds = [_integer, _number, _string, _fixed, _simple]
     if depth < 3:
         kinds += [_object, _object, _array, _any_of]

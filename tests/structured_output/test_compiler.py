@@ -1,4 +1,6 @@
-"""From a request to a grammar: limits, cache, deadline, and processes that may be killed."""
+"""Test compiling the grammar of a request: limits, cache, deadline, and processes that may be
+killed.
+"""
 
 import json
 import threading
@@ -54,7 +56,7 @@ def make_compiler(**config) -> GrammarCompiler:
 
 @pytest.fixture(autouse=True)
 def processes_of_its_own(monkeypatch):
-    """Use another forking process than the engines of other tests, since these tests look at it."""
+    """Use a separate fork server, since these tests inspect it."""
     monkeypatch.setattr("vllm.structured_output.compiler.make_server", make_server)
 
 
@@ -66,7 +68,7 @@ def compiler():
 
 
 class FakeWorker(DeadlineWorker):
-    """Answers what a test wants, without a process."""
+    """Returns the answers of a test, without a process."""
 
     def __init__(self, answer) -> None:
         super().__init__(make_server("no:where"))
@@ -90,7 +92,7 @@ def with_worker(answer, monkeypatch, **config) -> tuple[GrammarCompiler, FakeWor
 
 
 def packed(text: str) -> bytes:
-    """Return the answer that there is no grammar, and why."""
+    """Return the encoded answer that there is no grammar, with the reason."""
     return msgspec.msgpack.encode(text)
 
 

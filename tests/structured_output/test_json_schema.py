@@ -1,4 +1,6 @@
-"""Which library enforces what: random outputs are validated, and the rest is refused by name."""
+"""Test which library enforces which schema: random outputs are validated, and unsupported keywords
+are refused by name.
+"""
 
 import json
 import random

@@ -1,4 +1,6 @@
-"""A grammar after thoughts, or no grammar but calls, however the output is cut into tokens."""
+"""Test a grammar that begins after thoughts, and calls without a grammar, for any division of the
+output into tokens.
+"""
 
 import json
 
@@ -63,7 +65,9 @@ def matcher_of(backend, start, regex="a[ab]*{?", output=(), **params):
 
 
 def tokens_of(text):
-    """Return the token ids of special tokens by name, and of texts, one token for each byte."""
+    """Return the token ids of special tokens, given by name, and of texts, with one token for each
+    byte.
+    """
     return [text] if isinstance(text, int) else list(text)
 
 
@@ -75,7 +79,9 @@ def next_tokens(matcher):
 
 
 def after(matcher, *pieces):
-    """Return the tokens that may follow these pieces, whose tokens must have been allowed."""
+    """Return the tokens that may follow these pieces, after checking that the tokens of the pieces
+    are allowed.
+    """
     for piece in pieces:
         for token_id in tokens_of(piece):
             assert token_id in next_tokens(matcher), (piece, token_id)

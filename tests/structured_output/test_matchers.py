@@ -1,4 +1,6 @@
-"""The grammars of the engine core: loaded beside the steps, kept for the next request."""
+"""Test the grammars of the engine core: they load parallel to steps, and are kept for later
+requests.
+"""
 
 import copy
 import sys
@@ -29,7 +31,7 @@ from vllm.utils.background_work import TURN_S
 
 
 class Libraries:
-    """Imports of libraries that wait until a test lets them go on."""
+    """Imports of libraries that wait until a test lets them continue."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.may_load = threading.Event()

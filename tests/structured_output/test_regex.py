@@ -1,4 +1,6 @@
-"""Python's patterns in the dialect of the libraries: whatever comes out, `re.fullmatch` takes."""
+"""Test converting Python's patterns to the dialects of the libraries: `re.fullmatch` accepts every
+output.
+"""
 
 import json
 import random
@@ -119,7 +121,7 @@ def test_what_cannot_be_enforced_is_refused_with_the_reason(pattern, reason):
 
 
 def category(prefix: str):
-    """Return whether a character is of a category, as far as Python's tables know it."""
+    """Return whether a character has a Unicode category, by Python's tables."""
     return lambda c: unicodedata.category(c).startswith(prefix) or unicodedata.category(c) == "Cn"
 
 
@@ -193,7 +195,7 @@ def test_a_property_that_does_not_exist_is_named():
 @pytest.mark.filterwarnings("ignore:Possible")
 @pytest.mark.parametrize("pattern", [*PATTERNS, r"[\p{Lu}_]+", r"[^\p{L}]"])
 def test_xgrammar_enforces_a_pattern_or_is_not_asked(pattern):
-    """It takes some classes for something else, and says nothing."""
+    """xgrammar silently misinterprets some character classes."""
     try:
         grammar = compiled("regex", pattern, backend="xgrammar", may_fall_back=False)
     except BackendError as error:

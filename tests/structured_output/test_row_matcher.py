@@ -1,4 +1,4 @@
-"""What one request may generate next: the grammar, its end, and what else was asked."""
+"""Test which tokens one request may generate next: the grammar, its end, and other constraints."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""The bytes of every token, and masks over them."""
+"""Test the bytes of every token, and masks over tokens."""
 
 import copy
 

@@ -1,7 +1,7 @@
 """Stands in for the vendor's package `habana-pyhlml`, with the signatures of build 1.24.
 
-There are as many cards as `cards` has; tests change what they say. A question that a card has no
-answer to is an error, as in the package.
+The cards are in the list `cards`, and tests change their values. A value that a card lacks is an
+error, as in the package.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ INVALID_ARGUMENT, NOT_SUPPORTED = 2, 3
 
 
 class HLMLError(Exception):
-    """With the code of the library."""
+    """An error with the code of the library."""
 
     def __init__(self, value: int) -> None:
         super().__init__(f"HLML Error with code {value}")
@@ -33,7 +33,7 @@ class c_hlml_utilization:
 
 @dataclass
 class Card:
-    """What one card says; what is not there is not supported."""
+    """The values of one card; missing values are not supported."""
 
     says: dict[str, Any] = field(default_factory=dict)
 
@@ -44,7 +44,7 @@ init_error: Exception | None = None
 
 
 def reset() -> None:
-    """Reset to two cards as a driver lists them, and no recorded calls."""
+    """Restore two cards as a driver lists them, without recorded calls."""
     global init_error
     calls.clear()
     init_error = None

@@ -1,4 +1,6 @@
-"""The copy of the pages for the site: links to pages and files are kept, folders are named."""
+"""Test the copy of the pages for the site: links to pages and files still work, and folders have
+titles.
+"""
 
 from tools.build_site import ROOT, copy_pages, find_pages
 

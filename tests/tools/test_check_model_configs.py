@@ -1,4 +1,4 @@
-"""The program that starts published configs: what it counts as running, and as refused."""
+"""Test the program that starts published configs: which results count as running and as refused."""
 
 from benchmarks.check_model_configs import read_configs, run
 

@@ -1,4 +1,4 @@
-"""The check of the English: what it finds, what its ratchet accepts, and commit subjects."""
+"""Test the check of the English: its findings, its ratchet, and commit subjects."""
 
 import subprocess
 import sys

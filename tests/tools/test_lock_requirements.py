@@ -1,4 +1,6 @@
-"""constraints-dev.txt has one release of each package that the tests need, for every Python."""
+"""Test that constraints-dev.txt has one release of each package that the tests need, for every
+Python.
+"""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The report about the structure, of a small tree."""
+"""Test the report about the structure, with a small tree."""
 
 import json
 import subprocess

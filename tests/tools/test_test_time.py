@@ -1,4 +1,4 @@
-"""The processor time of tests, with a child process."""
+"""Test the measured processor time of tests, with a child process."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Sampling defaults and end tokens from generation_config.json."""
+"""Test sampling defaults and end tokens from generation_config.json."""
 
 import json
 from pathlib import Path

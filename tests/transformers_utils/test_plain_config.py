@@ -1,4 +1,4 @@
-"""Configs completed without transformers mean what they mean with it."""
+"""Test that configs completed without transformers mean the same as with it."""
 
 import copy
 import dataclasses
@@ -108,7 +108,7 @@ READ_BY_MODELS = (
 
 
 def facts(config):
-    """Return what the engine reads; a missing value and a false value give the same."""
+    """Return the values that the engine reads; a missing value and a false value are equal."""
     arch = ModelArch.from_hf(config)
     values = {f.name: getattr(arch, f.name) for f in dataclasses.fields(arch)}
     values.pop("hf_config")

@@ -1,4 +1,4 @@
-"""modules.json and what it points to."""
+"""Test reading modules.json and the files that it names."""
 
 import json
 

@@ -1,4 +1,6 @@
-"""One answer to which tokens are special, for every kind of tokenizer and everybody who asks."""
+"""Test that every kind of tokenizer gives the same special tokens to all parts that ask for
+them.
+"""
 
 import copy
 
@@ -15,8 +17,9 @@ PLAIN = AddedToken("<tool_call>", special=False, normalized=False)
 
 
 def with_markers(make):
-    """Return a tokenizer with a special token that only its flag shows, a named one, and a plain
-    one."""
+    """Return a tokenizer with three added tokens: one is special only by its flag, one by its name,
+    and one is plain.
+    """
     tokenizer = copy.deepcopy(make())
     tokenizer.add_tokens([FLAGGED, PLAIN])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})

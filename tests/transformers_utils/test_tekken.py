@@ -1,4 +1,4 @@
-"""Tokenizers of Mistral AI: ids and chats are those of mistral-common."""
+"""Test tokenizers of Mistral AI: token ids and chats equal the ones of mistral-common."""
 
 import base64
 import itertools
@@ -203,8 +203,11 @@ CHATS: dict[str, tuple[list[Any], list[Any] | None]] = {
 
 
 def by_the_rules(text: str, words: list[str]) -> list[int]:
-    """Ids of a text that is split already: a word that is a token stays whole; in another one the
-    pair whose bytes have the lowest rank is merged first."""
+    """Return the ids of a text that is already split into words.
+
+    A word that is a token remains whole. In other words, the pair whose bytes have the lowest rank
+    is merged first.
+    """
     ranks = {word.encode(): 256 + i for i, word in enumerate(WORDS)} | {
         bytes([i]): i for i in range(256)
     }
@@ -415,7 +418,7 @@ def test_tokenizer_json_is_read_unless_the_mode_is_mistral(tmp_path):
 
 
 def published_and_small(folder: Path) -> list[Path]:
-    """Return files to compare: small ones of all versions, and the first that was published."""
+    """Return files to compare: small ones of all versions, and the first one that was published."""
     import mistral_common
 
     data = Path(mistral_common.__file__).parent / "data" / "tekken_240718.json"

@@ -1,4 +1,4 @@
-"""How many tokens a text has at least: never more than it has."""
+"""Test the lower bound on the number of tokens of a text: it never exceeds the true number."""
 
 import random
 
@@ -15,7 +15,7 @@ PARTS = ["the cat ", " " * 300, "import os\n", "é", "e\u0301", JAMO * 40, "\U00
 
 
 def byte_level_with(normalizer=None, pre_tokenizer=None) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE that knows all bytes, runs of spaces and syllables."""
+    """Return a byte-level BPE that has all bytes, series of spaces, and syllables."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -33,7 +33,7 @@ def byte_level_with(normalizer=None, pre_tokenizer=None) -> PreTrainedTokenizerF
 
 
 def word_piece() -> PreTrainedTokenizerFast:
-    """One unknown token stands for any word."""
+    """Return a WordPiece tokenizer in which one unknown token represents any word."""
     backend = Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return PreTrainedTokenizerFast(tokenizer_object=backend)

@@ -1,4 +1,4 @@
-"""Loading a tokenizer: what is there is loaded, what is not is said in one line."""
+"""Test loading tokenizers from the available files, and one line of error if they are missing."""
 
 import json
 import shutil

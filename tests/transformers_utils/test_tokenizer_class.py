@@ -1,4 +1,4 @@
-"""The tokenizer of a family is loaded without `AutoTokenizer`, and is the same."""
+"""Test that the tokenizer of a family loads without `AutoTokenizer` and is the same."""
 
 import json
 from pathlib import Path

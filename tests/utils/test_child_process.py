@@ -1,4 +1,4 @@
-"""A child that is stopped, goes on, is stopped for too long, or loses its parent."""
+"""Test a child process that is stopped, continues, is stopped for too long, or loses its parent."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ WAIT_S = 60
 
 
 class Ends:
-    """The cause of the end of a child, when it has come."""
+    """Receives the cause of the end of a child process."""
 
     def __init__(self, child):
         self._has_ended = threading.Event()

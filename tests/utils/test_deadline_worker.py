@@ -1,4 +1,4 @@
-"""A process that answers calls and is killed when it does not."""
+"""Test a process that answers calls and is killed if it takes too long."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ from vllm.utils.process.memory_file import memory_file
 
 @pytest.fixture
 def worker():
-    """Return a worker of a program that has time-outs of its own."""
+    """Return a worker in a program with its own socket time-out."""
     worker = DeadlineWorker(make_server("tests.utils.workers:echo", b"<"), max_memory_bytes=2**28)
     socket.setdefaulttimeout(0.01)
     yield worker
@@ -164,7 +164,7 @@ def test_closing_ends_a_call_whose_process_is_forked_meanwhile(monkeypatch, is_s
 
 @pytest.mark.parametrize("command", ["pid", "sleep"])
 def test_the_process_ends_when_its_parent_is_killed(command):
-    """Also in the middle of a call, by its own alarm."""
+    """In the middle of a call, its own alarm ends it."""
     code = (
         "from vllm.utils.process.deadline_worker import DeadlineWorker, make_server\n"
         "worker = DeadlineWorker(make_server('tests.utils.workers:echo'))\n"

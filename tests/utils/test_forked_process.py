@@ -1,4 +1,4 @@
-"""Copies of a process. Each test is a program, as the process of the tests has threads."""
+"""Test forking a process. Each test is a program, because the test process has threads."""
 
 import contextlib
 import json

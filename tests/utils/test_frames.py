@@ -1,4 +1,6 @@
-"""A stream is cut into the frames that were written, however it arrives, and nothing else is."""
+"""Test splitting a stream into frames: however the data arrives, the frames are the written ones,
+and invalid data is refused.
+"""
 
 import asyncio
 import io

@@ -1,4 +1,4 @@
-"""`--help` with a topic."""
+"""Test `--help` with a topic."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from vllm.utils.arguments import FlexibleArgumentParser
 
 
 def said(topic: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Return the exit code and the text of `vllm serve --helpTOPIC`."""
+    """Return the exit code and the output of `vllm serve --helpTOPIC`."""
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve", usage="vllm serve [flags]"))
     with pytest.raises(SystemExit) as ended:
         parser.parse_args([f"--help{topic}"])

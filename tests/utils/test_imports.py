@@ -1,4 +1,4 @@
-"""Pausing the garbage collector, whoever else is inside."""
+"""Test pausing the garbage collector, even if other threads pause it too."""
 
 import gc
 import threading

@@ -1,4 +1,4 @@
-"""Spans as a collector sees them."""
+"""Test spans as a collector receives them."""
 
 import sys
 

@@ -1,4 +1,6 @@
-"""Work in the background rests in proportion to its work, and only while others must not wait."""
+"""Test that background work pauses in proportion to its work, and only while other work is
+urgent.
+"""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Memory goes back to the system: what was freed, and what keeps its addresses."""
+"""Test returning memory to the system: freed memory, and memory that keeps its addresses."""
 
 import asyncio
 import mmap

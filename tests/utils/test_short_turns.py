@@ -1,4 +1,4 @@
-"""Turns of the interpreter are short while work runs in the background, and only then."""
+"""Test that the interpreter switches threads often while background work runs, and only then."""
 
 import sys
 import threading

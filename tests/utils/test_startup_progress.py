@@ -1,4 +1,4 @@
-"""When this process began, and how far a start is."""
+"""Test the recorded start time of this process, and the progress of a start."""
 
 import subprocess
 import sys

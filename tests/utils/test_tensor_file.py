@@ -1,4 +1,4 @@
-"""Reading one tensor from a stranger's file: what torch and safetensors write, and what attacks."""
+"""Test reading one tensor from an untrusted file: files of torch and safetensors, and attacks."""
 
 import io
 import pickle
@@ -19,7 +19,7 @@ def saved(value, **options) -> bytes:
 
 
 def rewritten(data: bytes, change, compression=zipfile.ZIP_STORED, suffix="/data.pkl") -> bytes:
-    """Return a file of torch.save with one of its entries changed."""
+    """Return a file of torch.save in which one entry is changed."""
     file = io.BytesIO()
     with (
         zipfile.ZipFile(io.BytesIO(data)) as old,
@@ -190,7 +190,7 @@ def test_bytes_that_are_no_such_file_are_refused(data):
 
 
 def test_damaged_files_are_refused_or_give_as_many_numbers_as_they_have():
-    """Random damage to the whole file, and to the description with a checksum that fits it."""
+    """Random damage is to the whole file, or to the description with a matching checksum."""
     rng = random.Random(0)
     whole = saved(NUMBERS)
     files = [whole, safetensors.torch.save({"x": NUMBERS})]

@@ -1,4 +1,6 @@
-"""Reading a text that grows, by itself: what waits, what is held back, what is counted as read."""
+"""Test reading a growing text: when the reader waits, what it holds back, and what counts as
+read.
+"""
 
 import re
 
@@ -8,7 +10,7 @@ from vllm.utils.text.text_stream import Markers, TextStream
 
 
 def run(read, pieces):
-    """Return the result of a reader and its stream, when the text arrives in these pieces."""
+    """Return the result of a reader and its stream for a text that arrives in these pieces."""
     stream = TextStream()
     steps = read(stream)
     results = []

@@ -1,4 +1,4 @@
-"""Trace files as a viewer reads them, whatever happens to the process or the disk."""
+"""Test that a viewer can read trace files, even if the process or the disk fails."""
 
 import errno
 import json
@@ -34,7 +34,7 @@ def writer(tmp_path):
 
 
 def closed(writer: TraceWriter) -> list[dict]:
-    """Return the events of the file, except the event that says when the file began."""
+    """Return the events of the file, except the event with the start time of the file."""
     writer.close()
     # Python's json module accepts NaN and Infinity, but trace viewers do not.
     events = json.loads(writer.path.read_text(), parse_constant=pytest.fail)
@@ -192,7 +192,7 @@ def test_a_process_that_ends_without_closing_leaves_a_trace(tmp_path, code, lack
 
 @pytest.fixture
 def log(caplog, monkeypatch):
-    """List what the module logs, whether or not the `vllm` logger passes it on."""
+    """Return the list of logged messages, whether or not the `vllm` logger propagates them."""
     monkeypatch.setattr(trace.logger, "propagate", False)
     monkeypatch.setattr(trace.logger, "handlers", [caplog.handler])
     caplog.set_level("INFO", logger=trace.logger.name)
@@ -200,7 +200,7 @@ def log(caplog, monkeypatch):
 
 
 class FullDisk(FileIO):
-    """Takes what fits and then fails, as a disk does."""
+    """A file that accepts some bytes and then fails, like a full disk."""
 
     room = 2_000
 

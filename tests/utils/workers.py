@@ -1,4 +1,4 @@
-"""What the child processes of test_deadline_worker.py run."""
+"""Functions that the child processes of test_deadline_worker.py run."""
 
 import ctypes
 import os
@@ -6,7 +6,9 @@ import time
 
 
 def echo(setup: bytes):
-    """Answers with the setup and the argument; some arguments are commands."""
+    """Return a handler that answers with the setup and the argument; some arguments are
+    commands.
+    """
 
     def handle(argument: bytes, files=()) -> bytes:
         match argument:
@@ -38,6 +40,6 @@ def broken(setup: bytes):
 
 
 def endless(setup: bytes):
-    """Never gets ready; `setup` names a file that is there from when it is tried."""
+    """Never become ready. `setup` names a file that is created when the start is tried."""
     with open(setup, "wb"):
         time.sleep(3600)

@@ -1,4 +1,6 @@
-"""What of `make test-vendor` can be checked on any torch: its pins, and names of the sources."""
+"""Test the parts of `make test-vendor` that do not depend on the torch version: its pins, and names
+in the sources.
+"""
 
 import ast
 import importlib
@@ -52,7 +54,7 @@ def test_the_makefile_runs_a_version_that_has_pins():
 
 @pytest.mark.parametrize("file", PINS, ids=lambda file: file.stem)
 def test_the_makefile_takes_the_python_that_the_pins_name(file, tmp_path):
-    """From PATH, unless it does not start."""
+    """The program is found on PATH, unless it does not start."""
     (python,) = re.findall(r"^# Gaudi software [\d.]+ on Python (3\.\d+): ", file.read_text())
     version = read_pins(file)["torch"]
     for is_there, wanted in ((True, f"python{python}"), (False, "python3")):
@@ -103,7 +105,7 @@ def test_a_triton_outside_of_the_range_does_not_fit(triton, torch_version, fits)
 
 
 def find_unions(tree: ast.AST) -> Iterator[int]:
-    """Return lines with `isinstance(x, A | B)`."""
+    """Return the lines with `isinstance(x, A | B)`."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Call)
@@ -118,8 +120,10 @@ def _is_return(node: ast.AST) -> bool:
 
 
 def find_nested_unions(tree: ast.AST) -> Iterator[int]:
-    """Lines of functions within functions whose annotations have a union, but for those that are
-    returned: what makes a function runs before anything is traced."""
+    """Return the lines of nested functions whose annotations have a union.
+
+    Functions that are returned do not count, because they are created before anything is traced.
+    """
     for outer in ast.walk(tree):
         if not isinstance(outer, ast.FunctionDef):
             continue
@@ -134,7 +138,7 @@ def find_nested_unions(tree: ast.AST) -> Iterator[int]:
 
 
 def find_tuple_properties(tree: ast.AST) -> Iterator[int]:
-    """Return lines of properties of named tuples."""
+    """Return the lines of properties of named tuples."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and "NamedTuple" in map(ast.unparse, node.bases):
             for method in node.body:
@@ -145,8 +149,9 @@ def find_tuple_properties(tree: ast.AST) -> Iterator[int]:
 
 
 def find_untraced_defaults(tree: ast.Module) -> Iterator[int]:
-    """Lines of fields of dataclasses whose default is an object of ours, and of functions that make
-    the operators of torch."""
+    """Return the lines of dataclass fields whose default is an object of ours, and of functions
+    that create the operators of torch.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and "dataclass" in ast.dump(node):
             for field in node.body:
@@ -157,7 +162,7 @@ def find_untraced_defaults(tree: ast.Module) -> Iterator[int]:
 
 
 def find_torch_names(tree: ast.AST) -> Iterator[str]:
-    """Return dotted names that begin with `torch.`, and what is imported from there."""
+    """Return dotted names that begin with `torch.`, and names that are imported from torch."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             text = ast.unparse(node)
@@ -190,15 +195,16 @@ def sources(*folders: str) -> Iterator[tuple[Path, ast.AST]]:
 
 
 def test_traced_code_asks_for_no_instance_of_a_union():
-    """It breaks the graph before torch 2.10; a tuple of types does not."""
+    """A union breaks the graph before torch 2.10; a tuple of types does not."""
     assert list(find_unions(ast.parse("isinstance(x, float | int)"))) == [1]
     found = [f"{path}:{line}" for path, tree in sources(*TRACED) for line in find_unions(tree)]
     assert not found
 
 
 def test_what_traced_attention_defines_is_traced_by_torch_2_6():
-    """Its compiler builds no union in the annotations of a nested function, and reads no property
-    of a named tuple."""
+    """The compiler of torch 2.6 supports neither unions in the annotations of a nested function nor
+    properties of named tuples.
+    """
     nested = ast.parse("def a():\n    def b(x: int | None): ...")
     assert list(find_nested_unions(nested)) == [2]
     named = ast.parse("class A(NamedTuple):\n    @property\n    def b(self): ...")
@@ -212,7 +218,7 @@ def test_what_traced_attention_defines_is_traced_by_torch_2_6():
 
 
 def test_operators_of_a_card_make_nothing_with_defaults_that_torch_2_10_does_not_trace():
-    """Nor 2.11: the graph would break at each layer of experts."""
+    """torch 2.10 and 2.11 would break the graph at each layer of experts."""
     made = "@dataclass\nclass A:\n    b: B = ONE\ndef c():\n    NativeOps()"
     assert sorted(set(find_untraced_defaults(ast.parse(made)))) == [3, 5]
     found = [

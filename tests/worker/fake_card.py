@@ -1,8 +1,8 @@
-"""A card that reads packed launches as the model does, in plain numpy.
+"""A card in plain numpy that reads packed inputs like the model.
 
-In place of keys and values its cache holds, for each slot, a hash of all that decides them: the
-tokens up to the one in the slot. What a launch writes is computed from what it reads, so a launch
-that reads a wrong slot spoils all that follows.
+Instead of keys and values, its cache stores for each slot a hash of everything that determines
+them: the tokens up to the one in the slot. The card computes what it writes from what it reads, so
+a read of a wrong slot makes all later results wrong.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ NEVER = -99
 
 @dataclass
 class RowRun:
-    """What one padded row of a launch did."""
+    """The tokens, reads and writes of one padded request in a forward pass."""
 
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -55,7 +55,7 @@ class FakeCard:
         self.last_token_ids: IntArray = np.full(num_rows + 1, NEVER, np.int32)
 
     def forget(self, row: int) -> None:
-        """A row has a new request: its newest token must not be asked for."""
+        """Prepare for a new request at a batch index, whose newest token must not be read."""
         self.last_token_ids[row] = NEVER
 
     def run(self, packed: IntArray, shape: PaddedShape) -> list[RowRun]:
@@ -78,7 +78,9 @@ class FakeCard:
         return runs
 
     def keep(self, packed: IntArray, shape: PaddedShape, token_ids: dict[int, int]) -> None:
-        """Keep sampled tokens, by row, where the launch says; those of padding are nonsense."""
+        """Store sampled tokens at the batch indices in the packed input; padding gets an invalid
+        token.
+        """
         rows = packed[-input_sizes(shape)[-1] :]
         self.last_token_ids[rows] = [token_ids.get(row, NEVER) for row in rows.tolist()]
 
@@ -126,7 +128,7 @@ class FakeCard:
             yield RowRun(token_ids[index], positions[index], slots[index], visible)
 
     def _merged(self, packed: IntArray, shape: PaddedShape) -> Iterator[RowRun]:
-        """The prompts, and one more row for the padding of all."""
+        """Yield the run of each prompt, and one more for all padding."""
         given = unpack_merged(torch.from_numpy(packed), shape)
         parts = {name: part.numpy() for name, part in vars(given.metadata).items()}
         for index in [*range(shape.merged_prompts), PADDING_GROUP]:

@@ -1,4 +1,4 @@
-"""Random engines and loads for the Gaudi path."""
+"""Random engines and loads for tests of the Gaudi path."""
 
 import random
 from dataclasses import replace
@@ -64,11 +64,11 @@ def make_config(
 
 
 def random_plan(rng: random.Random, folder: Path) -> tuple[VllmConfig, int, BucketPlan]:
-    """A configuration, its number of KV blocks, and its buckets.
+    """Return a random configuration, its number of KV blocks, and its buckets.
 
     Args:
-        rng: what it depends on.
-        folder: for a bucket file.
+        rng: random generator.
+        folder: folder for a bucket file.
     """
     while True:
         config = random_config(rng, folder)
@@ -87,8 +87,9 @@ def random_plan(rng: random.Random, folder: Path) -> tuple[VllmConfig, int, Buck
 
 
 def shrunk_plan(rng: random.Random, plan: BucketPlan) -> BucketPlan:
-    """Return what is left of a plan when there is no memory for some of its buckets; mostly all of
-    it."""
+    """Return a plan without some buckets, as if there were no memory for them; mostly with all
+    buckets.
+    """
     phase = rng.choice([plan.catalog.prefill, plan.catalog.decode])
     given_up = phase[-rng.randint(1, len(phase)) :]
     if rng.random() < 0.8 or len(given_up) == len(phase):
@@ -98,7 +99,7 @@ def shrunk_plan(rng: random.Random, plan: BucketPlan) -> BucketPlan:
 
 
 def random_config(rng: random.Random, folder: Path) -> VllmConfig:
-    """Return a config with small values for everything, so that every limit is met soon."""
+    """Return a config with small values, so that every limit is reached soon."""
     max_model_len = rng.choice([rng.randint(4, 24), rng.randint(16, 64), rng.randint(48, 96)])
     max_num_seqs = rng.choice([1, 2, 3, 4, 6, 8, 8, 12])
     is_chunked = rng.random() < 0.6
@@ -159,13 +160,14 @@ def random_bucket_file(rng: random.Random) -> str:
 def random_request(
     rng: random.Random, name: str, max_len: int, stems: list[list[int]]
 ) -> EngineRequest:
-    """A request of up to `max_len` tokens whose beginning others may have too.
+    """Return a random request of up to `max_len` tokens, whose first tokens other requests may
+    share.
 
     Args:
-        rng: what it depends on.
-        name: of the request.
+        rng: random generator.
+        name: id of the request.
         max_len: at least 2.
-        stems: beginnings.
+        stems: possible beginnings of prompts.
     """
     total = rng.choice([rng.randint(2, max_len), rng.randint(2, max_len), max_len])
     num_prompt = total - min(
@@ -192,12 +194,12 @@ def random_request(
 def run_load(
     rng: random.Random, loop: ScheduleLoop, num_schedules: int, run: Run
 ) -> dict[str, EngineRequest]:
-    """Requests come, run and are cancelled at random.
+    """Let requests arrive, run and be cancelled at random.
 
     Args:
-        rng: what it depends on.
+        rng: random generator.
         loop: an engine.
-        num_schedules: steps with something to run.
+        num_schedules: number of steps in which a request runs.
         run: see `ScheduleLoop.step`.
 
     Returns:
@@ -226,7 +228,9 @@ def run_load(
 
 
 def entries(launches: list[PaddedLaunch]) -> Rows:
-    """What the launches run, in their order."""
+    """Return (batch index, computed tokens, scheduled tokens) of everything that the forward passes
+    run, in order.
+    """
     return [
         entry
         for launch in launches
@@ -240,7 +244,7 @@ def entries(launches: list[PaddedLaunch]) -> Rows:
 
 
 def joined(rows: Rows) -> Rows:
-    """The same work with neighbouring pieces of a row put together."""
+    """Return the same work, with neighbouring pieces of a request joined."""
     whole: Rows = []
     for row, start, count in rows:
         if whole and whole[-1][0] == row and sum(whole[-1][1:]) == start:
@@ -257,7 +261,9 @@ def warmed_shapes(bucket: Bucket, limits: StepLimits, merged_prompts: int) -> li
 
 
 def input_sizes(shape: PaddedShape) -> tuple[int, ...]:
-    """Elements of each part of the packed input; the last one is a row for each of the logits."""
+    """Return the number of elements of each part of the packed input. The last part has a batch
+    index for each row of logits.
+    """
     return fields_of(shape).part_sizes(padded_sizes(shape))
 
 

@@ -1,9 +1,9 @@
-"""Whatever the scheduler emits, in whatever configuration, becomes launches that are right.
+"""Test that every step of the scheduler becomes correct forward passes, in any configuration.
 
-Scheduler, rows, planner and packing run without a model, in configurations so small that prompts
-and decodes exceed their buckets, blocks run out and prefixes are hit; some engines verify drafts,
-which are right, wrong or in between. 44,000 steps are checked for a bucket of the catalog under
-each launch, a few thousand more for what each launch reads.
+Scheduler, batch arrays, planner and packing run without a model. The configurations are so small
+that prompts and decodes exceed their buckets, blocks run out, and prefixes are found. Some engines
+verify drafts, which are right, wrong or in between. In 44,000 steps, each forward pass must have a
+bucket of the catalog; in a few thousand more, the test also checks what each one reads.
 """
 
 import random
@@ -51,11 +51,11 @@ def silent_preemptions(monkeypatch):
 
 
 class AnyTokens:
-    """Guesses without knowing anything; some of them are more than may run.
+    """Makes random guesses, some of which are longer than allowed.
 
     Args:
-        rng: what they depend on.
-        max_drafts: most of a request.
+        rng: random generator.
+        max_drafts: maximum number of drafts of a request.
     """
 
     def __init__(self, rng: random.Random, max_drafts: int) -> None:
@@ -63,20 +63,20 @@ class AnyTokens:
         self._rng = rng
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
-        """None for some of them."""
+        """Return random drafts for each request; none for some of them."""
         most = self.max_drafts + 1
         return [self._rng.choices(range(4), k=self._rng.randint(0, most)) for _ in requests]
 
     def leave(self, request: Request) -> None:
-        """Nothing is kept of a request."""
+        """Do nothing: this source stores nothing about a request."""
 
 
 class BucketChecker:
-    """Checks the launches of each step of one engine against its catalog.
+    """Checks the forward passes of each step of one engine against its catalog.
 
     Args:
-        rng: what configuration and load depend on.
-        folder: for bucket files.
+        rng: random generator for configuration and load.
+        folder: folder for bucket files.
         seen: counts what occurred.
     """
 
@@ -92,13 +92,13 @@ class BucketChecker:
         self.loop = ScheduleLoop(config, self.num_blocks, self.plan, depth, source)
 
     def run(self) -> None:
-        """One load."""
+        """Run one load."""
         num_steps = DRAFT_STEPS_PER_ENGINE if self.takes_drafts else STEPS_PER_ENGINE
         run_load(self.rng, self.loop, num_steps, self.run_step)
         self.seen["preemption"] += self.loop.scheduler.num_preemptions
 
     def run_step(self, step: SchedulerOutput, launches: list[PaddedLaunch]) -> list[int]:
-        """Everything that has to be true of the launches of a step; random tokens for it."""
+        """Check the forward passes of a step; return random tokens as its result."""
         work = entries(launches)
         arrays = (step.rows, step.num_computed_tokens, step.num_scheduled_tokens)
         asked = list(zip(*(array.tolist() for array in arrays), strict=True))
@@ -127,7 +127,9 @@ class BucketChecker:
         return token_ids
 
     def check_launch(self, launch: PaddedLaunch) -> IntArray:
-        """The bucket is the catalog's and holds the launch, and packing agrees."""
+        """Check that the bucket is in the catalog and large enough, and that the packed input
+        agrees with it.
+        """
         bucket, limits = launch.bucket, self.plan.limits
         assert bucket in self.plan.catalog, f"{bucket} is nobody's"
         shapes = warmed_shapes(bucket, limits, self.loop.merged_prompts)
@@ -196,11 +198,12 @@ def test_every_launch_of_any_schedule_has_a_bucket(seed, tmp_path):
 
 
 class CardChecker:
-    """Runs the launches of one engine on a card, and checks what each row reads and writes.
+    """Runs the forward passes of one engine on a card, and checks the reads and writes of each
+    request.
 
     Args:
-        rng: what configuration and load depend on.
-        folder: for bucket files.
+        rng: random generator for configuration and load.
+        folder: folder for bucket files.
     """
 
     def __init__(self, rng: random.Random, folder: Path) -> None:
@@ -215,7 +218,9 @@ class CardChecker:
         self.rows: dict[int, FakeRow] = {}
 
     def run(self) -> None:
-        """One load to its end: everybody gets the tokens that they get alone."""
+        """Run one load to its end, and check that each request gets the tokens that it gets without
+        other requests.
+        """
         requests = run_load(self.rng, self.loop, STEPS_PER_ENGINE, self.run_step)
         while self.loop.scheduler.num_unfinished_requests:
             self.loop.step(self.run_step)
@@ -224,7 +229,7 @@ class CardChecker:
             assert result == expected_result(request)
 
     def run_step(self, step: SchedulerOutput, launches: list[PaddedLaunch]) -> list[int]:
-        """Run the launches; the tokens that follow from what they read."""
+        """Run the forward passes; return the tokens that follow from what they read."""
         for row_id, num_blocks in step.shortened_tables:
             del self.rows[row_id].block_ids[num_blocks:]
         for new in step.new_requests:
@@ -245,7 +250,9 @@ class CardChecker:
         return [token_id for row_id in rows for token_id in sampled[row_id]]
 
     def run_launch(self, launch: PaddedLaunch) -> dict[int, list[int]]:
-        """The sampled tokens of each row that has any: one, and one behind each draft."""
+        """Run a forward pass. Return the sampled tokens of each request that has any: one, and one
+        after each draft.
+        """
         packed, indices = self.loop.inputs.pack(launch)
         runs = self.card.run(packed, launch.shape)
         written: list[int] = []
@@ -269,7 +276,7 @@ class CardChecker:
         return sampled
 
     def check_row(self, run: RowRun, row_id: int, start: int, count: int) -> list[int]:
-        """A row sees all of its own tokens and nothing else; the slots it writes."""
+        """Check that a request sees exactly its own tokens; return the slots that it writes."""
         row, end = self.rows[row_id], start + count
         slots = [self._slot(row, position) for position in range(end)]
         assert run.token_ids[:count] == row.token_ids[start:end]

@@ -1,4 +1,4 @@
-"""Threads that prepare things beside steps."""
+"""Test threads that prepare work parallel to steps."""
 
 import sys
 import threading

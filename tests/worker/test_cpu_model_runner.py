@@ -1,4 +1,4 @@
-"""The CPU's runner gives the tokens that the modules give, and runs what cannot be fused."""
+"""Test that the CPU runner gives the tokens of the modules, and runs steps that cannot be fused."""
 
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,9 @@ def test_tokens_and_logprobs_are_those_of_the_modules(family, tmp_path, monkeypa
 @pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
 def test_decodes_in_one_call_give_the_tokens_of_several(family, tmp_path, monkeypatch):
-    """Random and greedy rows, rows that want more of the sampler, preemption, prefix hits."""
+    """Requests are random and greedy, some need more of the sampler, some are preempted, and some
+    find their prefix in the cache.
+    """
     make_tiny_model(family, tmp_path)
     params = [
         SamplingParams(

@@ -1,4 +1,6 @@
-"""Embeddings of requests in the place of those of tokens, launch by launch."""
+"""Test embeddings of requests that replace the embeddings of tokens, forward pass by forward
+pass.
+"""
 
 import itertools
 
@@ -30,8 +32,9 @@ def make_model(*modules) -> nn.Module:
 
 
 def request_with(row: int, *spans: tuple[int, int]) -> NewRequest:
-    """Return a request with embeddings at (start, count) in a row; each is 100 plus its
-    position."""
+    """Return a request with given embeddings at (start, count); each value is 100 plus its
+    position.
+    """
     embeddings = []
     for start, count in spans:
         values = np.repeat(np.arange(start, start + count, dtype=np.float32) + 100, SIZE)
@@ -46,7 +49,9 @@ def request_with(row: int, *spans: tuple[int, int]) -> NewRequest:
 
 
 def run(rows: EmbeddingRows, model: nn.Module, *scheduled: tuple[int, int, int]) -> list[float]:
-    """The embeddings of a launch of (row, first position, number of tokens); token 7 everywhere."""
+    """Return the embeddings of a forward pass of (batch index, first position, number of tokens).
+    All tokens have id 7.
+    """
     ids, first, count = (int_array(*column) for column in zip(*scheduled, strict=True))
     parts = rows.part_of(Launch(ids, first, count))
     input_ids = torch.full((int(count.sum()),), 7)

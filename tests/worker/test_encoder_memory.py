@@ -1,4 +1,4 @@
-"""The counted memory of an encoder against the tensors of a real forward pass."""
+"""Test the predicted memory of an encoder against the tensors of a real forward pass."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,6 @@
-"""Copies of launches to the card: nothing waits, and nothing is written over while in flight."""
+"""Test copying inputs to the card: no copy is waited for, and no buffer is overwritten while its
+copy runs.
+"""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +13,7 @@ from vllm.worker.hpu.launches.host_buffers import HostBuffers
 
 @dataclass
 class Copy:
-    """One in flight, until it is told to end; also what `record_event` returns."""
+    """A copy that runs until the test ends it. `record_event` returns it as well."""
 
     buffer: torch.Tensor
     has_ended: bool = False
@@ -22,7 +24,9 @@ class Copy:
 
 @dataclass
 class SlowCard:
-    """A card whose copies end when the test says so. It reads the host as late as it can."""
+    """A card whose copies end when the test says so. It reads the memory of the host as late as
+    possible.
+    """
 
     device = torch.device("meta")
     buffers: list[torch.Tensor] = field(default_factory=list)

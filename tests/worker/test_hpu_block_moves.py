@@ -1,4 +1,6 @@
-"""Blocks of running requests move down on the simulated card, and nobody notices."""
+"""Test moving blocks of running requests to lower ids on the simulated card: outputs do not
+change.
+"""
 
 import random
 
@@ -11,7 +13,7 @@ from vllm import LLM, SamplingParams
 
 
 def churn(llm: LLM) -> list[list[int]]:
-    """Run rounds of requests of different lengths, some with a prompt that came before."""
+    """Run rounds of requests with different lengths, some of which repeat an earlier prompt."""
     rng, tokens = random.Random(1), []
     stems = [[rng.randrange(20, 90) for _ in range(64)] for _ in range(6)]
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""Tokens on the card: the newest of each request, and which drafts are right."""
+"""Test tokens on the card: the newest token of each request, and which drafts are accepted."""
 
 import numpy as np
 import pytest

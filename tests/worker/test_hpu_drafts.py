@@ -1,5 +1,5 @@
-"""Launches that verify drafts, on the simulated card: users get what they get without drafts, and
-nothing compiles after the warm-up.
+"""Test forward passes that verify drafts on the simulated card: outputs are unchanged, and nothing
+compiles after the warm-up.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""The encoder of images on a simulated card: its sizes, its memory, and what it compiles."""
+"""Test the encoder of images on a simulated card: its sizes, its memory, and its compilations."""
 
 import itertools
 import logging

@@ -1,4 +1,4 @@
-"""Ways to run a model on a card, with a model that is next to nothing."""
+"""Test the ways to run a model on a card, with a minimal model."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from vllm.worker.hpu.memory.offload import choose_layers
 
 
 class CountingBridge:
-    """Counts marks, in place of a card."""
+    """A bridge that only counts marks."""
 
     def __init__(self) -> None:
         self.num_marks = 0
@@ -29,7 +29,7 @@ class Expert(nn.Module):
 
 
 class ExpertLayer(nn.Module):
-    """Has more experts than the model has layers."""
+    """A layer with more experts than the model has layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class ExpertModel(nn.Module):
 
 
 class Launches(nn.Module):
-    """In the place of a `LaunchModel`."""
+    """A minimal replacement for `LaunchModel`."""
 
     compile_regions = LaunchModel.compile_regions
 

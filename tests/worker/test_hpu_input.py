@@ -1,4 +1,4 @@
-"""What a launch is on the device, number by number."""
+"""Test the packed input of a forward pass, value by value."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -27,8 +27,9 @@ PADDING_ROW = 8
 
 
 def filled_batch() -> InputBatch:
-    """Return a batch: row 5 has 6 tokens in blocks 3 and 1, row 2 has 4 in block 2, row 7 has 9 in
-    4, 6 and 5."""
+    """Return a batch: request 5 has 6 tokens in blocks 3 and 1, request 2 has 4 tokens in block 2,
+    and request 7 has 9 tokens in blocks 4, 6 and 5.
+    """
     batch = InputBatch(max_num_seqs=PADDING_ROW, max_model_len=64, max_blocks=16)
     batch.update(
         step(
@@ -43,7 +44,9 @@ def filled_batch() -> InputBatch:
 
 
 def launch_of(bucket: Bucket, *rows: tuple[int, int, int], **kind: Any) -> PaddedLaunch:
-    """Rows are (row, computed, scheduled)."""
+    """Return a forward pass of these requests, each as (batch index, computed tokens, scheduled
+    tokens).
+    """
     columns = [np.array(column, np.int32) for column in zip(*rows, strict=True)] or [
         int_array()
     ] * 3
@@ -53,8 +56,9 @@ def launch_of(bucket: Bucket, *rows: tuple[int, int, int], **kind: Any) -> Padde
 def packed_parts(
     launch: PaddedLaunch, builder: HPUInputBuilder | None = None
 ) -> tuple[list[list[int]], list[int]]:
-    """The parts of the packed input but the slots of adapters, which none has here, and the rows
-    that sample."""
+    """Return the parts of the packed input, and the batch indices that sample. The slots of
+    adapters are omitted, because no request has an adapter.
+    """
     builder = builder or HPUInputBuilder(filled_batch(), SIZE)
     packed, sampled = builder.pack(launch)
     ends = np.cumsum(input_sizes(launch.shape))
@@ -104,7 +108,7 @@ def test_a_plain_decode():
 
 
 def test_a_decode_with_drafts_brings_what_recurrent_states_lack():
-    """Row 2 replays 3 tokens, and its state is kept before the last of them."""
+    """Request 2 replays 3 tokens, and its recurrent state is stored before the last of them."""
     launch = launch_of(
         decode(3, 8, 3),
         *((5, 3, 3), (2, 3, 1)),
@@ -140,7 +144,9 @@ def test_a_contiguous_decode_has_each_block_at_its_id():
 
 
 def test_a_prefill_with_context_and_padding():
-    """Row 7 goes on after 5 tokens and ends; row 5 starts and stops before its end."""
+    """Request 7 continues after 5 tokens and reaches its end; request 5 starts and stops before its
+    end.
+    """
     parts, sampled = packed_parts(launch_of(prefill(3, 5, 3), (7, 5, 4), (5, 0, 3)))
     assert parts == [
         [75, 76, 77, 78, 0, 50, 51, 52, 0, 0, 0, 0, 0, 0, 0],
@@ -213,7 +219,9 @@ def test_sizes_depend_on_the_shape_and_padding_alone_is_a_launch(shape, sizes):
 
 
 def sampled_on_device() -> tuple[InputBatch, HPUInputBuilder]:
-    """Return a batch in which rows 5 and 2 have sampled a token, which the host knows by now."""
+    """Return a batch in which requests 5 and 2 have sampled a token, which the host knows
+    already.
+    """
     batch = filled_batch()
     builder = HPUInputBuilder(batch, SIZE)
     builder.mark_sampled(int_array(5, 2))
@@ -246,8 +254,9 @@ def test_a_new_request_in_a_row_has_nothing_on_the_device():
 
 
 def rows_with_positions(num_positions: int) -> PositionRows:
-    """Return a batch in which row 7 has 9 tokens of its prompt at positions of its own, and row 5
-    has three."""
+    """Return a batch in which request 7 gives positions for 9 prompt tokens, and request 5 for
+    three.
+    """
     rows = PositionRows(SimpleNamespace(num_positions=num_positions), 8, torch.device("cpu"))
     for row, count, offset in ((7, 9, -2), (5, 3, 4)):
         positions = 10 * row + np.arange(num_positions * count, dtype="<i4")

@@ -1,4 +1,4 @@
-"""What a launch looks up once for all layers of its model."""
+"""Test values that a forward pass looks up once for all layers of its model."""
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ class Layer(nn.Module):
 
 
 class TwoRopes(nn.Module):
-    """Layers in turn with one and with the other of two tables."""
+    """Layers that alternate between two rotary tables."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""The runner on the simulated card: shapes that were not warmed up, subgraphs, no recompilation."""
+"""Test the runner on the simulated card: shapes that were not warmed up, subgraphs, and no
+recompilation.
+"""
 
 import pytest
 import torch
@@ -57,7 +59,7 @@ def test_after_a_warm_up_no_shape_is_named():
 @pytest.mark.parametrize("mode", ["HPU graphs", "lazy"])
 @pytest.mark.parametrize("layers", [1, 2, 4, 6, 7])
 def test_a_graph_ends_after_so_many_layers(layers, mode, monkeypatch):
-    """The embedding belongs to the first part, norm and logits to the last one."""
+    """The embedding belongs to the first graph, and norm and logits to the last one."""
     variables = FEW_BUCKETS | {"VLLM_CONFIG_HIDDEN_LAYERS": layers, "VLLM_SKIP_WARMUP": 1}
     with (
         simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **variables) as bridge,
@@ -100,7 +102,7 @@ def test_a_full_warm_up_makes_a_later_compilation_an_error():
 
 @pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
 def test_blocks_of_a_request_that_computed_nan_spoil_no_later_request(is_contiguous):
-    """What it leaves in them is behind the tokens of whoever gets them next."""
+    """The NaN values are after the tokens of the request that gets the blocks next."""
     variables = {"VLLM_SKIP_WARMUP": 1, "PT_HPU_LAZY_MODE": 1, "VLLM_CONTIGUOUS_PA": is_contiguous}
     prompts = [{"prompt_token_ids": [20 + n] * n} for n in (33, 7, 20)]
     greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -129,7 +131,7 @@ def test_blocks_of_a_request_that_computed_nan_spoil_no_later_request(is_contigu
 
 
 def test_a_chunk_of_one_token_has_the_log_probabilities_of_its_prompt():
-    """The budget leaves one token for the first chunk of the second prompt."""
+    """The token budget leaves one token for the first chunk of the second prompt."""
     prompts = [{"prompt_token_ids": [20 + n] * n} for n in (32, 40)]
     wants = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, prompt_logprobs=1)
     with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):

@@ -1,4 +1,6 @@
-"""Layers whose weights stay on the host, and are copied to the simulated card in each step."""
+"""Test layers whose weights remain on the host and are copied to the simulated card in each
+step.
+"""
 
 from pathlib import Path
 
@@ -20,7 +22,9 @@ LAYER_BYTES = 4 * (4 * 4 + 4)
 
 
 class Layered(nn.Module):
-    """Linear layers, one after the other; of their input, they read as much as they take."""
+    """Linear layers, one after another. Each reads as many elements of its input as it has input
+    features.
+    """
 
     def __init__(self, *sizes):
         super().__init__()
@@ -34,7 +38,7 @@ class Layered(nn.Module):
 
 
 class RecordingBridge:
-    """Memory of the host, in place of a card."""
+    """A bridge that uses memory of the host instead of a card."""
 
     def __init__(self):
         self.num_marks = 0
@@ -172,7 +176,8 @@ def generate(llm):
 @pytest.fixture(scope="module")
 def whole(folder):
     """Return the output of the model with all of its weights on the card, and the bytes of these
-    weights."""
+    weights.
+    """
     with simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
         llm = LLM(str(folder), **ENGINE)
         ledger = worker_of(llm).ledger

@@ -1,4 +1,4 @@
-"""How a step is split, joined and padded, launch by launch."""
+"""Test how a step is split, joined and padded, forward pass by forward pass."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -38,15 +38,15 @@ def plan(
     item_slots: ItemSlots | None = None,
     **limits: Any,
 ) -> list[PaddedLaunch]:
-    """The launches of a step.
+    """Plan the forward passes of a step.
 
     Args:
-        rows: row, computed tokens and scheduled tokens of each.
-        buckets: what there is.
-        tables: blocks of rows; only contiguous attention looks at them.
+        rows: (batch index, computed tokens, scheduled tokens) of each request.
+        buckets: available buckets.
+        tables: block ids by batch index; only contiguous attention reads them.
         merged_prompts, has_states, piece_end, item_slots: see HPULaunchPlanner.
         kept: see `SchedulerOutput.kept_states`.
-        limits: of a launch.
+        limits: limits of a forward pass.
     """
     defaults = {"block_size": SIZE, "max_num_seqs": 8, "enable_chunked_prefill": True}
     batch = InputBatch(max_num_seqs=8, max_model_len=2048, max_blocks=128)
@@ -312,7 +312,7 @@ def test_an_image_that_is_longer_than_a_launch_may_be_runs_in_its_own_shape():
 
 
 def with_images(row: int, runs: list[tuple[int, int]]) -> Any:
-    """Return a request with images of these tokens, as (first, number)."""
+    """Return a request with images at these tokens, as (first token, number of tokens)."""
     items = [MediaItem(modality="image", key="", runs=(run,), tensors=()) for run in runs]
     return SimpleNamespace(row=row, request=SimpleNamespace(media=items))
 

@@ -1,4 +1,6 @@
-"""Two simulated cards of different memory start together, and launch in the same shapes."""
+"""Test two simulated cards with different memory: they start together, and run forward passes of
+the same shapes.
+"""
 
 import random
 from collections.abc import Callable, Iterator
@@ -45,7 +47,7 @@ def use_card(bridge: SimBridge) -> None:
 class TwoCards(ListExecutor):
     """Calls each worker on its own card, and checks that both have the same result.
 
-    Both run the whole model, as nothing is shared between them yet.
+    Both run the whole model, because nothing is shared between them.
     """
 
     def start_workers(self) -> None:
@@ -80,12 +82,12 @@ def two_workers(*pools_mib: int) -> Iterator[list[HPUWorker]]:
 
 
 def num_blocks(worker: HPUWorker) -> int:
-    """Return the number of blocks that the worker could have."""
+    """Return the largest number of blocks for which the worker has memory."""
     return worker._report.num_blocks
 
 
 def generate(core: EngineCore, lengths: list[int], num_tokens: int) -> int:
-    """Serve random prompts of these lengths. Returns the number of tokens of the outputs."""
+    """Run random prompts of these lengths; return the number of output tokens of each."""
     rng = random.Random(1)
     for length in lengths:
         core.add_request(

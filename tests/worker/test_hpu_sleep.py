@@ -1,4 +1,4 @@
-"""Sleep mode on the simulated card: its memory is given back, and nothing is compiled again."""
+"""Test sleep mode on the simulated card: memory is freed, and nothing is compiled again."""
 
 from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, simulated_hpu
 from vllm import LLM, SamplingParams

@@ -1,4 +1,6 @@
-"""A warm-up does not run out of memory: what does not fit is given up, and all is still served."""
+"""Test that a warm-up does not run out of memory: shapes that do not fit are given up, and every
+request is still served.
+"""
 
 import io
 import random
@@ -60,7 +62,9 @@ def load():
 
 
 def check_memory(worker: HPUWorker) -> None:
-    """What is booked is within its budget, what is in use is booked, all shapes are warm."""
+    """Check that booked memory is within its budget, that memory in use is booked, and that all
+    shapes are warmed up.
+    """
     ledger, catalog = worker.ledger, worker.runner.launches.planner.catalog
     assert all(0 <= ledger.booked(cls) <= ledger.budget(cls) for cls in MemoryClass)
     assert ledger.unassigned_bytes >= 0
@@ -156,7 +160,7 @@ def test_without_memory_for_the_smallest_launch_the_error_names_what_to_lower():
 
 
 def graph_lines(log: list[str]) -> list[str]:
-    """Return phase, batch and size of each graph, in the order in which they were begun."""
+    """Return phase, batch and size of each graph, in the order in which their captures began."""
     pattern = re.compile(
         r"\[Warmup\]\[Graph/(\w+)\]\[.*\] batch_size:(\d+) seq_len:(\d+)(?: num_blocks:(\d+))?"
     )

@@ -1,4 +1,4 @@
-"""The worker on the simulated card: its memory arithmetic, its refusals, its reports of steps."""
+"""Test the worker on the simulated card: memory sizes, refused settings, and step reports."""
 
 import re
 from dataclasses import replace
@@ -33,7 +33,7 @@ def loaded_worker(**settings) -> HPUWorker:
 
 
 def take_up_to(bridge, num_bytes: int) -> Allocation:
-    """Let so many bytes of the card be in use, as if a large model were loaded."""
+    """Fill the card until this many bytes are in use, as if a large model were loaded."""
     pool = bridge.card.memory
     return Allocation(pool, num_bytes - pool.in_use_bytes)
 
@@ -164,8 +164,9 @@ def test_what_is_free_once_the_cache_is_there_is_what_was_reported(mode):
 
 
 def check_sleep(worker: HPUWorker) -> None:
-    """Check that the memory of a worker is freed and comes back, and that its shapes are known as
-    before."""
+    """Check that the memory of a worker is freed and restored, and that its shapes are
+    unchanged.
+    """
     memory, bridge = worker.bridge.card.memory, worker.bridge
     awake, compilations = memory.in_use_bytes, bridge.counters().compilations
     for level in (1, 2):
@@ -224,7 +225,7 @@ def test_too_little_memory_is_one_line_that_says_for_what(pool_mib, settings, wh
 
 
 def test_the_largest_use_of_the_memory_is_what_an_error_wants_changed():
-    """Where no model is needed for it: graphs, states, a draft model, and none at all."""
+    """These cases need no model: graphs, recurrent states, a draft model, and none of them."""
     hpu = HPUConfig(graph_reserved_mem=1.0)
     config = replace(make_config(max_model_len=64), hpu=hpu)
     given = {"free_bytes": 8 * GIB, "launch_bytes": GIB, "block_bytes": BLOCK_BYTES}

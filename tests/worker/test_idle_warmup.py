@@ -1,4 +1,4 @@
-"""What the start has left of the sampler's warm-up runs while the engine has no requests."""
+"""Test that the remaining warm-up of the sampler runs while the engine has no requests."""
 
 from collections import deque
 
@@ -26,13 +26,13 @@ KINDS = (
 
 
 class Server:
-    """The loop of a core process over the core of `llm`, run by hand.
+    """The loop of a core process over the core of `llm`, which the test runs step by step.
 
     Attributes:
-        inbox: messages of the client.
-        sent: what the loop has sent.
+        inbox: messages from the client.
+        sent: messages that the loop has sent.
         waits: whether each read of an empty inbox would have waited.
-        warmed: batch sizes of the launches of the idle warm-up.
+        warmed: batch sizes of the forward passes of the idle warm-up.
     """
 
     def __init__(self, llm: LLM, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""The runner's arrays follow the scheduler's decisions."""
+"""Test that the arrays of the runner follow the decisions of the scheduler."""
 
 import msgspec
 import numpy as np

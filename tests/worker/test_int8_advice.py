@@ -1,4 +1,6 @@
-"""The line of the log that says what int8 would gain: on which processors, and with which rates."""
+"""Test the log line about the possible gain of int8: on which processors it is logged, and its
+figures.
+"""
 
 import logging
 import runpy

@@ -1,4 +1,4 @@
-"""The table of what a worker can be asked for, beside the workers that there are."""
+"""Test the table of calls to workers against the existing workers."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""Slots of items, and the tokens of a batch that see them."""
+"""Test slots of items, and which tokens of a batch see them."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ NUM_SLOTS = 10
 
 
 class Layer:
-    """Notes what is stored where."""
+    """Records what is stored in which slot."""
 
     num_kv_heads = head_size = 1
 
@@ -75,7 +75,9 @@ def made():
 
 
 def seen(rows, *scheduled):
-    """Return (begin, end, slots) of the runs of some (row, first index, number of tokens)."""
+    """Return (begin, end, slots) of each series of tokens, for some (batch index, first index,
+    number of tokens).
+    """
     part = rows.part_of(Launch(*(int_array(*each) for each in zip(*scheduled, strict=True))))
     runs: tuple[SeenRun, ...] = part["items"].runs if part else ()
     return [(run.begin, run.end, run.slots.tolist()) for run in runs]

@@ -1,4 +1,4 @@
-"""The KV cache is as large as its budget says."""
+"""Test that the KV cache is as large as its budget allows."""
 
 from dataclasses import replace
 
@@ -140,7 +140,7 @@ def test_a_window_that_no_request_outgrows_is_no_window():
 
 
 class LatentLayer(CachedLayer):
-    """Keeps one tensor, and not one of keys and one of values."""
+    """A layer that caches one tensor instead of separate keys and values."""
 
     cache_names = ("latent_cache",)
 
@@ -194,7 +194,7 @@ def test_several_groups_need_as_many_blocks_for_the_same_tokens():
 
 
 class Memory(StateLayer):
-    """Keeps the last three inputs and their sum."""
+    """A layer that stores the last three inputs and their sum."""
 
     cache_names = ("last", "total")
 

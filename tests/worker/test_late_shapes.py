@@ -1,4 +1,6 @@
-"""What has compiled late is used like what was warmed up, until padding to it costs too much."""
+"""Test that shapes that were compiled late are used like warmed-up ones, until padding to them
+costs too much.
+"""
 
 import random
 
@@ -24,11 +26,11 @@ BUCKETS = [
 
 
 class Launcher:
-    """A planner whose launches compile what they run in.
+    """A planner whose forward passes compile the shapes in which they run.
 
     Args:
-        tables: blocks of rows.
-        limits: of a launch.
+        tables: block ids by batch index.
+        limits: limits of a forward pass.
     """
 
     def __init__(self, tables=None, **limits) -> None:
@@ -91,7 +93,9 @@ def test_a_shape_that_is_needed_again_and_again_is_compiled_in_the_end(large, sm
 
 
 def test_only_the_shape_that_was_compiled_is_compiled():
-    """A decode of a bucket runs as a slice, as a slice with shared blocks, or as a gather."""
+    """The decodes of a bucket have three shapes: a slice, a slice with shared blocks, and a
+    gather.
+    """
     limits = {"contiguous_pa": True, "num_blocks": 64, "enable_prefix_caching": True}
     low, high = {0: [1, 2], 1: [3, 4]}, {0: [1, 2], 1: [3, 60]}
     launcher = Launcher(low, **limits)

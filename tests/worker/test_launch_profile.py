@@ -1,4 +1,4 @@
-"""VLLM_PT_PROFILE: a trace of one launch in place of a start."""
+"""Test VLLM_PT_PROFILE: a trace of one forward pass instead of a start."""
 
 import gzip
 import json
@@ -35,7 +35,7 @@ def start(mode: str, folder: Path, **variables: object) -> tuple[str, list[str]]
     ],
 )
 def test_one_launch_is_traced_and_nothing_else_runs(tmp_path, mode, variables, launch, how):
-    """Also in a shape that is no bucket."""
+    """The shape need not be a bucket."""
     error, lines = start(mode, tmp_path, **variables)
     assert error.startswith(f"Finished profiling {launch} ({how}): the trace is in {tmp_path}")
     assert not any("[Warmup]" in line for line in lines)

@@ -1,4 +1,4 @@
-"""What cannot fit is not tried, and what fits is."""
+"""Test that shapes that cannot fit are not tried, and that shapes that fit are tried."""
 
 import random
 import re
@@ -41,7 +41,7 @@ def sizes_of(bucket: Bucket) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_launch_that_fits_is_never_refused(seed):
-    """The memory of a launch is that of the recipe with the most, each a sum of parts."""
+    """A forward pass needs the memory of its largest recipe, which is a sum of parts."""
     rng = random.Random(seed)
     recipes = [[rng.choice([0, rng.uniform(1, 50)]) for _ in range(4)] for _ in range(3)]
 
@@ -86,7 +86,7 @@ def test_a_larger_launch_is_predicted_from_two_smaller_ones(seen, asked, predict
 
 
 def test_the_mask_of_a_sliced_prompt_grows_with_its_keys_alone():
-    """One byte for each score of a launch, of which 128 queries have theirs at a time."""
+    """The mask has one byte for each score of the 128 queries that run at a time."""
     sliced = MemoryForecast(PromptSlicing(256, 128), block_size=16)
     assert [sliced.num_scores(prefill(2, q)) for q in (64, 256, 512)] == [2 * 64**2, 2**17, 2**17]
     for forecast, most in ((sliced, 128 * 4096), (MemoryForecast(), 4096**2)):
@@ -110,10 +110,10 @@ def test_a_failed_launch_and_one_within_the_workspace_are_no_measurements():
 
 @contextmanager
 def failures_counted(*, is_predicted: bool):
-    """Inside, the allocations of the card that fail are listed.
+    """Yield a list of the failed allocations of the card in this context.
 
     Args:
-        is_predicted: else nothing is refused before it is tried.
+        is_predicted: use the forecast; False: try every shape.
     """
     failed: list[int] = []
     check = MemoryPool._check
@@ -131,7 +131,7 @@ def failures_counted(*, is_predicted: bool):
 
 
 def start(pool_mib: int, *, is_predicted: bool):
-    """Start an engine: the allocations that failed, what it can launch, and the log."""
+    """Start an engine; return the failed allocations, the shapes that it can run, and the log."""
     variables = LARGE_BUCKETS | LAZY | {"VLLM_GRAPH_RESERVED_MEM": 0.4}
     with (
         simulated_hpu(pool_bytes=pool_mib * MIB, **variables),

@@ -1,4 +1,4 @@
-"""What a launch needs of the simulated card's memory, and the text of the log."""
+"""Test the memory that a forward pass needs on the simulated card, and the text of the log."""
 
 import re
 
@@ -18,7 +18,9 @@ def lazy() -> SimBridge:
 
 @pytest.fixture
 def eager() -> SimBridge:
-    """Without recipes there is no workspace: what is freed is free."""
+    """Return an eager card. Without recipes there is no workspace, so freed memory is free at
+    once.
+    """
     return SimBridge("gaudi2")
 
 

@@ -1,4 +1,4 @@
-"""A launch becomes the tensors that the model and its attention layers expect."""
+"""Test the tensors that a forward pass gives to the model and its attention layers."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Times of forward passes, with a clock of the test, while steps overlap."""
+"""Test the recorded times of forward passes while steps overlap, with a simulated clock."""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""The list of buckets whose recipes are on disk: its file, and a second start on a card."""
+"""Test the file that lists the buckets with recipes on disk, and the second start on a card, which
+reads it.
+"""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What workers say of their own work: on the CPU, and on the simulated card."""
+"""Test the counters that workers report, on the CPU and on the simulated card."""
 
 from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, captured_log, simulated_hpu
 from tests.reach import executor_of
@@ -9,7 +9,9 @@ GREEDY = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 
 
 def stats_after_one_request(device: str) -> RunnerStats:
-    """Of a prompt of 20 tokens and three more: the last one is sampled, but not run."""
+    """Return the counters after a prompt of 20 tokens and three output tokens, the last of which is
+    sampled but not run.
+    """
     llm = LLM(**SMALL_ENGINE, device=device)
     executor = executor_of(llm)
     assert executor.stats() == RunnerStats()

@@ -1,4 +1,4 @@
-"""Which parts of a worker sleep, over parts that note what they are told."""
+"""Test which parts of a worker sleep, with parts that record their calls."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The lines of a step report, word for word, on the simulated card."""
+"""Test the lines of a step report on the simulated card, word for word."""
 
 import pytest
 import torch

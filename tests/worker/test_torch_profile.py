@@ -1,4 +1,4 @@
-"""VLLM_PROFILE_STEPS: a trace that begins and ends by itself."""
+"""Test VLLM_PROFILE_STEPS: a trace that starts and stops by itself."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ from vllm.worker.torch_profile import TorchProfile
 
 
 class FakeStep:
-    """What a trace says of a step."""
+    """The values of a step that a trace contains."""
 
     def __init__(self, step_id: int) -> None:
         self.step_id, self.rows, self.num_tokens = step_id, [0], 1

@@ -1,4 +1,4 @@
-"""Which sampled tokens are accepted, and what becomes of rows with drafts in the batch."""
+"""Test which sampled tokens are accepted, and the batch arrays of requests with drafts."""
 
 import numpy as np
 import pytest

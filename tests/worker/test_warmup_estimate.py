@@ -1,4 +1,6 @@
-"""The estimate of a whole warm-up: plans with a fake clock, and one start of a simulated card."""
+"""Test the estimate of a whole warm-up: plans with a simulated clock, and one start of a simulated
+card.
+"""
 
 import itertools
 import logging
@@ -21,8 +23,9 @@ MOST_RISE = 4 / 3 + 1e-9
 
 
 def plan_of(num_buckets: int, num_shapes: int, stages=STAGES) -> list[list[Work]]:
-    """The steps of a warm-up: in each stage prompts, then decodes, the largest first. A capture is
-    one step for all shapes of its bucket."""
+    """Return the steps of a warm-up: in each stage prompts, then decodes, the largest first. A
+    capture is one step for all shapes of its bucket.
+    """
     steps = []
     for stage in stages:
         for phase, shapes in ((Phase.PREFILL, 1), (Phase.DECODE, num_shapes)):
@@ -34,12 +37,13 @@ def plan_of(num_buckets: int, num_shapes: int, stages=STAGES) -> list[list[Work]
 
 
 def run_plan(steps, seconds_of, gives_up=lambda index: False):
-    """Run a plan with a fake clock.
+    """Run a plan with a simulated clock.
 
     Args:
-        steps: of the warm-up.
-        seconds_of: time of a launch.
-        gives_up: whether a step is given up before it runs, with all that is left of its size.
+        steps: steps of the warm-up.
+        seconds_of: returns the time of a forward pass.
+        gives_up: returns whether a step is given up before it runs, with all remaining steps of its
+            size.
 
     Returns:
         For each step the estimate and the time that was left; and when the warm-up was over.
@@ -65,7 +69,9 @@ def run_plan(steps, seconds_of, gives_up=lambda index: False):
 
 
 def per_stage(compile_s, run_s, capture_s, share=0.0):
-    """Seconds of a launch: of its stage, a share of them in proportion to its cost."""
+    """Return a function for the seconds of a forward pass. They depend on its stage, and a fraction
+    `share` of them is proportional to its cost.
+    """
     seconds = {"compile": compile_s, "run": run_s, "capture": capture_s}
 
     def seconds_of(work):

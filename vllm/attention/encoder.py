@@ -28,9 +28,9 @@ class EncoderAttention(CachedLayer, ReadsContext):
     cache_names = ()
 
     key_cache: Tensor | None = None
-    """Keys of a ragged launch, for as long as this layer runs; None: the device keeps none."""
+    """Keys of a ragged forward pass while this layer runs; None: the device keeps none."""
     value_cache: Tensor | int | None = None
-    """Values of such a launch."""
+    """Values of a ragged forward pass while this layer runs."""
     options = PLAIN_ATTENTION
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None

@@ -25,8 +25,8 @@ class PaddedItems:
     slots: Tensor
     """[B * S] int32."""
     is_seen: Tensor
-    """[B, 1, Q, S] bool. A token that sees nothing sees the first slot, so that its softmax is of
-    something."""
+    """[B, 1, Q, S] bool. A token that sees no slot gets the first one, because a softmax needs at
+    least one."""
     sees_any: Tensor
     """[T] bool."""
     kernel: SDPAKernel

@@ -222,7 +222,7 @@ class RaggedStates:
     drafted: DraftedRows | None
     """Rows with drafts."""
     replays: tuple[Replay, ...]
-    """Run before the tokens of the launch."""
+    """Tokens that are run again before the tokens of the forward pass."""
 
     @classmethod
     def build(cls, launch: StateLaunch, device: torch.device) -> "RaggedStates":

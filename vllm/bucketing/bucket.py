@@ -1,7 +1,7 @@
-"""One shape the device has been prepared for.
+"""A padded shape of a forward pass, for which the device has a compiled graph.
 
-prefill  [batch, query_len] tokens; each row attends to up to `blocks` blocks of context that
-         were computed before this launch
+prefill  [batch, query_len] tokens; each sequence attends to up to `blocks` blocks of context
+         that an earlier forward pass has computed
 decode   [batch, query_len] tokens, 1 or the drafts to verify and one more; `blocks` counts the
          block references of the whole batch, so a block that two sequences share counts twice
 """

@@ -19,7 +19,7 @@ from vllm.bucketing.step_limits import StepLimits
 from vllm.errors import ConfigError
 
 MAX_CELLS = 4096
-"""Different shapes that a table keeps."""
+"""Maximum number of different shapes in a table."""
 
 ROUNDING = 17 / 16
 """A rounded size is at most so many times the size."""

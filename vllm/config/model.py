@@ -180,7 +180,7 @@ class ModelConfig:
 
     @property
     def is_measured(self) -> bool:
-        """Whether layers record the largest values of requests (`QUANT_CONFIG` with mode
+        """Whether layers record the largest values of their inputs (`QUANT_CONFIG` with mode
         MEASURE).
         """
         return self.inc is not None and self.inc.mode == "MEASURE"

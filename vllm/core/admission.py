@@ -56,8 +56,8 @@ class Admission:
         self._max_pooled = -(-config.max_num_seqs // num_pipelined_steps)
         """Number of requests of a pooling model that a step admits, its part of the batch."""
         self._lacks_room: Request | None = None
-        """The request that could not be admitted for lack of a row or blocks; it may preempt
-        others."""
+        """The request that could not be admitted because no batch index or too few blocks are free;
+        it may preempt others."""
 
     @property
     def may_admit(self) -> bool:

@@ -69,11 +69,11 @@ class EncoderCache:
         self.num_queries = 0
         self.num_hits = 0
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        """Least recently used first."""
+        """Entries by key, the least recently used first."""
         self._num_held = 0
         """Embeddings of entries that have holders."""
         self._held: dict[str, tuple[Request, set[int]]] = {}
-        """By request: the items that it holds."""
+        """Request id -> the request, and the indices of the items that it holds."""
         self._num_kept = 0
         self._encoded: list[tuple[Request, int]] = []
         self._num_encoded = 0

@@ -30,7 +30,7 @@ class Plan:
     """Every row runs one token, the only one that is not computed. Becomes False when a request is
     admitted."""
     has_idle: bool
-    """Some of `num_tokens` may be 0."""
+    """Whether some of `num_tokens` may be 0."""
     prompt_budget: PromptBudget | None = None
     """Prompt tokens that the step may still run within its time; None: as many as `budget`."""
     new_requests: list[NewRequest] = field(default_factory=list)

@@ -21,7 +21,7 @@ class StepResult:
 
     request_ids: list[str]
     token_ids: list[int]
-    """Request by request."""
+    """Sampled tokens, one request after the other."""
     num_tokens: list[int] | None
     """Tokens of each request, at least 1; None: one each."""
     finished: dict[str, Finished]

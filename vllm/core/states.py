@@ -42,7 +42,8 @@ class StateKeeper:
         if not passes.any():
             return None
         kept: dict[int, tuple[int, int, int]] = {}
-        """By the kept state: one that makes room in the step that has kept it is written once."""
+        """Kept state -> (row, number of tokens in this step, kept state). A state that is replaced
+        in the same step is written once."""
         starts = tokens.num_computed[passes].tolist()
         ranges = zip(begins[passes].tolist(), ends[passes].tolist(), starts, strict=True)
         requests = self._running.at(rows[passes])

@@ -22,9 +22,10 @@ _ALL_REDUCES = 2
 """All-reduces of one layer."""
 _NUM_NEAR = 20
 _PHASE_DISTANCE = 4.0
-"""Between prefills and decodes, where 1 is twice the batch or length."""
+"""Distance between prefills and decodes, where 1 is the distance to twice the batch or length."""
 _BAND = (0.05, 0.95)
-"""Quantiles of the residuals near a step. The band is to hold 80 % of what was held out."""
+"""Quantiles of the residuals near a step. The band is to hold 80 % of the data that was held
+out."""
 _OUTSIDE_FACTOR = 2.0
 """The band is wider by this outside of the published data."""
 

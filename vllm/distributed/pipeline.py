@@ -58,7 +58,7 @@ class Stage:
     """Index after the last one."""
     index: int = 0
     count: int = 1
-    """Stages in all."""
+    """Number of stages."""
     link: Link | None = None
 
     @classmethod
@@ -116,7 +116,7 @@ class _StageLink(ABC):
         self._rank = rank
         self._before, self._after, self._other_end = before, after, other_end
         self._sent: dict[str, tuple[torch.distributed.Work, Tensor]] = {}
-        """The last tensor of each kind."""
+        """Kind of a tensor -> the last one that was sent, and its transfer."""
 
     def close(self) -> None:
         """Drop tensors in flight. Nothing may be sent afterwards."""

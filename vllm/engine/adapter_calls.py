@@ -9,7 +9,7 @@ from vllm.errors import RequestError
 from vllm.messages import AdapterRef
 
 POLL_S = 0.005
-"""Between two questions whether an adapter is loaded, which happens in the background."""
+"""Seconds between two checks whether an adapter is loaded, which happens in the background."""
 
 
 def check_on(config: VllmConfig, param: str) -> None:

@@ -41,7 +41,8 @@ class KVTransfer:
         self._waiting: set[str] = set()
         """Ids of requests whose blocks have not been loaded yet."""
         self._last_outputs: deque[tuple[Future[None], EngineOutput]] = deque()
-        """Of requests that have ended, until their blocks are written; in that order."""
+        """Last outputs of requests that have ended, each with the future that is done when its
+        blocks are written. In the order of their ends."""
         self._is_open = False
         self._namespace: str | None = None
         self._is_mixed = False

@@ -21,13 +21,13 @@ class RequestResources:
         self._loading: dict[str, tuple[EngineRequest, Future[str | None]]] = {}
         self._refused: dict[str, Finished] = {}
         self._adapters: dict[str, AdapterRef] = {}
-        """By the id of a request that has not ended."""
+        """Adapter by the id of a request that has not ended."""
         self._with_media: set[str] = set()
         """Requests with images that have not ended."""
         self._uses: Counter[str] = Counter()
         """Key of an adapter -> requests that have not ended."""
         self._names: dict[str, str] = {}
-        """By the keys of adapters in use."""
+        """Name by the key of an adapter in use."""
 
     def __len__(self) -> int:
         """Return the number of requests that are not scheduled yet."""

@@ -23,7 +23,8 @@ class CompatVariable:
     available: bool = True
     """True: accepted with a warning. False: an engine does not start while it is set."""
     same_as: bool | None = None
-    """A switch set to this value asks for what happens anyway, so nothing is said."""
+    """A switch with this value has no effect because it asks for the normal behaviour, so there is
+    no warning."""
 
 
 def _ignored(reason: str, names: str, same_as: bool | None = None) -> list[CompatVariable]:

@@ -36,7 +36,8 @@ from vllm.utils.clean_up import on_failure
 from vllm.worker.interface import StepHandleLike, Worker
 
 _ENGINES = itertools.count()
-"""Engines of this process. Engines with the same number in all processes belong together."""
+"""Counter of the engines of this process. Engines with the same number in all processes belong
+together."""
 _VALUE, _FAILURE = b"v", b"f"
 _Result = TypeVar("_Result")
 _decode_output = decoder(ModelRunnerOutput).decode

@@ -46,11 +46,13 @@ class _Launched:
 
 
 Prepare = Callable[[HabanaBridge, HPUModel, VllmConfig, Tensor, PaddedShape], Execution]
-"""Gives what runs the packed decode of this shape."""
+"""Returns an object that runs the packed decode of this shape."""
 
 
 def check_eager(bridge: HabanaBridge, model: str) -> Outcome:
-    """Check a decode operator by operator; in lazy mode, operators are recorded up to a mark."""
+    """Check a decode that runs as separate operators. In lazy mode they are recorded until
+    `mark_step`.
+    """
     return _check_decode(bridge, model, lambda bridge, model, *_: Execution(bridge, model))
 
 

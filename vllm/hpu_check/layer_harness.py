@@ -78,7 +78,7 @@ class LayerTestHarness:
         for row, count in enumerate(used):
             self._tables[row, :count] = [next(ids) for _ in range(count)]
         self.num_used_blocks = int(used.sum()) + 1
-        """Of a cache that is just large enough, the null block included."""
+        """Number of blocks of a cache that is just large enough, the null block included."""
 
     @contextmanager
     def operators(self, ops: Ops | None = None) -> Iterator[None]:

@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "allowed tokens": {"temperature": 0.8, "allowed_token_ids": list(range(7, 4096, 64))},
     "logprobs": {"temperature": 0.0, "logprobs": _NUM_LOGPROBS},
 }
-"""Kind -> what a request asks for."""
+"""Kind -> sampling parameters of a request."""
 
 
 @dataclass(frozen=True)

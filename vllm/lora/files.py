@@ -26,13 +26,13 @@ CONFIG_FILE = "adapter_config.json"
 NAME_PREFIX = "base_model.model."
 """Begins the names of tensors, before the name of a module."""
 _WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-"""The first that is there is read."""
+"""Names of the file with weights; the first one that exists is read."""
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MOST_PATTERNS = 2048
 _MOST_SHOWN = 80
 _HASHED_AT_ONCE = 1 << 20
-"""Bytes: less than a millisecond."""
+"""Number of bytes that are hashed at once, in less than a millisecond."""
 _MOST_HASHES = 1024
 _hashes: dict[tuple[tuple[Path, ...], tuple[tuple[int, ...], ...]], str] = {}
 """Hashes by files and their versions."""
@@ -85,7 +85,7 @@ EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 """Parameters of all experts of a layer, in the order in which peft wraps them; experts without
 gates have `up_proj` instead of `gate_up_proj`."""
 ACCEPTED_PARAMETERS = f"{', '.join(EXPERT_PARAMETERS[:-1])} and {EXPERT_PARAMETERS[-1]}"
-"""The parameters as messages list them."""
+"""The accepted parameters as a list in words, for messages."""
 _CONVERT = (
     "Save it with path_initial_model_for_weight_conversion of peft's save_pretrained, which makes "
     "an adapter for the original weights"

@@ -169,7 +169,7 @@ class HostSlots:
         self._places = places
         self._dtype = dtype
         self.adapters: list[HostAdapter | None] = [None] * num_slots
-        """By slot."""
+        """Loaded adapter by slot."""
 
     def prepare(self, parts: Sequence[LoRAWeights | None], rest: Rest = no_rest) -> HostAdapter:
         """Prepare an adapter for the kernels."""
@@ -323,7 +323,8 @@ class DeviceSlots:
         self._where: dict[int, tuple[int, int]] = {}
         """Number of a layer -> its stack, and the index in it."""
         self._zeros: dict[tuple[int, ...], Tensor] = {}
-        """Of the adapters that do not change a stack, by its shape, in host memory."""
+        """Zeros for adapters that do not change a stack, by the shape of the stack, in host
+        memory."""
         self._dtype, self._device, self._end = dtype, device, end
         self.rank = rank
         self.a: list[Tensor] = []

@@ -24,7 +24,7 @@ class _Entry:
     reason: str | None = None
     """Reason why the adapter cannot be loaded."""
     is_done: bool = False
-    """Loaded, or failed."""
+    """Whether the adapter is loaded, or has failed to load."""
     holds: "list[_Hold]" = field(default_factory=list)
 
 
@@ -34,7 +34,8 @@ class _Hold:
 
     adapter: AdapterRef
     is_request: bool
-    """It keeps the adapter until it is released; else the adapter is only loaded ahead."""
+    """Whether a request keeps the adapter until the request is released; False: the adapter is only
+    loaded in advance."""
     future: Future[str | None] = field(default_factory=Future)
     """Reason why the adapter cannot be loaded; None: it is loaded."""
     entry: _Entry | None = None
@@ -66,11 +67,12 @@ class AdapterMemory:
         self._run = run
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        """By key, the one that was used least recently first."""
+        """Adapters in memory by key, the least recently used first."""
         self._held: dict[str, _Hold] = {}
-        """By request id."""
+        """Adapters that requests keep, by request id."""
         self._wanted: dict[str, _Hold] = {}
-        """By key: adapters that are loaded ahead, until `load` has told the end."""
+        """By key: adapters that are loaded in advance, until `load` has reported that they are
+        loaded."""
         self._lacking: deque[_Hold] = deque()
         """Holds whose adapter has no room yet, in order."""
         self._unread: deque[_Entry] = deque()

@@ -24,7 +24,7 @@ from vllm.ops.cpu.symbols import Ids, NotFusibleError
 logger = init_logger(__name__)
 
 _lock = threading.Lock()
-"""Held while the operator table of the process records."""
+"""Lock while the operator table of the process records."""
 
 
 def fuse(

@@ -27,7 +27,7 @@ _ACCEPTED = {
 """Accepted objects, by modality."""
 _INT16 = 2.0**15
 _FPS = (1e-6, 1e6)
-"""Least and most frames per second."""
+"""Smallest and largest number of frames per second."""
 _MAX_CHANNELS = 32
 
 

@@ -24,7 +24,7 @@ from vllm.multimodal.video.frames import FrameChoice, read_frames
 _OVERRIDES = "mm_processor_kwargs"
 """Field of a request with settings."""
 _SIDE = 64
-"""Pixels of an image that every family accepts."""
+"""Height and width in pixels of an image that every family accepts."""
 
 Job = Callable[[MediaSource], EncoderInput]
 
@@ -181,7 +181,7 @@ def num_embeddings(rules: MediaFamily, given: EncoderInput) -> int:
 
     Args:
         rules: rules of the model.
-        given: of the item.
+        given: inputs of the encoder for the item.
     """
     found = rules.expand(given.grid, _AnyTokens())
     return sum(found.is_embedding) + found.num_states

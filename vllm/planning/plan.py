@@ -67,8 +67,8 @@ class Plan:
     start: StartPlan | None
     """None: the device compiles nothing."""
     throughput: tuple[Prediction, ...] = ()
-    """For prompts of several lengths; empty where the cost model does not know the device, or is
-    not made for it."""
+    """Predicted speed for prompts of several lengths; empty if the cost model does not know the
+    device or does not support it."""
     measured: str = ""
     """Constants that were measured, as one line; empty: none."""
     buckets: tuple[Bucket, ...] = ()

@@ -152,7 +152,7 @@ class PhaseTime:
 
     padded_s: float = 0.0
     needed_s: float = 0.0
-    """Without padding."""
+    """Seconds without padding."""
     padded_tokens: int = 0
     needed_tokens: int = 0
 

@@ -50,7 +50,7 @@ class RequestLengths:
     times: npt.NDArray[np.float64] | None
     """[n] seconds since the first request; None: the file has no times."""
     notes: tuple[str, ...] = ()
-    """Sentences on what was left out."""
+    """Sentences about data that was left out."""
 
     def __len__(self) -> int:
         return len(self.num_inputs)

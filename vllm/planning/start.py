@@ -24,7 +24,7 @@ _Kind = tuple[Hashable, ...]
 
 @dataclass(frozen=True)
 class PhaseStart:
-    """The recipes and graphs for the forward passes of one phase."""
+    """The recipes and graphs of one phase: their numbers, and their predicted times and memory."""
 
     num_buckets: int
     num_shapes: int
@@ -43,7 +43,7 @@ class StartPlan:
     prefill: PhaseStart
     decode: PhaseStart
     sampling_s: float
-    """Compiling what samples, once for each padded batch size."""
+    """Seconds of compiling the sampling recipes, once for each padded batch size."""
     num_first_buckets: int
     """Number of buckets with which a server begins."""
     first_compile_s: float

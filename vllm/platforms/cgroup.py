@@ -68,7 +68,7 @@ class ControlGroups:
                 continue
             for base in bases:
                 group = base / path.lstrip("/")
-                # A group above what this process can see begins with /.. or does not exist.
+                # The path of a group outside of the visible tree begins with /.. or does not exist.
                 inside = [] if ".." in group.parts else [group, *group.parents]
                 yield from (each for each in inside if each != base and base in each.parents)
                 yield base

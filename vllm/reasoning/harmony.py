@@ -34,7 +34,7 @@ class Header:
     """The fields in the header of a message."""
 
     channel: str
-    """Empty: it names none."""
+    """Name of the channel; empty: the header names none."""
     recipient: str
     """Name of the tool that is called; empty: it is a message to the user or a thought."""
 

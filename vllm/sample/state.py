@@ -488,8 +488,10 @@ class SamplingState:
         return TokenMasks(found, words, self._bit_values, device_rows)
 
     def _row_masks(self, row: int, drafts: RowDrafts) -> Iterable[IntArray]:
-        """Return the mask [W] for each position of a request in the batch, on the host, one after
-        another.
+        """Yield the masks [W] of allowed tokens for the sampled positions of a request, one after
+        another, on the host.
+
+        W is the number of 32-bit words of a mask.
         """
         if row not in self._filler:
             return repeat(self._masks[row])

@@ -36,7 +36,7 @@ class _State(NamedTuple):
     num_tokens: int = 0
     """Tokens that `call` was given."""
     text: bytes = b""
-    """Before `call`: the output so far, or the end of it inside of thoughts."""
+    """Text before `call`: the output so far, or only its end inside of thoughts."""
     is_thinking: bool = False
 
 

@@ -22,7 +22,8 @@ from vllm.structured_output.regex import translate
 from vllm.structured_output.spec import GrammarSpec
 
 MAX_CONTENT_BYTES = 8 * 2**20
-"""The engine loads it in a tenth of a second; a larger one is left to the other library."""
+"""Maximum number of bytes of a compiled grammar. The engine loads this much in 0.1 s; a grammar
+with a larger one is compiled by the other library."""
 _TRIAL_TOKENS = 24
 _MAX_STEP_S = 0.5
 """Time for one mask. The engine waits for it at every token of the output."""

@@ -62,7 +62,8 @@ class _State(NamedTuple):
 
     phase: _Phase
     text: bytes = b""
-    """Of THOUGHTS the end, which may begin a marker. Of OPENING the text after white space."""
+    """In THOUGHTS, the end of the text, which may begin a marker. In OPENING, the text after white
+    space."""
     num_spaces: int = 0
     """Bytes of white space before the answer."""
     pending: tuple[int, ...] = ()

@@ -48,7 +48,7 @@ class GrammarMatchers:
         self._has_requests_early = config.device.is_beside_server
         self._cache_bytes = config.structured_output.grammar_cache_bytes
         self._load_lock = threading.Lock()
-        """Held during imports and loading."""
+        """Lock during imports and loading."""
         self._vocabulary: Vocabulary | None = None
         self._is_exact = False
         """Whether the vocabulary was read from the tokenizer itself, not only from its file."""

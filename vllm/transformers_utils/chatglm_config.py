@@ -21,7 +21,7 @@ _ONLY = {
     "add_bias_linear": False,
     "pre_seq_len": None,
 }
-"""Settings that are supported with one value, which is also what their absence means."""
+"""Settings that are supported with one value only, which is also their default."""
 _THETA = 10000.0
 
 

@@ -99,7 +99,7 @@ _OTHER_FILES = {
     "adapter with lora_modules or a LoRARequest",
     "model_index.json": "a pipeline of diffusers, which makes images. Use a language model",
 }
-"""File of what is no model -> what it is."""
+"""File that shows that a folder is not a model -> what the folder is."""
 
 
 def _found_instead(folder: Path) -> str:

@@ -12,7 +12,7 @@ from vllm.utils.files.json_file import read_json_object
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _LENGTH = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 100 << 20
-"""Limit of the safetensors library."""
+"""Maximum number of bytes of a header, as in the safetensors library."""
 
 
 def dtype_of_files(folder: Path, load_format: str) -> str | None:
@@ -61,8 +61,8 @@ def names_of_tensors(folder: Path, load_format: str) -> set[str]:
 
 
 def _tensors_in(path: Path) -> list[tuple[str, str, int]]:
-    """Return (name, data type, size in bytes) of each tensor in a file; empty if it is not such a
-    file.
+    """Return (name, data type, size in bytes) of each tensor in a file; empty if it is not a
+    safetensors file.
     """
     if path.suffix != ".safetensors":
         return []

@@ -71,7 +71,7 @@ Rest = Callable[[], None]
 """Called by the work between two pieces of it, each of a fraction of a millisecond."""
 
 _WORK_S = 0.0005
-"""Processor time without a rest."""
+"""Seconds of processor time between two rests."""
 _SHARE = 12
 """While steps run, a rest takes so many times as long as the work before it."""
 _LONGEST_REST_S = 0.02

@@ -32,7 +32,8 @@ LAUNCH_COUNTERS = "utils"
 """Name of the counter event that carries `launch_counters` and `cache_counters`."""
 
 MAX_PENDING_EVENTS = 32_768
-"""Not written yet, about 20 MiB; while the disk is that far behind, further events are dropped."""
+"""Maximum number of events that are not written yet, about 20 MiB. If the disk is too slow, further
+events are dropped."""
 
 _FLUSH_INTERVAL_S = 1.0
 _FLUSH_AT_EVENTS = 4_096
@@ -49,7 +50,7 @@ class Trace:
     """
 
     is_on = False
-    """For callers whose values take time to compute."""
+    """Whether events are recorded. For callers whose values take time to compute."""
 
     def span(
         self, name: str, /, *, track: str = INTERNAL, **args: Any

@@ -22,8 +22,8 @@ _NUM_TOKENS = 256
 _SEED = 0
 
 _KEY_RANGE, _VALUE_RANGE = 200, 100
-"""The largest key and value of the pass become these numbers, of the 448 of e4m3: what is larger in
-other texts has room."""
+"""The largest key and value of the pass are scaled to these numbers, of the 448 of e4m3, so that
+other texts may have larger ones."""
 
 
 @torch.no_grad()

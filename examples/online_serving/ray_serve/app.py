@@ -31,7 +31,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class Settings(BaseModel):
-    """What `serve run` gives as name=value."""
+    """The settings that `serve run` accepts as name=value."""
 
     model: str = ""
     flags: str = ""
@@ -43,7 +43,10 @@ class Settings(BaseModel):
 
 
 class OpenAIApp:
-    """The routes of `vllm serve` as an ASGI application. Its engine starts and ends with it."""
+    """The routes of `vllm serve` as an ASGI application.
+
+    The engine starts and stops with the application.
+    """
 
     def __init__(self, flags: list[str]) -> None:
         self._flags = flags
@@ -90,7 +93,7 @@ class OpenAIApp:
 
 
 def make(settings: Settings) -> serve.Application:
-    """The application of Ray Serve."""
+    """Make the application of Ray Serve."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # replicas do not have this file
     flags = [*([settings.model] if settings.model else []), *shlex.split(settings.flags)]
     app: OpenAIApp | None = None
@@ -115,10 +118,10 @@ def make(settings: Settings) -> serve.Application:
     )
     @serve.ingress(build)
     class OpenAI:
-        """One replica."""
+        """A replica: one engine with its server."""
 
         def check_health(self) -> None:
-            """Ray Serve starts another replica when this raises."""
+            """Raise if the engine has died; Ray Serve then starts another replica."""
             if app is not None and app.error is not None:
                 raise RuntimeError(f"the engine has died: {app.error}")
 

@@ -1,4 +1,4 @@
-"""A server that answers as it is told, in a thread of its own: no engine, no framework."""
+"""A server in a thread that gives the answers of a test, without engine and framework."""
 
 import asyncio
 import json
@@ -24,12 +24,12 @@ class Request:
 
 @dataclass
 class FakeServer:
-    """Serves while it is entered; `url` is its address.
+    """Serves inside a `with` block; `url` is its address.
 
     Args:
-        answer: pieces of the whole response to a POST.
+        answer: returns the pieces of the whole response to a POST.
         tls: serve with this certificate and key.
-        metrics: text of GET /metrics, one after the other; the last one stays.
+        metrics: texts of GET /metrics, one for each call; the last one is repeated.
     """
 
     answer: Callable[[Request], Pieces]
@@ -156,7 +156,9 @@ def stream(*pieces: bytes | float) -> Pieces:
 
 
 def answer_of(num_tokens: int, pause_s: float = 0.0) -> Callable[[Request], Pieces]:
-    """Answers to completions: a piece of text per token, then usage; the prompt is ids."""
+    """Return a handler of completions whose prompt is token ids. It sends a piece of text per
+    token, then the usage.
+    """
 
     def answer(request: Request) -> Pieces:
         pieces: list[bytes | float] = []

@@ -1,4 +1,4 @@
-"""`vllm bench serve` against a server that answers as it is told."""
+"""Test `vllm bench serve` against a server that gives the answers of the test."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def flags(server, *args):
 
 
 def bench(capsys, server, *args, code=0):
-    """Return the result as JSON, and what was shown on stderr."""
+    """Run the benchmark; return the result as JSON, and the text on stderr."""
     assert main(flags(server, "--output-json", "-", *args)) == code
     captured = capsys.readouterr()
     return json.loads(captured.out), captured.err

@@ -1,4 +1,6 @@
-"""The benchmarks over the bundled model: offline. A live server: tests/e2e/test_bench_serve.py."""
+"""Test the offline benchmarks with the bundled model. tests/e2e/test_bench_serve.py has a live
+server.
+"""
 
 import json
 
@@ -13,7 +15,7 @@ SMALL = ["--max-model-len", "256", "--num-gpu-blocks-override", "256"]
 
 
 def bench(capsys, *args):
-    """Return the result, which is all that is written to stdout."""
+    """Run a benchmark; return the result, which is everything that is written to stdout."""
     assert main(["bench", *args, "--output-json", "-"]) == 0
     return json.loads(capsys.readouterr().out)
 

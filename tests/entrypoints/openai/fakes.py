@@ -1,4 +1,4 @@
-"""An application of some routes, around an engine over a fake core."""
+"""An application with some routes, and an engine over a fake core."""
 
 import time
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ MODEL = "stdlib"
 
 
 def make_app(engine: Any, *routers: APIRouter, **args: Any) -> FastAPI:
-    """Return an application with these routes and nothing around them."""
+    """Return an application with these routes and no middleware."""
     app = FastAPI()
     app.state.context = ServerContext(ServerArgs(**args), engine, time.time())
     for router in routers:
@@ -27,8 +27,9 @@ def make_app(engine: Any, *routers: APIRouter, **args: Any) -> FastAPI:
 
 @contextmanager
 def client_of(engine: FakeCoreLLM | None, *routers: APIRouter, **args: Any):
-    """Return a client of such an application; errors of the server become responses. The engine
-    runs meanwhile."""
+    """Return a client of such an application, whose engine runs meanwhile. Errors of the server
+    become responses.
+    """
     app = make_app(engine, *routers, **args)
     if engine is not None:
         app.router.lifespan_context = lambda app: running(engine)

@@ -1,4 +1,4 @@
-"""A server with metrics and status page over an engine that is only numbers."""
+"""A server with metrics and status page, whose engine only has numbers that the test sets."""
 
 import contextlib
 import threading
@@ -26,13 +26,13 @@ KEY = "secret"
 
 
 class ObservedEngine(AsyncLLM):
-    """The real engine, which is not started: the test says what its core would report.
+    """The real engine without a core: the test gives the reports of the core.
 
     Args:
-        device: in its config.
+        device: device in its config.
 
     Attributes:
-        buckets: of its workers, as `Worker.list_buckets` returns them.
+        buckets: buckets of its workers, as `Worker.list_buckets` returns them.
     """
 
     metrics: ReplicaMetrics
@@ -50,7 +50,7 @@ class ObservedEngine(AsyncLLM):
     def work(
         self, num_tokens: int = 64, num_waiting: int = 3, stats: SchedulerStats | None = None
     ) -> None:
-        """Report a step of a busy Gaudi, or a step with other figures."""
+        """Report a step of a busy Gaudi; the arguments replace its figures."""
         stats = stats or SchedulerStats(
             num_running=6,
             num_waiting=num_waiting,
@@ -95,7 +95,7 @@ class ObservedEngine(AsyncLLM):
 
 
 def make_app(engine: ObservedEngine, keys: tuple[str, ...] = ()) -> FastAPI:
-    """Return the server's application; POST /v1/things/{number} answers with this status."""
+    """Return the application of the server; POST /v1/things/{number} answers with this status."""
     app = FastAPI()
     app.state.context = ServerContext(ServerArgs(), engine, created=time.time() - 4000)
     things = APIRouter()

@@ -1,4 +1,4 @@
-"""The asynchronous engine over the core of an `LLM`, in the process of the test."""
+"""The asynchronous engine over the core of an `LLM` in the test process."""
 
 from typing import Any
 
@@ -26,7 +26,8 @@ def pooling_client(engine: InlineEngine, **settings: Any) -> TestClient:
 
 
 def make_pooling_client(llm: LLM, **settings: Any) -> tuple[TestClient, InlineEngine]:
-    """Return a client of a server with this model until the end of the test, and the server's
-    engine."""
+    """Return a client of a server with this model, and the server's engine. Both run until the end
+    of the test.
+    """
     engine = InlineEngine(llm)
     return clients.enter_context(pooling_client(engine, **settings)), engine

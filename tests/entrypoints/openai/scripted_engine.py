@@ -1,4 +1,4 @@
-"""An engine that says what the test wrote, and a client of the whole server around it."""
+"""An engine that generates the text of the test, and a client of a whole server with it."""
 
 import asyncio
 import contextlib
@@ -41,16 +41,16 @@ ODD_VALUES = [
 
 
 class ScriptedEngine(FakeCoreLLM):
-    """The real engine, whose core gives one piece of text per step, each as one token, then the
+    """The real engine, whose core returns one piece of text per step, each as one token, then the
     end token.
 
     Args:
-        pieces: of the output.
-        max_model_len: of the model.
+        pieces: pieces of the output.
+        max_model_len: largest number of tokens of a request.
         model: further arguments of `make_config`.
 
     Attributes:
-        error: raised instead of the output with number `error_at`, or of the last one.
+        error: error that is raised instead of output `error_at`, or of the last output.
     """
 
     def __init__(self, *pieces: str, max_model_len: int = 256, **model: Any) -> None:
@@ -108,7 +108,7 @@ class ScriptedEngine(FakeCoreLLM):
 
     @property
     def requests(self) -> dict[str, tuple[str, SamplingParams]]:
-        """Return the text of the prompt and the parameters of all requests, by their ids."""
+        """Return prompt text and parameters of all requests, by their ids."""
         decode = self.given_tokenizer.decode
         return {
             request_id: (decode(prompt["prompt_token_ids"]), params)
@@ -117,7 +117,7 @@ class ScriptedEngine(FakeCoreLLM):
 
     @property
     def aborted(self) -> list[str]:
-        """Return the ids of requests whose consumer left before their end."""
+        """Return the ids of requests whose client left before they finished."""
         return [request_id.rpartition("-")[0] for request_id in self.core.aborted]
 
 
@@ -144,8 +144,9 @@ def make_client(engine: CoreInProcess, **settings: Any) -> TestClient:
 async def open_stream(
     app: FastAPI, path: str, body: bytes, *, content_type: bytes = b"application/json"
 ) -> AsyncIterator["OpenStream"]:
-    """Send a POST whose answer is read piece by piece; leaving the block closes the connection of
-    the client."""
+    """Send a POST whose answer is read piece by piece. The connection is closed at the end of the
+    block.
+    """
     stream = OpenStream()
     scope = {
         "type": "http",

@@ -1,4 +1,4 @@
-"""A server around an engine whose start the test decides."""
+"""A server with an engine whose start the test controls."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -18,7 +18,7 @@ from vllm.entrypoints.shared.server_args import ServerArgs
 
 
 def _recorded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a method with the arguments of one of `AsyncLLM` that only records its calls."""
+    """Return a method with the signature of an `AsyncLLM` method that only records its calls."""
 
     @wraps(method)
     async def call(self: "ControlledEngine", /, *args: Any, **kwargs: Any) -> Any:
@@ -33,12 +33,12 @@ def _recorded(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ControlledEngine(AsyncLLM):
-    """The real engine, which is not started: the test says its state, and what calls return.
+    """The real engine without a core: the test sets its state, and the results of calls.
 
     Attributes:
-        controls: calls that control the engine, with their arguments.
-        answer: of all of them; an exception is raised.
-        refusal: why it takes no new requests, although it runs.
+        controls: recorded calls that control the engine, with their arguments.
+        answer: result of all these calls; an exception is raised.
+        refusal: reason why it accepts no new requests although it runs.
     """
 
     refusal: str | None = None  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The application as a whole: what answers when no route does, and what surrounds all routes."""
+"""Test the application as a whole: answers for unknown routes, and the middleware of all routes."""
 
 import asyncio
 import json
@@ -219,7 +219,7 @@ def test_every_response_has_a_request_id():
 
 
 class AddHeader:
-    """ASGI middleware of a user."""
+    """ASGI middleware of a user, which adds a header."""
 
     def __init__(self, app):
         self.app = app
@@ -252,7 +252,7 @@ def test_middleware_that_is_none_is_refused(name):
 
 
 class Records(logging.Handler):
-    """Keeps what is logged."""
+    """A log handler that stores the records."""
 
     def __init__(self):
         super().__init__()
@@ -321,7 +321,7 @@ def test_long_prompts_are_cut_in_the_log():
 
 @pytest.mark.parametrize("root_path", ["", "/base"])
 def test_the_same_errors_come_with_and_without_the_search_for_a_route(root_path):
-    """Bodies go to their routes directly; what is no such request goes to FastAPI."""
+    """POST requests with a body go directly to their route; FastAPI handles all others."""
     client = make_client(root_path=root_path)
     json_type = {"content-type": "application/json"}
 

@@ -1,4 +1,6 @@
-"""API keys guard every route but the probes and the pages, whose figures they guard."""
+"""Test API keys: they protect every route except the probes and the pages, which need the key for
+their data.
+"""
 
 from base64 import b64encode
 
@@ -41,7 +43,9 @@ def test_one_of_the_keys_is_needed(headers, status):
 
 
 def test_a_browser_does_not_ask_for_user_and_password():
-    """Pages ask for the key; credentials of a browser would go with requests of other sites too."""
+    """The pages ask for the key themselves. A browser would send its credentials with requests of
+    other sites as well.
+    """
     response = make_client(api_key=KEYS).get("/openapi.json")
     assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
 

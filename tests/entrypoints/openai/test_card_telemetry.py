@@ -1,4 +1,4 @@
-"""Sensors of cards on the routes of a server, through a stand-in for the vendor's package."""
+"""Test the sensors of cards on the routes of a server, with a stand-in for the vendor's package."""
 
 import asyncio
 import threading
@@ -20,7 +20,7 @@ READING = CardReading(index=0, module=2, power_watts=300.0)
 
 @pytest.fixture
 def real_card(environment, card, hlml, monkeypatch):  # noqa: F811
-    """Simulate a machine whose cards have sensors. Returns the package."""
+    """Simulate a machine whose cards have sensors; return the package."""
     monkeypatch.delenv("HABANA_VISIBLE_MODULES", raising=False)
     environment()
     resolve_platform.cache_clear()

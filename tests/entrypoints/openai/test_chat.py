@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions over a scripted core."""
+"""Test POST /v1/chat/completions over a scripted core."""
 
 import json
 
@@ -42,7 +42,7 @@ def stream(client, **body):
 
 
 def message_of(chunks, index=0):
-    """Return one message from the deltas of a stream, and its finish reason."""
+    """Return the message that the deltas of a stream give, and its finish reason."""
     message = {"role": None, "content": "", "reasoning_content": "", "tool_calls": []}
     finish_reason = None
     for choice in (c for chunk in chunks for c in chunk["choices"] if c["index"] == index):

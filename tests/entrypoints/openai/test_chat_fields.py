@@ -1,4 +1,4 @@
-"""Anything in any field: the request is served or refused, and the server goes on."""
+"""Test any value in any field: the request is served or refused, and the server continues."""
 
 import json
 

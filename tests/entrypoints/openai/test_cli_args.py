@@ -1,4 +1,6 @@
-"""The command line of the server, the file it may name, and what both amount to."""
+"""Test the command line of the server and the file that it may name, and the arguments that both
+give.
+"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""POST /v1/completions over a scripted core."""
+"""Test POST /v1/completions over a scripted core."""
 
 import base64
 import json
@@ -38,7 +38,7 @@ def client(engine):
 
 
 def as_sent(value):
-    """Return a value of a constraint as the core gets it: a schema as text."""
+    """Return the value of a constraint as the core gets it: a schema as JSON text."""
     return json.dumps(value) if isinstance(value, dict) else value
 
 

@@ -1,4 +1,4 @@
-"""One conversation over every API: the model sees the same text."""
+"""Test one conversation over every API: the model gets the same text."""
 
 import pytest
 

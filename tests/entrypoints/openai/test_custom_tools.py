@@ -1,4 +1,4 @@
-"""Tools whose input is text, and choices among some of the tools: chat and responses."""
+"""Test tools whose input is text, and `tool_choice` with a list of tools, in chat and responses."""
 
 import json
 import re

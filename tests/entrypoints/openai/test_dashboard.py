@@ -1,4 +1,4 @@
-"""What the examples ask Prometheus for is what a server exposes."""
+"""Test that a server exposes every metric that the example dashboards query."""
 
 import json
 import re
@@ -33,7 +33,7 @@ LABELS = re.compile(r"(\b(?:vllm:|http_|process_)\w+)\{([^}]*)\}")
 
 @pytest.fixture(scope="module")
 def exposed() -> dict[str, set[str]]:
-    """Return sample -> names of its labels, of a server that has used all of its features."""
+    """Return sample -> names of its labels, for a server that has used all of its features."""
     engine = ready_engine()
     engine.work()
     engine.finish("cmpl-1")

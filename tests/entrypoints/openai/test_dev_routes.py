@@ -1,4 +1,4 @@
-"""Routes that control the engine: what they ask of it, what they answer, and when they exist."""
+"""Test the routes that control the engine: their calls, their answers, and when they exist."""
 
 import pytest
 from starlette.testclient import TestClient
@@ -11,7 +11,7 @@ PROFILE = {"can_profile": True}
 
 
 def send(path, *, answer=None, body=None, method="POST", settings=DEV):
-    """Return the response, and the calls that the engine got."""
+    """Send a request; return the response, and the calls that the engine got."""
     app, context = make_app(**settings)
     context.engine.answer = answer
     client = TestClient(app, raise_server_exceptions=False)

@@ -1,4 +1,4 @@
-"""What is answered before the application has been imported."""
+"""Test the answers before the application has been imported."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from vllm.entrypoints.server.startup_app import StartupApp
 
 
 class Call:
-    """One GET request, in the loop of the test."""
+    """One GET request, in the event loop of the test."""
 
     def __init__(self, app, path):
         self.sent = []

@@ -1,4 +1,4 @@
-"""Every exception has one body and one status."""
+"""Test that every exception gives the right body and status."""
 
 import json
 
@@ -40,7 +40,7 @@ CASES = [
 
 
 class Body(RequestBody):
-    """Of a request."""
+    """The body of a request."""
 
     n: int = 1
     name: str = ""

@@ -1,4 +1,6 @@
-"""Requests that come before the engine is ready, while it ends, or after it has failed."""
+"""Test requests that arrive before the engine is ready, while it shuts down, or after it has
+failed.
+"""
 
 import asyncio
 import json
@@ -11,7 +13,7 @@ from vllm.errors import EngineDeadError
 
 
 class Call:
-    """One request to an application, in a loop that the test runs."""
+    """One request to an application, in an event loop that the test runs."""
 
     def __init__(self, app, path="/echo", body=b"{}"):
         self.messages = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""Probes, in each state of the engine and of the server."""
+"""Test the probes in each state of the engine and of the server."""
 
 import pytest
 from starlette.testclient import TestClient

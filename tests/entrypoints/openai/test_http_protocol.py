@@ -1,4 +1,4 @@
-"""What a connection may send before a request is complete."""
+"""Test the limits on what a connection may send before a request is complete."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ async def app(scope, receive, send):
 
 @contextlib.asynccontextmanager
 async def serve(application=app, protocol=BoundedHttpProtocol):
-    """Return the port of a server."""
+    """Start a server; return its port."""
     config = uvicorn.Config(application, http=protocol, ws="none", lifespan="off", log_config=None)
     config.load()
     state = uvicorn.server.ServerState()
@@ -51,7 +51,7 @@ async def serve(application=app, protocol=BoundedHttpProtocol):
 
 
 async def talk(*parts, pause_s=0.0, **options):
-    """Return everything that a server answers to the parts, until the connection ends."""
+    """Send the parts; return everything that the server answers until the connection ends."""
     async with serve(**options) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for part in parts:
@@ -64,8 +64,9 @@ async def talk(*parts, pause_s=0.0, **options):
 
 
 async def trickle(head, piece, **options):
-    """Return the answer of a server to a client that sends a piece, or several pieces, until nobody
-    reads them."""
+    """Send a piece again and again, or several pieces, until the server reads no more; return its
+    answer.
+    """
     answer = b""
 
     async def read(reader):
@@ -256,7 +257,7 @@ def test_a_connection_can_be_used_again_when_a_refused_body_has_come():
 
 
 def test_every_request_of_a_connection_is_told_that_its_client_has_left(caplog):
-    """Also one before the newest: its answer would go on, and could not be written."""
+    """This includes requests before the newest one, whose answers could no longer be written."""
     events = []
 
     async def stream(scope, receive, send):

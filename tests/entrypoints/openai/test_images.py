@@ -1,6 +1,6 @@
-"""Images in the requests of all routes: what the engine gets, and what is refused before.
+"""Test images in the requests of all routes: what the engine gets, and what is refused earlier.
 
-The engine here expands images by a rule of this test; how models do it is tested with them.
+The engine expands images by a rule of this test; other tests use models.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ DATA = f"data:image/png;base64,{base64.b64encode(b'b').decode()}"
 
 
 class ImageEngine(ScriptedEngine):
-    """Expands each image, and notes the prompts with their images."""
+    """Expands each image, and records the prompts with their images."""
 
     def __init__(self, **more: Any) -> None:
         super().__init__("ok", **more)
@@ -62,7 +62,7 @@ class ImageEngine(ScriptedEngine):
 
 
 class FakeFetcher:
-    """Returns the last letter of the URL, once all URLs of a request are being fetched."""
+    """Returns the last letter of the URL as soon as all URLs of a request are being fetched."""
 
     def __init__(self, num_together: int = 1) -> None:
         self.num_together = num_together

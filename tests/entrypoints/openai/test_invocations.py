@@ -1,4 +1,4 @@
-"""POST /invocations: the keys of the body choose the route, which then answers as always."""
+"""Test POST /invocations: the keys of the body choose the route, which then answers as usual."""
 
 import json
 import re

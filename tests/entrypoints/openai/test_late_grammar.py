@@ -1,4 +1,6 @@
-"""Thoughts, calls and special tokens: the parameters of the engine, the answer of the client."""
+"""Test requests with thoughts, calls and special tokens: the parameters that the engine gets, and
+the answer that the client gets.
+"""
 
 import json
 import re
@@ -136,7 +138,7 @@ MARKERS = ["<tool_call>", "<think>", "</think>", "<|other|>", "<|channel>", "<ch
 
 
 class SpecialEngine(ScriptedEngine):
-    """Has markers as special tokens, which only their flags tell."""
+    """An engine whose markers are special tokens, visible only by their flags."""
 
     def __init__(self, text):
         pieces = [

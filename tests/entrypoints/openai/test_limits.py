@@ -1,4 +1,4 @@
-"""Bodies that are too large, too slow or of another type never reach a route."""
+"""Test that bodies that are too large, too slow or of the wrong type never reach a route."""
 
 import asyncio
 import gzip
@@ -51,7 +51,7 @@ def test_a_request_without_a_body_needs_no_type():
 
 
 def run(messages, *, headers=(), timeout_s=120.0, max_bytes=100):
-    """Return (what was sent, the body that the application behind got or None)."""
+    """Return (what was sent, the body that the inner application got or None)."""
     sent, bodies = [], []
 
     async def app(scope, receive, send):

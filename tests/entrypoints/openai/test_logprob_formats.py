@@ -1,4 +1,6 @@
-"""Log-probabilities of completions: the texts of the tokens are the parts of the text."""
+"""Test the log-probabilities of completions: the texts of the tokens are the parts of the output
+text.
+"""
 
 import itertools
 
@@ -27,7 +29,9 @@ def positions_of(tokenizer, token_ids):
 
 
 def make(tokenizer, token_ids, num_prompt_tokens, *, step, **fields):
-    """Return the joined log-probabilities of pieces of some tokens; the prompt is one piece."""
+    """Return the joined log-probabilities of pieces with some tokens each; the prompt is one
+    piece.
+    """
     logprobs = CompletionLogprobs(
         as_token_ids=False,
         text_of=lambda i: tokenizer.decode([i]),

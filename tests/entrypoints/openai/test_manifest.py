@@ -1,4 +1,4 @@
-"""The Kubernetes manifests ask for what the server has."""
+"""Test that the Kubernetes manifests use only routes and flags that the server has."""
 
 import shlex
 from pathlib import Path
@@ -16,7 +16,7 @@ ONE, SEVERAL = (FOLDER / name for name in ("vllm.yaml", "several-machines.yaml")
 
 
 def read_pods(manifest: Path) -> list[dict]:
-    """Return the pods of the deployments; the first one has the server."""
+    """Return the pods of the deployments; the first pod has the server."""
     return [
         document["spec"]["template"]["spec"]
         for document in yaml.safe_load_all(manifest.read_text())

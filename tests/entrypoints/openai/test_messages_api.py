@@ -1,4 +1,4 @@
-"""POST /v1/messages and count_tokens, over an engine that says what the test wrote."""
+"""Test POST /v1/messages and count_tokens, with an engine that generates the text of the test."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ def read_events(response):
 
 
 def accumulate(events):
-    """Return the message that the official client makes of a stream."""
+    """Return the message that the official client builds from a stream."""
     snapshot, buffers = None, {}
     for event in events:
         if event["type"] != "ping":

@@ -1,4 +1,6 @@
-"""Conversations in Anthropic's form: what they become for a chat template, and what is refused."""
+"""Test conversations in Anthropic's format: the messages that a chat template gets, and refused
+values.
+"""
 
 import logging
 

@@ -1,4 +1,6 @@
-"""Events in Anthropic's form: their order, and what the official client reads."""
+"""Test events in Anthropic's format: their order, and the message that the official client builds
+from them.
+"""
 
 import json
 
@@ -34,7 +36,7 @@ def write(writer, *parts, stop=("end_turn", None)):
 
 
 def accumulate(events):
-    """Return the message that the official client makes of a stream."""
+    """Return the message that the official client builds from a stream."""
     snapshot, buffers = None, {}
     for event in events:
         if event["type"] != "ping":

@@ -1,4 +1,6 @@
-"""Fields in Anthropic's form: which field of a chat request each becomes, and what is refused."""
+"""Test the fields of Anthropic's format: the field of a chat request that each becomes, and refused
+values.
+"""
 
 import pytest
 

@@ -1,7 +1,7 @@
-"""What users of the server are told when a request is wrong: situation -> message.
+"""Test the messages that users of the server get for wrong requests.
 
-A message names fields as the user wrote them, with the value, what is accepted and what to do.
-A row of `MESSAGES` is a request and the whole message; new situations are new rows.
+A message names fields as the user wrote them, with the value, the accepted values, and what to do.
+An entry of `MESSAGES` is a request and its whole message; a new situation needs a new entry.
 """
 
 import importlib
@@ -287,7 +287,7 @@ WRONG_VALUES = [
 
 
 def is_place(location: tuple[int | str, ...], value: Any, kind: str) -> bool:
-    """Return whether a location is a path of keys and entries of a value, as its user sees it."""
+    """Return whether a location is a path of keys and indices in a value, as the user sees it."""
     for position, part in enumerate(location):
         is_last = position == len(location) - 1
         if is_last and (kind == "missing" or part == "[key]"):

@@ -1,4 +1,4 @@
-"""GET /metrics, and what it says of HTTP."""
+"""Test GET /metrics and its figures about HTTP."""
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families

@@ -1,7 +1,7 @@
-"""Any number in any field of any route is taken or refused; nothing of it breaks the server.
+"""Test any number in any field of any route: it is accepted or refused, and the server continues.
 
-Routes and fields are read from the application, so that new ones are tried without a word here.
-Behind the routes are real engines; requests go to their cores as they go to another process.
+Routes and fields are read from the application, so new ones are tested automatically. The engines
+are real, and requests are encoded as they are for another process.
 """
 
 import itertools
@@ -186,7 +186,9 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Test
 
 
 def check(clients: dict[str, TestClient], path: str, kind: str, body: dict[str, Any]) -> int:
-    """Return the status of the answer, which must not be a failure of the server."""
+    """Send a request; return the status of the answer, which must not be a failure of the
+    server.
+    """
     answer = clients[kind].post(
         path, content=json.dumps(body), headers={"content-type": "application/json"}
     )

@@ -1,4 +1,4 @@
-"""The pages as a client of HTTP sees them; tests/e2e opens them in a browser."""
+"""Test the pages as an HTTP client sees them; tests/e2e opens them in a browser."""
 
 import asyncio
 import re

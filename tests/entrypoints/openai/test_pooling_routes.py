@@ -1,4 +1,4 @@
-"""/v1/embeddings, /pooling, /classify, /score and /rerank: shapes, usage, errors."""
+"""Test /v1/embeddings, /pooling, /classify, /score and /rerank: shapes, usage, errors."""
 
 import base64
 import re

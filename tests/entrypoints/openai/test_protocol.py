@@ -1,4 +1,6 @@
-"""The classes of the package `protocol` describe what the server sends, whole and streamed."""
+"""Test that the classes of the package `protocol` describe what the server sends, as a whole and
+streamed.
+"""
 
 import pytest
 
@@ -19,7 +21,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
 
 def describes(model: type, body: dict) -> bool:
-    """Check that every field of a body is a field of the model, with a value of its type."""
+    """Check that every field of a body is a field of the model, with a value of the right type."""
     return model.model_validate(body).model_dump(exclude_unset=True) == body
 
 

@@ -1,4 +1,4 @@
-"""The example for Ray Serve: its application serves with an engine of its own. Ray is a fake."""
+"""Test the example for Ray Serve: its application serves with its own engine. Ray is a fake."""
 
 import os
 import runpy
@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "online_serving" / "ray_serve
 
 
 class FakeServe(types.SimpleNamespace):
-    """Notes what the example asks of Ray Serve."""
+    """Records the calls of the example to Ray Serve."""
 
     Application = object
 

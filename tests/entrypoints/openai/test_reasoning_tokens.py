@@ -1,4 +1,4 @@
-"""The number of reasoning tokens in the usage: the same whole and streamed, in all APIs."""
+"""Test the number of reasoning tokens in the usage: equal as a whole and streamed, in all APIs."""
 
 import json
 
@@ -35,7 +35,7 @@ REQUESTS = [
 
 
 def reported(usage):
-    """Return the reasoning tokens and all output tokens of a usage."""
+    """Return the numbers of reasoning tokens and of all output tokens in a usage."""
     if "completion_tokens" in usage:
         number = usage["completion_tokens_details"]["reasoning_tokens"]
         return number, usage["completion_tokens"]

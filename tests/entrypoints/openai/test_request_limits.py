@@ -1,7 +1,7 @@
-"""The most of everything that a request may have: accepted, without stopping the server.
+"""Test requests at the limit of each field: they are accepted and do not block the server.
 
-A whole server around a core without a model, in one process. During each request a heartbeat
-notes how much processor time this process spends between two turns of the event loop.
+A whole server, whose core has no model, runs in one process. During each request, a heartbeat
+measures how much processor time this process spends between two turns of the event loop.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ MAX_MODEL_LEN = 2**20
 
 
 class PoolingCore(FakeEngineCore):
-    """Gives every prompt two numbers."""
+    """Returns two values for every prompt."""
 
     def step(self) -> EngineOutput:
         names = list(self.running)
@@ -74,12 +74,12 @@ def flat_tool(name: str) -> dict[str, Any]:
 
 @dataclass
 class Case:
-    """A field, with as many entries as are wanted.
+    """A field that can have any number of entries.
 
     Attributes:
         setting: field of `ServerArgs` that limits it.
         fill: number of entries -> the fields of the body.
-        task: of the model.
+        task: task of the model.
     """
 
     path: str
@@ -175,10 +175,10 @@ does."""
 
 
 class Heartbeat:
-    """The longest time between two turns of the event loop.
+    """Measures the longest time between two turns of the event loop.
 
     Attributes:
-        longest_s: processor time of all threads of this process in it.
+        longest_s: processor time of all threads of this process in that time.
     """
 
     def __init__(self) -> None:

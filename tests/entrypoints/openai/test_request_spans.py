@@ -1,4 +1,4 @@
-"""One span for each request to a model route."""
+"""Test that each request to a model route gives one span."""
 
 import asyncio
 from collections import deque
@@ -11,7 +11,7 @@ from vllm.entrypoints.middleware.request_spans import RequestSpans
 
 
 class FakeTracer:
-    """Keeps spans as (name, headers, attributes, error)."""
+    """Stores spans as (name, headers, attributes, error)."""
 
     def __init__(self):
         self.spans = []

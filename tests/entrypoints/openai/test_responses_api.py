@@ -1,4 +1,6 @@
-"""POST /v1/responses and its siblings, over an engine that says what the test wrote."""
+"""Test POST /v1/responses and the related routes, with an engine that generates the text of the
+test.
+"""
 
 import asyncio
 import json
@@ -34,7 +36,7 @@ def post(client, **fields):
 
 
 def read_events(response):
-    """Return the events of a stream; each has its type as its name."""
+    """Return the events of a stream; the name of each event must be its type."""
     events = []
     for block in response.text.strip().split("\n\n"):
         name, data = block.split("\n")

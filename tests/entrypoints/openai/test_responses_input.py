@@ -1,4 +1,6 @@
-"""Items of the Responses API: what they become for a chat template, and what is refused."""
+"""Test the items of the Responses API: the messages that a chat template gets, and refused
+values.
+"""
 
 import json
 

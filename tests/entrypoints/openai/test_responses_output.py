@@ -1,4 +1,6 @@
-"""Events of the Responses API: their order, their numbers, and what the official client reads."""
+"""Test the events of the Responses API: order, numbers, and the response that the official client
+builds.
+"""
 
 import msgspec
 import pytest

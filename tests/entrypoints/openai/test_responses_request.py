@@ -1,4 +1,6 @@
-"""Fields of the Responses API: which field of a chat request each becomes, and what is refused."""
+"""Test the fields of the Responses API: the field of a chat request that each becomes, and refused
+values.
+"""
 
 import pytest
 

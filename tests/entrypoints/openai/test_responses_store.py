@@ -1,4 +1,6 @@
-"""Stored responses: bounds, age, owners; and jobs that make a response in the background."""
+"""Test stored responses: limits, age and owners; and jobs that create a response in the
+background.
+"""
 
 import asyncio
 import json
@@ -118,7 +120,7 @@ def test_a_deleted_response_does_not_come_back_when_it_ends():
 
 
 class Source:
-    """Events that come when told to."""
+    """Events that are sent when the test says so."""
 
     def __init__(self):
         self.queue = asyncio.Queue()
@@ -171,5 +173,5 @@ def test_a_cancelled_job_closes_its_source_and_tells_its_followers(is_begun):
 
 
 async def collect(events):
-    """Return the types of the events as they are sent."""
+    """Return the types of the events in the order in which they are sent."""
     return [json.loads(event.split(b"data: ")[1])["type"] async for event in events]

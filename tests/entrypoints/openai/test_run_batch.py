@@ -1,4 +1,4 @@
-"""Batch files: every line its record, whatever happens to another one."""
+"""Test batch files: every line gets its result, whatever happens to other lines."""
 
 import asyncio
 import json
@@ -36,7 +36,9 @@ async def fetch(url, where):
 
 
 class Application:
-    """Answers with the body; `{"fail": status}` fails, and `{"wait": n}` lets n requests pass."""
+    """Answers with the body. `{"fail": status}` fails, and `{"wait": n}` waits until n further
+    requests have been answered.
+    """
 
     def __init__(self):
         self.num_running = self.most_running = self.num_passed = 0
@@ -191,7 +193,7 @@ def test_requests_that_run_are_ended_when_nothing_can_be_written():
 
 
 class FileServer(BaseHTTPRequestHandler):
-    """Serves one text at /in, takes another at /out, and nothing else."""
+    """Serves a text at GET /in, stores one at PUT /out, and refuses everything else."""
 
     def do_PUT(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))

@@ -1,4 +1,4 @@
-"""LoRA adapters of a server: their names, and the routes that add and remove them."""
+"""Test the LoRA adapters of a server: their names, and the routes that add and remove them."""
 
 import json
 import shutil

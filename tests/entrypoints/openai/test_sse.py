@@ -1,4 +1,4 @@
-"""Streams end when their reader leaves, and nothing of them stays behind."""
+"""Test that streams end when their client leaves, and free everything."""
 
 import asyncio
 
@@ -34,7 +34,7 @@ class Connection:
 
 
 class Source:
-    """Events without end, or an error instead of one of them; knows whether it was closed."""
+    """Endless events, or an error instead of one of them; records whether it was closed."""
 
     def __init__(self, fail_at: int | None = None, count: int = 10**5) -> None:
         self.is_closed = False

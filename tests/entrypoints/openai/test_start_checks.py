@@ -1,4 +1,6 @@
-"""What a server refuses before it listens: flags -> text, told without anything slow."""
+"""Test arguments that a server refuses before it listens: flags -> message, without slow
+imports.
+"""
 
 import json
 import shutil
@@ -28,7 +30,7 @@ def check(*flags):
 
 @pytest.fixture
 def model(tmp_path):
-    """Return a copy of the bundled model, without its weights, that a test may change."""
+    """Return a copy of the bundled model without its weights, which a test may change."""
     folder = tmp_path / "model"
     shutil.copytree(BUNDLED_MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     return folder
@@ -192,7 +194,9 @@ def test_templates_as_transformers_takes_them_are_accepted(file):
 
 
 def test_a_mistake_is_told_before_the_port_and_without_slow_imports():
-    """The whole command: torch and transformers are not imported, and nobody is told of a port."""
+    """This runs the whole command: torch and transformers are not imported, and no port is
+    announced.
+    """
     code = """
 import sys
 from vllm.entrypoints.cli.main import main

@@ -1,4 +1,6 @@
-"""The status page as a client of HTTP sees it; tests/e2e/test_status_page.py looks at it."""
+"""Test the status page as an HTTP client sees it; tests/e2e/test_status_page.py opens it in a
+browser.
+"""
 
 import pytest
 from starlette.testclient import TestClient

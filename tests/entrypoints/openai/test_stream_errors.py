@@ -1,4 +1,6 @@
-"""What official clients make of a stream that fails midway: their loop raises, and says why."""
+"""Test how official clients handle a stream that fails in the middle: their loop raises an error
+with the reason.
+"""
 
 import re
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 @dataclass
 class Failure:
-    """What goes wrong after the first piece, and what clients are told of it."""
+    """A failure after the first piece, and the message that clients get."""
 
     status: int
     code: str | None

@@ -1,4 +1,4 @@
-"""The usage that every chunk of a stream can tell: it begins at 0 and grows with each token."""
+"""Test the usage in every chunk of a stream: it begins at 0 and grows with each token."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Errors about the form of an output name the field that the user of each API sent."""
+"""Test that errors about output constraints name the field that the user of each API sent."""
 
 import pytest
 

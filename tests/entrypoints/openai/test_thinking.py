@@ -1,4 +1,6 @@
-"""Switches of thinking, from the requests of each API to the template and the reasoning parser."""
+"""Test the fields that switch thinking on and off, from the requests of each API to the template
+and the reasoning parser.
+"""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""POST /tokenize, POST /detokenize, GET /v1/models."""
+"""Test POST /tokenize, POST /detokenize and GET /v1/models."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The life of the server process, around an engine that the test commands."""
+"""Test the server process from start to end, with an engine that the test controls."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ LOCAL = {"host": "127.0.0.1", "port": 0}
 
 
 class CommandedEngine(ControlledEngine):
-    """Starts and dies as told."""
+    """Starts and fails when the test says so."""
 
     def __init__(self, start_error=None):
         super().__init__(is_ready=False)
@@ -54,7 +54,7 @@ class CommandedEngine(ControlledEngine):
 
 
 class Life:
-    """One run of the server in this thread; `act(self)` runs beside it in another."""
+    """One run of the server in this thread; `act(self)` runs at the same time in another thread."""
 
     def __init__(self, act, engine=None, **settings):
         self.engine = engine or CommandedEngine()
@@ -229,7 +229,7 @@ def make_certificate(tmp_path):
         pytest.skip("needs the program openssl")
 
     def make(name):
-        """Write key and certificate for `name`. Returns their paths."""
+        """Write key and certificate for `name`; return their paths."""
         key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
         subprocess.run(
             [

@@ -1,4 +1,6 @@
-"""JSON with long strings is read as `json.loads` reads it, whatever surrounds them."""
+"""Test that JSON with long strings is read like `json.loads` reads it, with anything around the
+strings.
+"""
 
 import json
 import random

@@ -1,4 +1,5 @@
-"""Files of sound, and samples of programs: every format, rates, channels and refusals.
+"""Test sound files and samples of programs: every format, sampling rates, channels, and refused
+files.
 
 The files are made here with PyAV. A damaged one has to be refused, or read as far as its limit.
 """
@@ -41,7 +42,7 @@ def refusal(data: bytes, max_seconds: float = _LIMIT_S) -> str:
 
 
 def distance(got: Samples, expected: Samples) -> float:
-    """Return the largest difference in the middle of both, for the best delay."""
+    """Return the largest difference in the middle part of both sounds, for the best delay."""
     middle = slice(2000, len(expected) - 2000)
     return min(
         float(np.abs(np.roll(got, -delay)[: len(expected)][middle] - expected[middle]).max())
@@ -102,7 +103,7 @@ def test_a_file_that_is_cut_off_is_refused(form: Form) -> None:
 
 @pytest.mark.parametrize("size", [b"\xff\xff\xff\xff", b"\0\xf0\xff\x7f", b"\0\0\0\0"])
 def test_samples_of_a_pipe_have_no_length(size: bytes) -> None:
-    """A program that writes to a pipe does not know the lengths of its WAV file."""
+    """A program that writes a WAV file to a pipe cannot know its length."""
     data = sound_file(FORMS["wav"], tone(0.5))
     at = data.index(b"data") + 4
     assert len(read(data[:at] + size + data[at + 4 :])) == RATE // 2
@@ -122,7 +123,7 @@ def test_a_sound_that_is_too_long_is_refused(name: str, monkeypatch: pytest.Monk
 
 
 def test_a_header_that_states_less_than_there_is_does_not_pass_the_limit() -> None:
-    """The total number of samples in a FLAC file is 36 bits from byte 21 on."""
+    """A FLAC file stores the total number of samples in 36 bits from byte 21 on."""
     data = bytearray(sound_file(FORMS["flac"], tone(3.0)))
     data[21] &= 0xF0
     data[22:26] = (100).to_bytes(4, "big")
@@ -155,7 +156,7 @@ def test_other_files_are_refused_by_their_bytes(data: bytes, expected: str) -> N
 
 
 def _video(codec: str | None) -> bytes:
-    """Return a video of MP4, with the sound of this encoder or without."""
+    """Return an MP4 video, with sound of this encoder or without sound."""
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
         pictures = container.add_stream("mpeg4", rate=5)
@@ -229,7 +230,7 @@ def test_without_pyav_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
 
 
 def _damage(data: bytes, rng: random.Random) -> bytes:
-    """Return a file with some bytes of its beginning, or of all of it, changed or left out."""
+    """Return a file of which some bytes are changed or missing, at its beginning or anywhere."""
     changed = bytearray(data)
     reach = rng.choice((64, 512, len(data)))
     for _ in range(rng.choice((1, 3, 20))):

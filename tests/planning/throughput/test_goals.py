@@ -1,4 +1,4 @@
-"""Throughput of batches, and the search for goals against a scan of all batches."""
+"""Test the throughput of batches, and the search for goals against trying all batches."""
 
 import math
 from dataclasses import replace

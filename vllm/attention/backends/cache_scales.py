@@ -27,10 +27,10 @@ class CacheScale:
     scale: Tensor
     """[1] float32: factor on stored values."""
     inverse: Tensor
-    """[1] float32: what new ones are multiplied by."""
+    """[1] float32: factor on new values before they are stored."""
     by_head: tuple[Tensor, Tensor] | None = None
-    """[G, 1] float32 each: what the numbers of each head are multiplied by in addition, stored ones
-    and new ones; the others are 1 then. None: heads have one scale."""
+    """Two tensors [G, 1] float32: additional factors of each head, on stored values and on new
+    values; `scale` and `inverse` are 1 then. None: heads have one scale."""
 
     @classmethod
     def on(cls, device: torch.device, scales: Tensor) -> "CacheScale":

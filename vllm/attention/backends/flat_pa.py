@@ -60,19 +60,20 @@ class DecodeBlocks:
     rows: Tensor
     """[N] int64: the row of each entry; 0 for padding, which adds nothing to it."""
     groups: Tensor
-    """[N] int32: the same, for kernels of a card."""
+    """[N] int32: `rows` for kernels of a card."""
     mapping: Tensor
     """[N, B] one-hot of the rows, in the dtype of the model; padding has no one."""
     mapping_t: Tensor
-    """[B, N] the same, transposed."""
+    """[B, N] `mapping` transposed."""
     summing: Tensor
-    """[B, N] float32: the same once more, with padding in row 0."""
+    """[B, N] float32: `mapping_t`, with padding in row 0."""
     is_hidden: Tensor
-    """[N, 1, S] slots that no query sees; with several queries [N, 1, Q, 1, S] what each sees."""
+    """[N, 1, S] slots that no query sees; with several queries [N, 1, Q, 1, S] slots that each
+    query does not see."""
     age: Tensor
     """[N, 1, S] int32: how many tokens the one in the slot is older than the newest of the row."""
     query_len: int = 1
-    """Q"""
+    """Q, the number of new tokens of each request."""
 
     @property
     def block_size(self) -> int:

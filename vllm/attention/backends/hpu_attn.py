@@ -151,7 +151,7 @@ class PrefillBlocks:
     slots: Tensor
     """[B, Q] int64: where new keys and values go."""
     block_size: int
-    """S"""
+    """S, the number of tokens of a block."""
     query_lens: Tensor | None = None
     """[B] int32; None for merged prompts, whose mask says it."""
     context_blocks: Tensor | None = None

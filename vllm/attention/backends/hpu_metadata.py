@@ -93,7 +93,7 @@ class DecodeBlockCounts:
     """Bucket sizes that a decode needs."""
 
     references: int
-    """Entries of a plain launch."""
+    """Number of blocks in the block tables of all requests, which a plain launch gathers."""
     span: int
     """Highest block id + 1: the slice that a contiguous launch reads."""
     shared: int

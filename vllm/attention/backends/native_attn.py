@@ -23,7 +23,7 @@ class RaggedMetadata:
     """
 
     num_decodes: int
-    """B_d."""
+    """B_d, the number of decodes."""
     slot_mapping: Tensor
     """[T] int64 on the device: where each token's key and value go, block_id * S + offset."""
     block_tables: Tensor

@@ -24,7 +24,7 @@ _MOST_SHAPES = 512
 """Shapes of a phase that decide about the order of the others: the most frequent ones."""
 
 _MOST_SECONDS = 2.0
-"""For each phase of the first buckets."""
+"""Maximum number of seconds for choosing the first buckets of each phase."""
 
 
 def choose_first(

@@ -43,11 +43,11 @@ class ChosenBuckets:
     """A chosen set of buckets, with a bound on its distance from the best set."""
 
     buckets: tuple[Bucket, ...]
-    """Ascending, mandatory ones included."""
+    """Chosen buckets, ascending, mandatory ones included."""
     cost: float
-    """Seconds of all shapes, padded to these buckets."""
+    """Predicted seconds of all shapes, padded to these buckets."""
     lower_bound: float
-    """No set within the budget costs less."""
+    """Lower bound of the cost of all sets within the budget."""
     unpadded: float
     """Cost of all shapes without padding."""
 

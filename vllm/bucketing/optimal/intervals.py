@@ -41,7 +41,10 @@ def make_intervals(
 
 
 def mapped(shapes: Ints, ends: list[dict[tuple[int, int], int]]) -> Ints:
-    """Replace each size of the shapes by the end of its interval."""
+    """Return the shapes [n, 4] with each size replaced by the end of its interval.
+
+    `ends` has one dictionary per column, which maps (phase, size) to the end; see `make_intervals`.
+    """
     found: Ints = shapes.copy()
     phases = shapes[:, 0].tolist()
     for column in range(1, 4):

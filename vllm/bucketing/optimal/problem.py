@@ -27,20 +27,20 @@ class Problem:
     """
 
     shapes: Ints
-    """[n, 4]"""
+    """[n, 4] phase and sizes of each shape."""
     sizes: Ints
-    """[m, 4] of each candidate."""
+    """[m, 4] phase and sizes of each candidate."""
     covers: Mask
-    """[n, m]"""
+    """[n, m] whether a candidate is at least as large as a shape."""
     weights: Floats
-    """[n]"""
+    """[n] weight of each shape."""
     candidate_costs: Floats
-    """[m] of one forward pass."""
+    """[m] cost of one forward pass with each candidate."""
     prices: Floats
-    """[m]"""
+    """[m] price of each candidate."""
     num_mandatory: int
     room: float
-    """Budget of the other candidates."""
+    """Budget of the candidates that are not mandatory."""
     unbatched: Floats
     """[n] cost of one forward pass of each shape without a bucket of its own; infinity: it needs
     one."""

@@ -36,7 +36,7 @@ class PaddedRange:
     step: int
     max: int
     pad_max: int
-    """Most padding; 0: no bound but `pad_percent`."""
+    """Maximum padding; 0: only `pad_percent` limits it."""
     pad_percent: int
     """Most padding, in percent of the padded size."""
 

@@ -181,8 +181,10 @@ class ModelArch:
 
     @property
     def rope(self) -> RopeConfig | None:
-        """Rotary parameters of the layers without a sliding window; layers with one may have
-        others.
+        """Rotary parameters of the layers without a sliding window.
+
+        If all layers have a window, of the first layer with parameters; None if no layer has any.
+        Layers with a window may have different parameters.
         """
         ropes = [
             rope
@@ -193,8 +195,8 @@ class ModelArch:
 
     @property
     def num_positions(self) -> int:
-        """Number of positions that a request may give for each prompt token; 0: none, because the
-        position of a token is its index.
+        """Number of positions of each prompt token in multimodal rotary embeddings (M-RoPE), which
+        a request gives. 0: the position of a token is its index.
         """
         return max((len(rope.sections) for rope in self.layer_ropes if rope), default=0)
 
@@ -517,7 +519,7 @@ def _read_rope(
         parameters["rotated_part"], partial = partial, 1.0
     if rope_type == "su":  # an earlier name of longrope
         rope_type = "longrope"
-    if rope_type == "mrope":  # the default with sections
+    if rope_type == "mrope":  # the default type; its sections are read separately
         rope_type = "default"
     if rope_type in ("dynamic", "llama3", "yarn", "longrope"):
         # The original length. A config without it has not been extended.

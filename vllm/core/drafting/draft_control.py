@@ -23,9 +23,11 @@ _UNKNOWN_COST = 0.1
 _LEAST_STEPS = 3
 """Steps that have to be measured before their time is known."""
 _PLAIN_AT_FIRST, _PLAIN_PERIOD = 4, 64
-"""While drafts pay, one step of so many has none; the first while no time without is known."""
+"""While drafts are worthwhile, one step of every `_PLAIN_PERIOD` has none, to measure its time;
+while that time is not known, one of every `_PLAIN_AT_FIRST`."""
 _FIRST_WAIT, _LONGEST_WAIT = 16, 4096
-"""While drafts do not pay: steps until they are measured again, which doubles each time."""
+"""While drafts are not worthwhile: first and largest number of steps until they are measured again.
+It doubles each time."""
 _FEW = 8
 """So many steps in a row whose drafts would not pay are no reason to pause: the next ones may have
 better drafts."""
@@ -112,7 +114,7 @@ class DraftPace:
         self._plain, self._drafted = StepCost(), StepCost()
         self._num_steps = 0
         self._num_plain_steps = 0
-        """Steps without drafts in a row."""
+        """Number of consecutive steps without drafts."""
         self._is_plain_due = False
         """The next step has no drafts, as the last one without them could not be measured."""
         self._wait = _FIRST_WAIT

@@ -11,7 +11,7 @@ _INDEXED_PER_STEP = 8192
 _END = -1
 """Stands between two outputs in the index of earlier ones; no token has this id."""
 _DRAFTS_PER_TOKEN = 2
-"""An earlier output is followed for this many tokens per token that agrees."""
+"""Maximum number of drafts from an earlier output, for each token that agrees with it."""
 
 
 class NgramDrafts:
@@ -73,7 +73,7 @@ class SuffixDrafts(NgramDrafts):
         super().__init__(options)
         self._half = max(1, options.suffix_cache_tokens // 2)
         self._earlier = [TokenIndex(self._n)]
-        """The newer one first."""
+        """Indexes of earlier outputs, the newest one first."""
 
     def leave(self, request: Request) -> None:
         """Add the output of a finished request to the index of earlier outputs."""

@@ -25,7 +25,7 @@ class TokenIndex:
         self._tokens: list[int] = []
         self._mask = (1 << n * _TOKEN_BITS) - 1
         self._key = 0
-        """Of the last n tokens; see `_key_of`."""
+        """Key of the last n tokens; see `_key_of`."""
         self._latest: dict[int, int] = {}
         """Key of an n-gram -> index after its latest occurrence."""
         self._before: list[int] = []

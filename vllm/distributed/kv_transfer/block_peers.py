@@ -43,7 +43,8 @@ _MAX_KEYS = 1 << 16
 _MAX_REQUEST_BYTES = _REQUEST.size + _MAX_KEYS * _KEY_BYTES
 
 _SERVER_TIMEOUT_S = 30.0
-"""For the request of a peer, which may be slow or gone, and for each part of the answer."""
+"""Seconds to wait for the request of a peer, which may be slow or gone, and for each part of the
+answer to be sent."""
 _MAX_CONNECTIONS = 64
 """Maximum number of connections at the same time. Further ones are closed; the other engine
 computes its prompts then."""

@@ -91,8 +91,10 @@ def _as_list(data: bytes) -> list[int]:
 
 
 def start(setup: bytes) -> Callable[[bytes], bytes]:
-    """Create the handler of the worker process. Its input is a flag and UTF-8 text, its output
-    token ids as int32.
+    """Create the handler of the worker process.
+
+    `setup` is the JSON of a tokenizer. The input of the handler is a byte, whether to add special
+    tokens, followed by UTF-8 text. Its output is token ids as int32.
     """
     from tokenizers import Tokenizer
 

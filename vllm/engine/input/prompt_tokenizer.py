@@ -35,7 +35,8 @@ class TokenizedPrompt:
     text: str | None
     cache_salt: str | None = None
     embeddings: tuple[TokenEmbeddings, ...] = ()
-    """The embeddings, or None. The tokens are placeholders then."""
+    """Embeddings of the prompt, whose token ids are then placeholders; empty: the prompt has
+    none."""
     media: PlacedMedia | None = None
     """Media of the prompt, whose tokens are among `token_ids`; None: it has none."""
 

@@ -72,7 +72,8 @@ class BucketAdaptation:
         self._metrics, self._config = metrics, config
         self._replace, self._clock = replace, clock
         self._start: _Start | None = None
-        """Of the traffic for which buckets are chosen; None: the present ones are not warm."""
+        """Start of the traffic for which buckets are chosen; None: the present buckets are not
+        warm."""
         self._trial: _Trial | None = None
 
     async def run(self) -> None:

@@ -13,7 +13,7 @@ class Change(NamedTuple):
     """A call that has changed all cores."""
 
     what: str
-    """What the call does, in words."""
+    """Description of the call, in words."""
     method: Callable[..., Any]
     """Method of `CoreCalls`."""
     args: tuple[Any, ...]

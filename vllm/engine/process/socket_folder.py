@@ -13,7 +13,7 @@ _SOCKET = "core"
 _SCHEME = "ipc://"
 
 _MAX_SOCKET_PATH = 100
-"""Bytes; the kernel takes 107."""
+"""Maximum number of bytes of a path; the kernel accepts 107."""
 
 
 def make_address() -> str:

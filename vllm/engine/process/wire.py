@@ -60,7 +60,7 @@ class CoreProgress(Message, frozen=True, kw_only=True):
     phase: str
     done: int
     total: int
-    """0: not known."""
+    """Units of the phase; 0: not known."""
     eta_seconds: float | None = None
     """Estimated seconds until the core is ready; None: not known."""
 
@@ -94,7 +94,7 @@ class Refused(Message, frozen=True, kw_only=True):
     status: int
     """HTTP status."""
     is_capacity: bool
-    """A CapacityError, else a RequestError."""
+    """Whether the error is a CapacityError; False: it is a RequestError."""
     param: str | None = None
     """Field of the request that is at fault."""
 
@@ -140,7 +140,7 @@ encode = msgspec.msgpack.Encoder(enc_hook=_encode_extra).encode
 """Encode a message. Raises RequestError if it contains a user's code."""
 
 decode_to_core = msgspec.msgpack.Decoder(ToCore, dec_hook=decode_array).decode
-"""Bytes as a message to the core."""
+"""Decode bytes to a message to the core."""
 
 decode_from_core = msgspec.msgpack.Decoder(FromCore, dec_hook=decode_array).decode
-"""Bytes as a message of the core."""
+"""Decode bytes to a message of the core."""

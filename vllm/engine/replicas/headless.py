@@ -35,7 +35,7 @@ from vllm.utils.frames import FrameError, frame, read_frame_async
 logger = init_logger(__name__)
 
 _PAUSE_S = 1.0
-"""Between two attempts to reach the server."""
+"""Seconds between two attempts to reach the server."""
 _ATTEMPTS_PER_LINE = 30
 
 

@@ -34,7 +34,7 @@ logger = init_logger(__name__)
 
 _HELLO_BYTES = 1024
 _HELLO_S = 10.0
-"""For the first message of a connection."""
+"""Seconds to wait for the first message of a connection."""
 
 
 class RemoteEngineCore:

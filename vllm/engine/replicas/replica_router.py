@@ -96,7 +96,7 @@ class ReplicaLoad:
     requests: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Id in the core -> tokens to compute of its prompt and of its output."""
     prefilling: set[str] = field(default_factory=set)
-    """Requests without a token."""
+    """Requests that have no output token yet."""
 
 
 class ReplicaRouter:

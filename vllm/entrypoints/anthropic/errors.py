@@ -81,5 +81,5 @@ class AnthropicStream(EventStream):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
-        except Exception as error:  # as above; no response has begun yet
+        except Exception as error:  # no response has begun yet, so it can be an error
             await error_response(_PATH, error)(scope, receive, send)

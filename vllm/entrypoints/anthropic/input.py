@@ -328,7 +328,7 @@ _READERS: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "tool_reference": _read_reference,
     "compaction": _read_compaction,
 }
-"""Type of a block -> what reads its text."""
+"""Type of a block -> the function that reads its text."""
 
 
 def _block_type(where: str, block: Any, known: Sequence[str]) -> str | None:

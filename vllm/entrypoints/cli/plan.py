@@ -370,7 +370,7 @@ _OWN_FLAGS = {
     *("goal_ttft", "goal_tpot", "goal_tokens_per_s"),
     *("model", "model_tag", "tensor_parallel_size", "max_num_seqs"),
 }
-"""Not of the command that serves the model, or given there by the search."""
+"""Flags that are not flags of `vllm serve`, or that the search sets itself."""
 
 
 def _given_flags(args: argparse.Namespace) -> list[str]:

@@ -118,7 +118,8 @@ class MediaParts:
 
     def __init__(self, limits: Mapping[str, int] | None = None, *, is_local: bool = False) -> None:
         self.parts: list[MediaPart] = []
-        """In the order of the messages. `index` of a part of the normal form is for this list."""
+        """Media parts in the order of the messages. The `index` of a part in normal form refers to
+        this list."""
         self._limits = limits or {}
         self._is_local = is_local
 
@@ -313,4 +314,4 @@ _EXPECTED = {
     "audio": "samples and their rate (array, rate), the bytes of a file, or a URL",
     "video": "an array [frames, height, width, 3], a list of images, the bytes of a file, or a URL",
 }
-"""Field of a part -> what it must be."""
+"""Field of a part -> description of its type."""

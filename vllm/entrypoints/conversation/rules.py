@@ -266,7 +266,7 @@ def _fit_argument(given: Any, template: Template) -> Any:
 
 
 def _parse_object(given: Any) -> dict[str, Any] | None:
-    """Return arguments as an object; None if they are something else."""
+    """Return arguments as an object; None if they are not a JSON object."""
     if isinstance(given, str):
         try:
             given = json.loads(given)

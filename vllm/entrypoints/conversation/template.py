@@ -1,8 +1,8 @@
 """Compile a chat template, and find out its properties by rendering probes.
 
 A probe is a conversation of two to five messages with words that occur nowhere else. A template
-reads something if it renders the probe and the result contains these words. Every property is
-determined once per template, when it is first needed.
+reads a field of a message if the rendered probe contains the words that the field has. Every
+property is determined once per template, when it is first needed.
 """
 
 import functools

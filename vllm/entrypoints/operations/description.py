@@ -18,7 +18,7 @@ from vllm.utils.background_work import run_in_time_slices
 router = APIRouter()
 
 _lock = threading.Lock()
-"""Held while a description is made: whoever asks meanwhile waits for it."""
+"""Lock of the description: others wait while one thread makes it."""
 
 
 @router.get("/openapi.json", include_in_schema=False)

@@ -25,8 +25,8 @@ from vllm.model_executor.models.registry import BY_TRANSFORMERS, ModelRegistry
 from vllm.transformers_utils.hf_config import complete_hf_config, read_hf_config
 
 Fits = Callable[[int, int, Features | None], bool]
-"""(output features, input features, where they are in a fused layer) -> whether a format holds
-such a weight."""
+"""(output features, input features, position in a fused layer) -> whether a format supports such a
+weight."""
 
 _PROBE = CheckpointTensor(torch.Size((2, 3)), lambda index: torch.empty(2, 3)[index])
 

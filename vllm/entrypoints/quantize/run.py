@@ -50,7 +50,8 @@ _SHARD_BYTES = 4 << 30
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf")
 _ROUND_ROWS = {"fp8": fp8_tensors, "int8": int8_tensors}
 _MOST_TARGETS, _MOST_ROWS = 16, 4096
-"""Layers with the same inputs, and rows of these, that factors of AWQ are chosen by."""
+"""Maximum number of layers with the same inputs, and of rows of these inputs, that are used to
+choose the factors of AWQ."""
 
 
 def quantize(args: argparse.Namespace) -> int:

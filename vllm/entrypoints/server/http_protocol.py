@@ -9,7 +9,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 * 2**10
-"""Request line and headers of one request."""
+"""Maximum size of the request line and headers of one request."""
 HEAD_TIMEOUT_S = 30.0
 """Seconds from the connection, or from the first byte of a request, to the end of its headers."""
 BODY_TIMEOUT_S = 60.0

@@ -22,7 +22,7 @@ _Rounds = Generator[
     list[RequestOutput],
     list[BeamSearchOutput],
 ]
-"""Yields what to run next and receives the results."""
+"""Yields the prompts and parameters of the next round, and receives the results."""
 _Rank = tuple[int, float, float]
 """Sort key of beams by score, see `_rank`."""
 

@@ -85,8 +85,8 @@ class ErrorInfo:
 
 
 ERROR_BODIES: dict[str, Callable[[ErrorInfo], dict[str, Any]]] = {}
-"""Beginning of a path -> what writes the body of an error there. An API with a format of its own
-adds it; for all other paths it is `ErrorInfo.body`."""
+"""Beginning of a path -> the function that makes the body of an error. An API with its own format
+adds an entry; all other paths use `ErrorInfo.body`."""
 
 
 def error_body(path: str, info: ErrorInfo) -> dict[str, Any]:

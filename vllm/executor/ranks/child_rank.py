@@ -17,7 +17,7 @@ from vllm.utils.process.child_process import describe_exit, is_stopped
 from vllm.utils.process.forked_process import ForkedProcess
 
 END_TIMEOUT_S = 5.0
-"""For a process that was told to end, or killed."""
+"""Seconds to wait for the end of a process that was told to end, or killed."""
 _SEND_BUFFER_BYTES = 4 * 2**20
 
 

@@ -36,10 +36,11 @@ logger = init_logger(__name__)
 EXIT_CONFIG_ERROR = 2
 
 _LOOK_S = 5e-4
-"""After a step, to look for the next one; an engine that generates sends it within this time."""
+"""Seconds after a step in which the process looks for the next one without sleeping; an engine that
+generates sends it within this time."""
 _LONG_STEP_S = 5e-3
-"""After a shorter step the process sleeps at once: other processes of the machine need the time
-more."""
+"""Seconds. After a shorter step the process sleeps at once, because other processes of the machine
+need the time more."""
 
 
 class RankLoop:

@@ -44,9 +44,9 @@ class RankAssignment(msgspec.Struct, frozen=True, kw_only=True):
     """The position of a rank if the ranks are on several machines."""
 
     index: int
-    """Among the ranks of the machine."""
+    """Index of the rank among the ranks of the machine."""
     count: int
-    """Ranks of the machine."""
+    """Number of ranks of the machine."""
     has_own_devices: bool
     """Whether the rank sees only its own devices, not the devices of all ranks of the machine."""
     has_whole_stage: bool = False

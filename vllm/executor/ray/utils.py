@@ -14,8 +14,8 @@ from vllm.config import ParallelConfig
 from vllm.errors import ConfigError
 
 _CONNECT_TIMEOUT_S = 10.0
-"""For the head of a cluster to take a connection. Ray itself tries for up to a quarter of an hour,
-and says nothing to the user meanwhile."""
+"""Seconds to wait for the head of a cluster to accept a connection. Ray itself tries for up to 15
+minutes, and reports nothing to the user meanwhile."""
 
 _caretakers: list[subprocess.Popen[bytes]] = []
 """Caretakers of the local cluster of this process, if it has started one."""

@@ -12,7 +12,7 @@ WATCH_GROUP = "watch"
 _LOOK_S = 1.0
 """Interval at which the thread checks whether to end."""
 _ANSWER_TIMEOUT_S = 3.0
-"""For an actor that only has to say that it is there."""
+"""Seconds to wait for an actor that only has to say that it is there."""
 
 
 class ActorWatch:

@@ -115,7 +115,7 @@ class PackedTable(DenseTable):
         self.stored_as = stored_as
         self.packed: PackedWeight | None = None
         self.dtype: torch.dtype | None = None
-        """Of the rows that are looked up; None until the table is packed."""
+        """Dtype of the rows that are looked up; None until the table is packed."""
 
     def finish(self, layer: VocabParallelEmbedding) -> None:
         if self.packed is None:  # a layer that shares the table may already have packed it

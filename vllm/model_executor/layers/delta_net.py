@@ -67,9 +67,9 @@ class DeltaNetSizes:
     """Heads of queries and keys; each serves as many heads of values, one after the other."""
     num_value_heads: int
     key_size: int
-    """K: of a head of queries or keys."""
+    """K, the elements of a head of queries or keys."""
     value_size: int
-    """V: of a head of values."""
+    """V, the elements of a head of values."""
     kernel: int
     """Tokens that the convolution sees."""
     norm_eps: float

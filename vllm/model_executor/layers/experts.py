@@ -140,7 +140,7 @@ class Experts(MethodLayer):
         self.tp = TPGroup() if tp.has_whole_experts else tp
         """The ranks that share an expert."""
         self.expert_ids = _ids_of_rank(num_experts, tp)
-        """Of the experts of this rank."""
+        """Ids of the experts of this rank."""
         names = (str(expert) for expert in range(num_experts) if expert not in self.expert_ids)
         self.elsewhere = frozenset(names)
         if intermediate_size % self.tp.size:
@@ -151,7 +151,7 @@ class Experts(MethodLayer):
                 f"which does not split experts"
             )
         self.intermediate_size = intermediate_size // self.tp.size
-        """Of this rank."""
+        """Intermediate features of an expert on this rank."""
         first = self.expert_ids.start if self.elsewhere else options.first_expert
         self.options = replace(options, first_expert=first)
         self.register_parameter("gate_up_bias", None)

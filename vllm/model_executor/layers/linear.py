@@ -73,7 +73,8 @@ class ParallelLinear(MethodLayer):
     """Several layers of the model run it. Adapters cannot change it: they have a change for each of
     these layers."""
     is_absorbed: bool = False
-    """Launches multiply with what is made of the weight, and do not apply the layer."""
+    """Forward passes multiply with matrices that are computed from the weight, and do not run the
+    layer."""
 
     def __init__(
         self,

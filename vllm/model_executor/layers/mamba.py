@@ -177,7 +177,7 @@ class Mamba2Sizes:
     activation: str
     has_out_bias: bool | None = None
     has_norm: bool = True
-    """False: what the heads put out is gated and not normed."""
+    """Whether the gated output of the heads is normed."""
     is_gated_last: bool = False
     """The gate multiplies after the norm, and not before."""
     in_scales: Mapping[str, float] = field(default_factory=dict)
@@ -365,7 +365,7 @@ class MambaSizes:
 
     hidden_size: int
     inner_size: int
-    """Channels."""
+    """Number of channels."""
     state_size: int
     """N: number of elements in the state of a channel."""
     rank: int

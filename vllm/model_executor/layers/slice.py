@@ -35,11 +35,11 @@ class Features:
     total: int
     """Size of the whole layer."""
     group: int
-    """Neighbours in a group."""
+    """Number of neighbouring features in a group."""
     start: int
-    """First one in a group."""
+    """Index of the first feature of the part in a group."""
     count: int
-    """Number of features of a group."""
+    """Number of features of the part in a group."""
 
     @property
     def size(self) -> int:
@@ -171,9 +171,10 @@ class Slice:
     offset: int
     """First index in this rank's parameter."""
     size: int
-    """Indices in this rank's parameter."""
+    """Number of indices in this rank's parameter."""
     total: int
-    """Indices in the checkpoint tensor; below size * ranks when the last ranks hold padding."""
+    """Number of indices in the checkpoint tensor; below size * ranks when the last ranks hold
+    padding."""
     num_replicas: int = 1
     """Ranks that hold the same shard; above 1 when there are fewer KV heads than ranks."""
     tensor: str | None = None

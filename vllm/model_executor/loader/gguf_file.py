@@ -33,7 +33,7 @@ from vllm.transformers_utils.gguf.model import GGUFModel, open_model
 _LATENT_KEYS, _LATENT_VALUES = ".keys.weight", ".values.weight"
 """Ends of the names of the halves of a `kv_b_proj`."""
 _PART_NUMBERS = 1 << 21
-"""Read and dequantized at once."""
+"""Number of elements that are read and dequantized at once."""
 
 
 def stored_format(files: list[Path]) -> GGUFBlocks | None:

@@ -259,7 +259,8 @@ _LARGEST_RATIO = 64
 """Largest ratio of the memory of parameters to the size of files. Weights of 1.5 bits become at
 most float32."""
 _SMALL_BYTES = 256 << 20
-"""Less memory is taken in any case: what is wrong with a file is said by what reads it."""
+"""Bytes that are allocated without a check of the memory: errors in a small file are better
+reported by its reader."""
 
 
 def _check_size(num_bytes: int, files: Sequence[Path]) -> None:
@@ -340,9 +341,9 @@ class _LayerFinisher:
     def __init__(self, model: nn.Module) -> None:
         self._finished: set[MethodLayer] = set()
         self._owners: dict[nn.Module, nn.Module] = {}
-        """Layers that another one takes over, and that one."""
+        """Layer that another layer takes over -> that other layer."""
         self._waiting: dict[nn.Module, set[nn.Module]] = {}
-        """Such a layer -> what has to be filled before it is finished."""
+        """Layer that takes over others -> the layers that must be filled before it is finished."""
         for layer in model.modules():
             parts = [part for part in layer.modules() if isinstance(part, MethodLayer)]
             held = [part for part in parts if part.is_held and part is not layer]

@@ -99,7 +99,7 @@ class DecoderOptions:
     temperature: QueryTemperature | None = None
     """Factor of the queries by their position; None: there is none."""
     attention: AttentionOptions = PLAIN_ATTENTION
-    """But for windows, which layers have."""
+    """Attention options of all layers, except their windows."""
     has_output_gate: bool = False
     """The output of attention is multiplied with the sigmoid of `gate_proj`."""
     has_sinks: bool = False
@@ -129,7 +129,7 @@ class DecoderAttention(SlicedModule):
     """
 
     temperatures: Tensor | None
-    """[positions, 1]: what the query of a position is multiplied by."""
+    """[positions, 1]: factor on the query of each position."""
 
     def __init__(
         self,

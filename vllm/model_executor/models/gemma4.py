@@ -333,11 +333,15 @@ class Gemma4Decoder(Decoder):
         return self.norm(hidden_states) if end == len(self.layers) else hidden_states
 
     def before_layers(self, hidden_states: Tensor) -> Tensor:
-        """Convert embeddings [T, hidden] to the input of the first layer."""
+        """Convert embeddings [T, hidden] to the input of the first layer. Unchanged unless a
+        subclass overrides it.
+        """
         return hidden_states
 
     def after_layers(self, hidden_states: Tensor) -> Tensor:
-        """Convert the output of the last layer to hidden states [T, hidden]."""
+        """Convert the output of the last layer to hidden states [T, hidden]. Unchanged unless a
+        subclass overrides it.
+        """
         return hidden_states
 
 

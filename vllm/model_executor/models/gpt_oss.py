@@ -41,7 +41,8 @@ class GptOssForCausalLM(DecoderForCausalLM):
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, replace(llama_options(arch), has_sinks=True), GptOssLayer)
         self._blocks: dict[str, tuple[str, Tensor]] = {}
-        """Name of a weight in MXFP4 -> what of it was read first: blocks or scales, and they."""
+        """Name of a weight in MXFP4 -> the part that was read first: "blocks" or "scales", and its
+        tensor."""
 
     def convert(
         self, name: str, source: CheckpointTensor

@@ -24,10 +24,11 @@ class LoadableModel(nn.Module, ABC):
     """
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {}
-    """Beginning of a checkpoint name -> what it is here; the first that fits is replaced."""
+    """Beginning of a checkpoint name -> its replacement here; only the first one that fits is
+    replaced."""
 
     checkpoint_names: ClassVar[Mapping[str, str]] = {}
-    """Part of a checkpoint name -> what it is here; all that occur are replaced."""
+    """Part of a checkpoint name -> its replacement here; all that occur are replaced."""
 
     ignored_tensors: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
     """Ends of checkpoint names that are not weights."""

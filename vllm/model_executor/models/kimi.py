@@ -25,7 +25,7 @@ _DEEPSEEK_NAMES = {
     "moe_renormalize": "norm_topk_prob",
     "moe_router_activation_func": "scoring_func",
 }
-"""Key of config.json -> what DeepSeek V3 calls it."""
+"""Key of config.json -> name of the same key in DeepSeek V3."""
 
 
 def _in_words_of_deepseek(arch: ModelArch) -> ModelArch:

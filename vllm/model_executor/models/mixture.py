@@ -38,7 +38,8 @@ class MixtureOptions:
     routing: Routing = "softmax_of_chosen"
     """Weight of a chosen expert."""
     tolerance: float = 0.0
-    """Largest distance below the chosen expert, relative to its logit, of others that count."""
+    """SparseMixer ignores experts whose logits are further below the chosen one than this fraction
+    of the larger magnitude of the two."""
     shared_size: int = 0
     """Intermediate size of an expert that all tokens use; 0: there is none."""
     has_shared_gate: bool = True

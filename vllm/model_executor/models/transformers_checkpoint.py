@@ -52,7 +52,8 @@ class CheckpointNames:
         return ((found, source),)
 
     def _of_one_expert(self, name: str) -> str | None:
-        """Return this package's name of a tensor of one expert; None if it is not such a tensor.
+        """Return this package's name of a tensor of one expert; None if the tensor belongs to no
+        single expert.
 
         It may be a weight, or a tensor of a quantized weight.
         """

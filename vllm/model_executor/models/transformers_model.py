@@ -48,7 +48,7 @@ _CACHE_ARGUMENTS = frozenset(
         *("cache_params", "state", "states"),
     )
 )
-"""Names that modules of transformers give to what they keep of earlier tokens."""
+"""Names of arguments with which modules of transformers get the cache of earlier tokens."""
 _FIXED = "fixed"
 """Type of rotations that no module of transformers changes as it runs."""
 

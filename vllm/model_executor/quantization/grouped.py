@@ -29,7 +29,7 @@ fill the words of a checkpoint. Wider layers keep their words, which needs less 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupLayout:
-    """Storage layout of such a layer in a checkpoint: bits, groups, zero points."""
+    """Storage layout of a layer with low-bit integer weights: bits, groups, zero points."""
 
     bits: int
     group_size: int
@@ -41,7 +41,7 @@ class GroupLayout:
     has_groups: bool = False
     """`g_idx` says which group an input is in."""
     is_ordered: bool = False
-    """Groups have inputs from everywhere."""
+    """Whether the inputs of a group may be anywhere, instead of next to each other."""
     is_symmetric: bool = False
     """All zero points are half of the range; else they may be anything."""
 

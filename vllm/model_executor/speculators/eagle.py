@@ -181,5 +181,5 @@ class Eagle3(Speculator):
 
     @staticmethod
     def _token_ids(offsets: Tensor) -> Tensor:
-        """Return the model's token id of each token of the head."""
+        """Return, for each token of the head's smaller vocabulary, its token id in the model."""
         return torch.arange(len(offsets), device=offsets.device) + offsets

@@ -34,14 +34,14 @@ class Speculator(LoadableModel):
 
     @classmethod
     def find_files(cls, folder: Path, load_format: str) -> list[Path]:
-        """Return the files of its weights; see
+        """Return the files with the weights of the speculator; see
         `vllm.transformers_utils.weight_files.find_files`.
         """
         return find_files(folder, load_format)
 
     @property
     def target(self) -> CausalLM:
-        """The target model whose tokens it predicts."""
+        """The target model whose tokens the speculator predicts."""
         return self._target[0]
 
     @property
@@ -50,7 +50,7 @@ class Speculator(LoadableModel):
 
     @property
     def inner_layers(self) -> tuple[int, ...]:
-        """Target layers whose inputs it reads, ascending and distinct.
+        """Target layers whose inputs the speculator reads, ascending and distinct.
 
         Empty if it needs only the output of the last layer, which all speculators get.
         """

@@ -34,7 +34,8 @@ Samples = NDArray[np.float32]
 
 MAX_CHANNELS = 32
 MIN_RATE, MAX_RATE = 1_000, 768_000
-"""Samples per second of a file or an array. A lower rate would become many times as many."""
+"""Limits of the samples per second of a file or an array. Resampling from a lower rate would make
+many samples from a small file."""
 _LARGEST = 2.0**31
 """Magnitude of a sample above which features overflow; integers that were not scaled are below."""
 
@@ -52,7 +53,8 @@ _ESTIMATED = ("MP3", "AAC")
 _CONTAINER_UNITS = 1_000_000
 """Units in a second of the length of a container."""
 _MISSING_S = 0.1
-"""Seconds by which a file may be shorter than it states: encoders count what they cut off."""
+"""Maximum number of seconds by which a file may be shorter than it states. Encoders also count
+samples that decoders cut off."""
 
 
 def make_reader(sampling_rate: int, max_seconds: float) -> Callable[[MediaSource], EncoderInput]:

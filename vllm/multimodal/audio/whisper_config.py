@@ -68,7 +68,7 @@ _OTHER_NAMES = {
     "encoder_attention_heads": "num_attention_heads",
     "encoder_ffn_dim": "intermediate_size",
 }
-"""Key -> its name where config.json has not this one, such as for Voxtral."""
+"""Key -> its other name in some configs, such as those of Voxtral."""
 
 
 def read_whisper_config(

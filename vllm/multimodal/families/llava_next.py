@@ -141,7 +141,7 @@ def check_grid(config: Mapping[str, Any], tower: TowerConfig) -> None:
     """Check that a tile has exactly one embedding for each patch.
 
     Raises:
-        ConfigError: it has not; the message names the strategy.
+        ConfigError: a tile has another number of embeddings; the message names the strategy.
     """
     features = read_features(config, tower)
     if features.embeddings_per_tile(tower) != tower.patches_per_side**2:

@@ -16,7 +16,7 @@ from vllm.multimodal.interface.checks import is_number, is_whole, wrong_setting
 from vllm.multimodal.interface.settings_file import OWN_FILE, WHOLE_FILE, find_settings
 
 MAX_PIXELS = 2**14
-"""Largest height or width of what an encoder takes."""
+"""Largest height or width of an input of an encoder."""
 
 _MAX_CROPPED = 2
 """Edge of a resized image in edges of the square that is cut out of it."""
@@ -129,7 +129,7 @@ _RENAMED = {
     "Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor",
     "Glm46VImageProcessor": "Glm4vImageProcessor",  # name in GLM-4.6V
 }
-"""Class -> the class that does the same."""
+"""Class -> a class with the same processing."""
 _PART = "image_processor"
 _CLASS = "image_processor_type"
 _OLD_CLASS = "feature_extractor_type"

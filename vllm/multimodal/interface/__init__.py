@@ -1,1 +1,3 @@
-"""Interfaces of media, and of a family's rules for them. Independent of families."""
+"""Base classes for a family's processing of images, sounds and videos, and their data types. They
+do not depend on families.
+"""

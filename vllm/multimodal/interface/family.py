@@ -103,7 +103,7 @@ class TokenLookup(Protocol):
 
 
 _SIDE = 64
-"""Pixels of a small image."""
+"""Height and width in pixels of a small image."""
 
 
 class MediaFamily(ABC):

@@ -51,9 +51,9 @@ class FrameChoice:
     """Rules for selecting frames of a video, and the limit of their size."""
 
     num_frames: int
-    """Most frames, spread evenly."""
+    """Maximum number of frames, spread evenly."""
     fps: float
-    """Most frames for each second; -1: any."""
+    """Maximum number of frames per second; -1: no limit."""
     max_given: int
     """Most frames of a video that a program gives as frames, all of which are read."""
     max_pixels: int

@@ -59,7 +59,7 @@ class SharedMemoryCollectives:
             timeout_us=int(timeout_s * 1e6),
         )
         self.address = ctypes.addressof(self._arena)
-        """Of the Arena that kernels take, valid as long as this object lives."""
+        """Address of the Arena that kernels take, valid while this object lives."""
         self._sums = {dtype: of.all_reduce for dtype, of in kernels.of.items()}
         self._all_gather = plain.all_gather
         self._exchanged, self._aborted = plain.kExchanged, plain.kAborted

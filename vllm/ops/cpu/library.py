@@ -169,7 +169,8 @@ def _refuse_stale(path: Path, build: str) -> None:
 
 
 _Described = tuple[str, Any, torch.dtype | None]
-"""A name, what it names, and for which dtype only."""
+"""The description of a name in the library: name, object, and the only dtype for which it
+exists."""
 
 
 def _read_kernel(description: str) -> _Described:

@@ -46,7 +46,7 @@ class PackedAdapter:
         a_tiles = kernels.kRankBlock, kernels.kRankInputs, kernels.kRankInputs
         b_tiles = kernels.kPanel, 1 if self.is_float else 2, kernels.kRankBlock
         found: dict[int, _Tiled] = {}
-        """By the tensor: projections may share one."""
+        """Tiles by the id of their tensor, because projections may share a tensor."""
         size = 0
         for layer in layers:
             own = _parts_of(layer, parts)

@@ -19,7 +19,7 @@ from vllm.ops.cpu.library import CPUKernels, load_cpu_kernels
 Int64Array = npt.NDArray[np.int64]
 
 _NO_NUMBERS = 2
-"""Tokens of a block of the vocabulary."""
+"""Status of the kernel if random sampling has no random numbers."""
 
 _num_threads = torch.get_num_threads
 
@@ -29,9 +29,9 @@ class RowNumbers:
     """Random values for n requests: the values, or the keys and positions to compute them from."""
 
     keys: npt.NDArray[np.uint64] | None = None
-    """[n]"""
+    """[n] keys of the random generator."""
     positions: Int64Array | None = None
-    """[n]"""
+    """[n] positions in the random stream of the key."""
     exponentials: Tensor | None = None
     """[n, K] float32 above 0; the first ones for the blocks, the last 128 inside a block."""
 
@@ -41,7 +41,7 @@ class RowChanges:
     """Changes of the logits of some of n requests, in this order: edits, masks, penalties."""
 
     changed: npt.NDArray[np.bool_]
-    """[n] rows that are changed; nothing below is looked at for the others."""
+    """[n] rows that are changed; the fields below are ignored for other rows."""
     edits: tuple[Tensor, Tensor] | None = None
     """[n, E] int32 token ids and float32 values to add to their logits."""
     masks: tuple[npt.NDArray[np.int32], Tensor] | None = None

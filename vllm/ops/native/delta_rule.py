@@ -22,7 +22,7 @@ from vllm.ops.interface import Ops
 from vllm.ops.native.state_space import faded_between
 
 _CHUNK = 32
-"""Tokens of a chunk: what is computed inside of one grows with its square."""
+"""Tokens of a chunk. The computation inside a chunk grows with the square of this number."""
 _BLOCK = 8
 """Tokens of a block of a chunk, see `_fade_by_key`."""
 _PIECE, _PIECE_BY_KEY = 32, 8
@@ -89,11 +89,12 @@ class _Faded:
     scores: Tensor
     """[..., Q, Q] queries by earlier keys and their own, faded between both; else 0."""
     overlaps: Tensor
-    """[..., Q, Q] the same of keys by keys."""
+    """[..., Q, Q] keys by keys, faded in the same way."""
     left: Tensor
-    """[..., Q, K] what is left of the state before the chunk when token i has come."""
+    """[..., Q, K] fraction of the state before the chunk that remains at token i."""
     ends: Tensor
-    """[..., Q, K] what is left at the end of the chunk of what token i has written."""
+    """[..., Q, K] fraction of the value that token i has written that remains at the end of the
+    chunk."""
 
 
 def _fade(q: Tensor, k: Tensor, logs: Tensor) -> _Faded:

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm.ops.interface import Ops
 
 _CHUNK = 32
-"""Tokens of a chunk: what is computed inside of one grows with its square."""
+"""Tokens of a chunk. The computation inside a chunk grows with the square of this number."""
 
 
 def convolve(

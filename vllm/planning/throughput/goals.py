@@ -21,7 +21,7 @@ class _Kind:
     attribute: str
     """Name of an attribute of `throughput.Speed`."""
     scale: float = 1.0
-    """Units in one of the attribute."""
+    """Number of these units in one unit of the attribute."""
     is_least: bool = False
     """Whether the speed must be at least the goal, not at most."""
 

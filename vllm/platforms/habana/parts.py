@@ -45,7 +45,7 @@ class Part:
     cards: tuple[str, ...] = ()
     """Cards that have the kernel; empty for all."""
     of: str = ""
-    """The part that this one is an argument of."""
+    """Name of the part that this part is an argument of."""
 
 
 _PLAIN_EXPERTS = "the experts are computed by torch operators, one after the other, which is slower"

@@ -26,8 +26,8 @@ that is applied twice, or the wrong way round, is far beyond it."""
 
 BLOCK = 128
 SLICE = 1024
-"""Lengths that a kernel with a window may want multiples of: any of ours, or what the vendor's
-slices are by default (PT_HPU_SDPA_BC_FACTOR)."""
+"""Default length of the vendor's slices (PT_HPU_SDPA_BC_FACTOR). A kernel with a window may need
+lengths that are multiples of a block or of a slice."""
 
 
 class TriedKernels(FusedKernels, Protocol):

@@ -29,7 +29,7 @@ _FOUND_FIRST = (_UNKNOWN, _CONTROL, _USER_DEFINED)
 """Kinds of tokens that are found in a text before it is split into words."""
 _SPACE = "\u2581"
 _INSIDE_WORD = "##"
-"""Before a piece of WordPiece that does not begin a word."""
+"""Text before a piece of WordPiece that does not begin a word."""
 _KINDS = ("gpt2", "llama", "gemma4", "bert")
 """Values of `tokenizer.ggml.model`."""
 _SPECIAL: Mapping[str, Sequence[str]] = {
@@ -55,7 +55,7 @@ class _Ends:
     before: str
     after: str
     adds_before: bool
-    """If the metadata does not say it."""
+    """Whether to add the token before a text, if the metadata does not say it."""
     adds_after: bool = False
 
 

@@ -50,7 +50,8 @@ def join_logprobs(parts: list[LogprobRows]) -> LogprobRows:
 
 
 PendingRows = tuple[int, PendingLogprobs]
-"""A row, and what a launch gives of its prompt."""
+"""Batch index of a request, and the log-probabilities that a forward pass computes of its
+prompt."""
 
 
 @dataclass(frozen=True, slots=True)

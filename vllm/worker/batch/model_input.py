@@ -20,7 +20,7 @@ from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch, LaunchInput
 
 NO_PARTS: LaunchParts = {}
-"""Parts of rows that bring nothing."""
+"""Inputs of the parts of a forward pass that has none."""
 
 
 @dataclass(frozen=True, slots=True)

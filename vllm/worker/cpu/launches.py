@@ -126,7 +126,7 @@ class RaggedLaunches:
         self._inner_layers = InnerLayers.of(config, model.stage)
         self._holder = share_context(model)
         self._kept: Tensor | None = None
-        """Received, but not used."""
+        """Hidden states that were received and are not used yet."""
 
     def plan(self, step: SchedulerOutput) -> list[Launch]:
         """Return one forward pass with all requests of the step."""

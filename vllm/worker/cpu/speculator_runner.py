@@ -61,9 +61,9 @@ class SpeculatorRunner(DraftMaker):
         self._dtype: torch.dtype = getattr(torch, config.model.dtype_name)
         self._states: HiddenStateStore | None = None
         self._rows: IntArray = np.empty(0, np.int32)
-        """[n] rows of the drafts before."""
+        """[n] batch indices of the requests that got the latest draft."""
         self._newest = torch.empty(0)
-        """[n, elements] what the newest token of each of them has become."""
+        """[n, elements] states from which that draft was computed."""
 
     @property
     def cache_layout(self) -> KVCacheLayout:

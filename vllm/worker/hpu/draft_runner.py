@@ -98,8 +98,8 @@ class HPUDraftRunner(DraftMaker):
         self._reads = False
         """The host needs the drafts of the step."""
         self._made: list[tuple[PaddedLaunch, IntArray, SamplerOutput]] = []
-        """Of each launch that has sampled, where it does: the positions of its drafts, and what it
-        has sampled."""
+        """Forward passes whose drafts the host needs: the pass, the positions of its drafts, and
+        the sampled tokens."""
         for each in launches:
             target.launches.add_draft_launches(each)
 
@@ -203,7 +203,7 @@ class HPUDraftRunner(DraftMaker):
 
     @torch.inference_mode()
     def warm_up_sampling(self, shape: PaddedShape, metadata: SamplingMetadata) -> None:
-        """Run a forward pass of padding after the warm-up, to compile how it samples."""
+        """Run a forward pass of padding after the warm-up, to compile its sampling."""
         with self.launches.report.warming_up():
             output = self.launches.run_padding(shape)
             self._sampling.warm_up(self.launches, shape, output, [metadata])

@@ -51,9 +51,9 @@ class IdleWarmUp:
         self._held_bytes = held_bytes
         self._given_up = False
         self._launch: tuple[PaddedShape, SamplingMetadata] | None = None
-        """Of the step that was named last."""
+        """Shape and sampling metadata of the step that was named last."""
         self._named: WarmUpStep | None = None
-        """That has not run yet."""
+        """Step that was named and has not run yet."""
         self._longest_s = expected_s
         """Seconds of the longest step so far."""
         self._steps = self._all_steps()

@@ -99,7 +99,7 @@ class DeviceItems(KeptItems):
         *smaller, self._num_slots = num_slots
         self.sizes = (*smaller, 0)
         self._used: IntArray = np.zeros(num_rows + 1, np.int32)
-        """By row: slots that are used."""
+        """Number of used slots, by batch index."""
         self.table = bridge.zeros((num_rows + 1, NUM_FIELDS, self._num_slots), torch.int32)
         self._hide(num_rows)
 

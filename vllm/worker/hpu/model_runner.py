@@ -45,7 +45,7 @@ class PaddedDrafter(Drafter, PaddedRunner, Protocol):
     """Makes drafts in padded forward passes, in the buckets of the model."""
 
     def warm_up_sampling(self, shape: PaddedShape, metadata: SamplingMetadata) -> None:
-        """Run a forward pass of padding after the warm-up, to compile how it samples."""
+        """Run a forward pass of padding after the warm-up, to compile its sampling."""
         ...
 
 
@@ -234,7 +234,7 @@ class HPUModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def warm_up_sampling(self, shape: PaddedShape, metadata: SamplingMetadata) -> None:
-        """Run a forward pass of padding after the warm-up, to compile how it samples.
+        """Run a forward pass of padding after the warm-up, to compile its sampling.
 
         These compilations count as part of the warm-up.
         """

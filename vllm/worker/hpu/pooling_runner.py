@@ -1,8 +1,8 @@
 """Runs scheduler steps of a pooling model on Gaudi. Nothing is sampled.
 
-A decoder that pools last tokens uses the same launches as generation, with the outputs of its head
-instead of logits: buckets, warm-up and graphs are the same. If pooling needs all tokens of a
-prompt, a launch contains whole prompts, and there are no decodes.
+A decoder that pools last tokens uses the same forward passes as generation, with the outputs of its
+head instead of logits: buckets, warm-up and graphs are the same. If pooling needs all tokens of a
+prompt, a forward pass contains whole prompts, and there are no decodes.
 """
 
 from collections.abc import Callable

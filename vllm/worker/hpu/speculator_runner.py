@@ -79,7 +79,9 @@ class HPUSpeculatorModel(HPUModel):
         return torch.where(self.resident.are_drafts(given)[:, None], of_rows, states)
 
     def _leave(self, packed: Tensor, shape: PaddedShape, result: Tensor) -> None:
-        """Store the result for the last token of each request, for the next step."""
+        """Store the speculator's output for the last token of each request; the forward pass for
+        the next draft reads it.
+        """
         given, query_len = unpack_decode(packed, shape), shape.bucket.query_len
         if query_len > 1:
             assert isinstance(self.resident, DeviceDrafts)

@@ -664,10 +664,10 @@ class HPUWorker(WorkerBase):
             raise self._out_of_memory(what) from error
 
     def _out_of_memory(self, what: str, uses: Sequence[MemoryUse] = ()) -> ConfigError:
-        """Create the error about a card that has no memory for something.
+        """Create the error about a card that has too little memory.
 
         Args:
-            what: the thing that does not fit.
+            what: name of the tensors or the step that does not fit, such as "the weights".
             uses: uses of the memory; empty: not known.
         """
         total = format_bytes(self.bridge.memory_info().total_bytes)

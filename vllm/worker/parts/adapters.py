@@ -121,7 +121,7 @@ class Adapters(RowPart):
             self.slot_of_row[row] = -1
 
     def errors_of(self, rows: IntArray) -> dict[int, str]:
-        """Return batch index -> why its adapter could not be loaded, for failed ones of these."""
+        """Return the reasons why adapters of these requests could not be loaded, by batch index."""
         if not self._errors:
             return {}
         return {row: self._errors[row] for row in rows.tolist() if row in self._errors}

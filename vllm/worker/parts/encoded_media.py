@@ -169,13 +169,13 @@ class EncodedMedia:
         self._agree = agree
         self._kept: KeepsMedia = {} if kept is None else kept
         self._items: dict[int, tuple[MediaItem, ...]] = {}
-        """By row of the batch."""
+        """Media items by batch index."""
         self._request_ids: dict[int, str] = {}
         """Id of the request, by row of the batch."""
         self._files: dict[str, dict[str, OpenFile]] = {}
         """Id of a request -> path -> open file."""
         self._errors: dict[int, str] = {}
-        """By row: the image that cannot be encoded, and why."""
+        """By batch index: the reason why an image cannot be encoded."""
         self.num_encoded = 0
         self.encode_seconds = 0.0
 
@@ -324,7 +324,8 @@ class MediaRun:
     offset: int
     """Embedding of the image that the first token has."""
     media: EncodedMedia | None
-    """None: another stage of the pipeline reads the embeddings. This one plans the same passes."""
+    """Storage of the embeddings; None: another stage of the pipeline reads them, and this stage
+    only plans the same forward passes."""
 
     def read(self, begin: int, stop: int) -> Tensor:
         """Return the embeddings of the tokens from `begin` to `stop`."""

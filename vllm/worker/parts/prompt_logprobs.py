@@ -137,8 +137,9 @@ class PromptLogprobs(RowPart):
     def _fixed_size(
         self, hidden_states: Tensor, begin: int, targets: IntArray
     ) -> tuple[Tensor, IntArray]:
-        """Return [PART_SIZE, hidden] from `begin` on, and their targets; the last one is
-        repeated.
+        """Return PART_SIZE hidden states [PART_SIZE, hidden] from `begin` on, and their targets.
+
+        If the part has fewer, the last one is repeated.
         """
         index = np.minimum(np.arange(PART_SIZE), len(targets) - 1)
         positions = torch.from_numpy((begin + index).astype(np.int32)).to(hidden_states.device)

@@ -234,7 +234,7 @@ class SamplingRows(RowPart):
 
 
 _NO_TOKENS = LaunchContext(None, torch.empty(1, 0, dtype=torch.int64))
-"""The output head reads no positions."""
+"""Context of the output head, which reads no positions."""
 
 
 class OutputHead:

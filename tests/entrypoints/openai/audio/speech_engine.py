@@ -1,4 +1,4 @@
-"""An engine that writes down each piece of a recording as the test says, and files to send it."""
+"""An engine that transcribes each piece of a recording as the test says, and sound files for it."""
 
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -28,7 +28,9 @@ _END = byte_level().eos_token_id
 
 
 class FakeSpeech(SpeechRules):
-    """Pieces of two seconds; all words of one are one segment, from 0.5 s to its end."""
+    """Rules of speech with pieces of two seconds. All words of a piece are one segment, from 0.5 s
+    to the end of the piece.
+    """
 
     seconds_per_piece = PIECE_S
     sampling_rate = RATE
@@ -68,17 +70,17 @@ class FakeSpeech(SpeechRules):
 
 
 class SpeechEngine(ScriptedEngine):
-    """Writes the texts of its pieces, one token per word.
+    """Generates the given texts, one for each piece, with one token per word.
 
     Args:
-        texts: of the pieces, in order.
-        rules: of speech; None: the model makes no transcriptions.
+        texts: texts of the pieces, in order.
+        rules: rules of speech; None: the model makes no transcriptions.
 
     Attributes:
-        language: that is detected.
+        language: language that is detected.
         sounds: samples by the id of the request in the engine, without its random part.
         sources: files that were read.
-        most_open: requests that ran at a time.
+        most_open: largest number of requests that ran at the same time.
     """
 
     def __init__(self, *texts: str, rules: FakeSpeech | None = None, **more: Any) -> None:
@@ -123,13 +125,14 @@ class SpeechEngine(ScriptedEngine):
 
 
 def use_rules(monkeypatch: pytest.MonkeyPatch, rules: SpeechRules | None) -> None:
-    """Let models have these rules of speech."""
+    """Let all models have these rules of speech."""
     monkeypatch.setattr(MediaInput, "speech", lambda self, tokenizer: rules)
 
 
 def spoken(num_pieces: int) -> Samples:
-    """Return a recording with a pause in the middle of each cut, so that it has so many pieces of
-    1.8 s."""
+    """Return a recording that is split into this many pieces of 1.8 s, with a pause at each
+    expected cut.
+    """
     part = np.concatenate([tone(1.65), np.zeros(int(0.15 * RATE), np.float32)])
     return np.concatenate([part] * num_pieces)
 

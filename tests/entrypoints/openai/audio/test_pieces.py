@@ -1,4 +1,4 @@
-"""Pieces of a recording: they cover it, none is too long, and they end where it is quiet."""
+"""Test the pieces of a recording: they cover it, none is too long, and each ends in a pause."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def test_pieces_cover_the_recording_and_none_is_too_long(
 
 
 def test_a_recording_is_cut_in_its_pauses() -> None:
-    """Of two pauses within reach it is the quieter one, and of equal ones the last."""
+    """The quieter of two possible pauses is chosen, or the last of several equal ones."""
     samples = tone(70.0)
     rate = 16_000
     for start_s, amplitude in ((22.0, 0.0), (27.0, 0.01), (45.0, 0.0), (50.0, 0.0)):

@@ -1,6 +1,7 @@
-"""The routes of speech: formats of answers, streams, pieces and refusals.
+"""Test the speech routes: answer formats, streams, pieces and refused requests.
 
-The engine is real, and its core writes what the test says; models that do it are tested elsewhere.
+The engine is real, and its core returns the text of the test. Other tests use models that
+transcribe.
 """
 
 import asyncio
@@ -40,7 +41,7 @@ def post(client: Any, path: str = TRANSCRIPTIONS, data: bytes | None = None, **f
 
 
 def official(engine: SpeechEngine) -> openai.OpenAI:
-    """Return the official client of a server around the engine."""
+    """Return the official client of a server with this engine."""
     return openai.OpenAI(
         base_url="http://testserver/v1", api_key="-", http_client=make_client(engine)
     )
@@ -216,7 +217,7 @@ async def _running(engine: SpeechEngine, count: int) -> None:
 
 
 def _encode(file: bytes, **fields: str) -> tuple[bytes, bytes]:
-    """Return a form and its content type."""
+    """Return a form as the body of a request, and its content type."""
     request = make_client(SpeechEngine()).build_request(
         "POST", TRANSCRIPTIONS, files={"file": ("a.wav", file)}, data=fields
     )

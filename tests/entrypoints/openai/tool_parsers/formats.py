@@ -1,4 +1,4 @@
-"""Outputs in the form of each parser, and a way to read them in pieces."""
+"""Outputs in the format of each parser, and functions that read them in pieces or as a whole."""
 
 import json
 
@@ -193,7 +193,7 @@ def read(name, pieces):
 
 
 def extract(name, text, request=None):
-    """Return the same for an output that arrives as a whole."""
+    """Return (content, [[name, arguments], ...]) of an output that arrives as a whole."""
     found = ToolParserManager.get(name)().extract_tool_calls(text, request)
     assert found.tools_called == bool(found.tool_calls)
     calls = [[call.function.name, call.function.arguments] for call in found.tool_calls]

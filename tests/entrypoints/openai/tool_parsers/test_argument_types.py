@@ -1,4 +1,4 @@
-"""Arguments that were written as plain text get the types of the tool's whole schema."""
+"""Test that arguments written as plain text get the types of the tool's schema."""
 
 import json
 

@@ -1,4 +1,6 @@
-"""The example template tells a model of tools, and shows calls in the form that is read back."""
+"""Test the example template: it describes tools to a model, and shows calls in the format that the
+parser reads.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Each format, as models write it."""
+"""Test each format of tool calls, as models write it."""
 
 import json
 from types import SimpleNamespace

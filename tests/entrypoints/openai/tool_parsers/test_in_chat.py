@@ -1,4 +1,4 @@
-"""Every format through POST /v1/chat/completions: the stream and the whole answer agree."""
+"""Test every format through POST /v1/chat/completions: the stream and the whole answer agree."""
 
 import json
 
@@ -15,7 +15,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def answer(text, body, **args):
-    """Return (message, message put together from a stream) of a model whose output is this text."""
+    """Return (message, message joined from a stream) of a model with this text as its output."""
     tokens = byte_level().encode(text, add_special_tokens=False)
     engine = FakeCoreLLM(lambda request: tokens, max_model_len=2048)
     body = {

@@ -1,4 +1,4 @@
-"""Parsers by name, plug-ins, and what a request needs for its answers to be read."""
+"""Test finding parsers by name, plug-ins, and the request settings that parsers need."""
 
 import re
 from pathlib import Path

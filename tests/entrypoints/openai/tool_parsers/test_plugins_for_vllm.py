@@ -1,4 +1,4 @@
-"""Parsers that were written for vLLM: from their file to the answers of the server."""
+"""Test parsers that were written for vLLM, from their file to the answers of the server."""
 
 from functools import partial
 
@@ -131,7 +131,7 @@ FLAGS = {"enable_auto_tool_choice": True, "tool_call_parser": "bang", "reasoning
 
 @pytest.fixture(autouse=True)
 def plugins(monkeypatch, tmp_path):
-    """Load both plug-ins, and forget after the test what they register."""
+    """Load both plug-ins, and remove the registered names after the test."""
     for manager in (ToolParserManager, ReasoningParserManager):
         monkeypatch.setattr(manager, "_parsers", manager.snapshot())
     tools, reasoning = tmp_path / "tools.py", tmp_path / "reasoning.py"
@@ -235,8 +235,7 @@ def test_a_parser_of_ours_can_be_called_as_vllms_are():
 
 
 def streamed(read, text, size):
-    """Return the deltas of a parser that is called as vLLM's parsers are, with one token per
-    character."""
+    """Return the deltas of a parser that is called as in vLLM, with one token per character."""
     for end in range(0, len(text), size):
         before, now = text[:end], text[: end + size]
         ids = [list(range(len(part))) for part in (before, now, now[end:])]

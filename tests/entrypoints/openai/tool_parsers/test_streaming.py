@@ -1,4 +1,6 @@
-"""What a parser finds depends on the text alone: not on its cuts, and not on its sense."""
+"""Test that the result of a parser depends only on the text, not on how it is split, even if the
+text makes no sense.
+"""
 
 import json
 import re

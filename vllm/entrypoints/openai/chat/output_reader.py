@@ -111,7 +111,7 @@ class OutputReader:
         self._custom = custom
         self._names = names
         self._hidden: list[_HiddenTexts] = []
-        """For reasoning and content."""
+        """Hidden texts of reasoning and of content."""
         self._is_answer_stripped = False
         self._has_answer = False
         """Whether there was content, or calls that had to be made."""

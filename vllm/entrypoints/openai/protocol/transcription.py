@@ -97,7 +97,7 @@ class DurationUsage(ResponseModel):
 
     type: Literal["duration"] = "duration"
     seconds: int
-    """Rounded up."""
+    """Seconds of the audio, rounded up."""
 
 
 class TranscriptionResponse(ResponseModel):
@@ -135,7 +135,7 @@ class TranscriptionResponseVerbose(TranscriptionResponse):
 
     task: Literal["transcribe", "translate"] = "transcribe"
     duration: float
-    """Seconds."""
+    """Seconds of the audio."""
     language: str
     """English name of the language of the sound; of a translation always english."""
     segments: list[TranscriptionSegment] | None = None

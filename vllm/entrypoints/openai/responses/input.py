@@ -173,7 +173,7 @@ class _Conversation:
             **dict.fromkeys(_CLIENT_OUTPUTS, self._add_client_output),
         }
         self._has_gap = False
-        """Whether something was left out, so that the call of an output may be missing."""
+        """Whether an item was left out, so that the call of an output may be missing."""
         self._num_items = 0
         self._num_earlier = num_earlier
 

@@ -154,7 +154,8 @@ class XlamToolParser(JsonToolParser):
     def read_calls(self, marker: str) -> Wait[None]:
         """Read calls. Calls without a marker must have arguments."""
         if marker == "</think>":
-            self.release()  # ends the reasoning before it, which counts as content here
+            # A tool parser returns no reasoning, so the reasoning before the marker is content.
+            self.release()
         if marker == "```":
             yield from self.stream.read_literal("json")
         # Code and answers may be JSON too. Without a marker, only an object with arguments is a

@@ -35,7 +35,7 @@ class VllmToolParserAdapter:
     """
 
     form = None
-    """A grammar cannot know the format."""
+    """None, because a grammar cannot know the format of a plug-in."""
     reads_tokens = True
     """A parser of this kind may look for the tokens of markers."""
 

@@ -36,7 +36,7 @@ _ESCAPE = re.compile(
 _ESCAPED = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
 
 _CALL, _DICT, _LIST, _TUPLE = "", "}", "]", ")"
-"""Kinds of what holds items, by the bracket that closes them; nothing closes a call here."""
+"""Kinds of containers, by the bracket that closes them; a call is closed by no bracket here."""
 _OPENERS = {"{": _DICT, "[": _LIST, "(": _TUPLE}
 
 

@@ -42,9 +42,9 @@ class GridSizes:
     """Sizes of a vision tower."""
 
     hidden_size: int
-    """C"""
+    """C, the elements of a hidden state."""
     depth: int
-    """Layers."""
+    """Number of layers."""
     num_heads: int
     patch_size: int
     """Height and width of a patch in pixels."""

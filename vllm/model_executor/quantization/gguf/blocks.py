@@ -227,7 +227,7 @@ _READERS: dict[str, tuple[Callable[[Tensor], Blocks], int]] = {
     "Q5_K": (_q5_k, 176),
     "Q6_K": (_q6_k, 210),
 }
-"""Type -> what reads its blocks [rows, B, bytes], and their size."""
+"""Type -> the function that reads its blocks [rows, B, bytes], and the bytes of a block."""
 
 
 def needs_package(type_name: str) -> bool:

@@ -130,7 +130,7 @@ class BlockLinear(StoredLinear):
         self.types = types
         self.part = part
         self.prefix = "" if part is None else f"{part}_"
-        """Of the names of parameters."""
+        """Prefix of the names of parameters."""
         self.group = min(each.group for each in types)
 
     @abstractmethod

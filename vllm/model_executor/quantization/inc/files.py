@@ -49,8 +49,8 @@ class Measurements:
     path: Path
     nodes: dict[str, Node]
     is_part: bool = False
-    """Whether the values were made for a rank with a part of what was measured: weights may be
-    smaller."""
+    """Whether the values were made for a rank that has only a part of the measured layers: its
+    weights may be smaller."""
 
     def __post_init__(self) -> None:
         self._by_short_name = {_short(name): node for name, node in self.nodes.items()}
@@ -154,7 +154,7 @@ def _read_node(path: Path, key: str, node: Mapping[str, Any], is_scale: bool) ->
     if not isinstance(params, Mapping):
         raise ConfigError(f"{path}: {key}.params must be an object")
     weight = params.get("weight")
-    if isinstance(weight, Mapping):  # scales of outputs, and of inputs
+    if isinstance(weight, Mapping):  # "0": scales of outputs, "1": scales of inputs (not used)
         weight = weight.get("0", weight.get(0))
     numbers = None
     if weight is not None:

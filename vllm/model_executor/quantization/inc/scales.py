@@ -17,7 +17,7 @@ from vllm.ops.stored_weight import Fp8Weight
 Rounding = Literal["unit", "none", "pow2", "hw"]
 
 RANGES = {"GAUDI2": 240.0, "GAUDI3": 448.0}
-"""The largest number of e4m3."""
+"""Largest value of e4m3 on each card."""
 
 _HW_EXPONENTS = {240.0: (-8, -4, 0, 4), 448.0: tuple(range(-55, 8))}
 """Range -> exponents of the scales that cost nothing."""

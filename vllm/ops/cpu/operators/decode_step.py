@@ -46,11 +46,11 @@ class RowArrays:
     num_item_slots: IntArray
     """[R] how many; 0: none."""
     features: IntArray
-    """[R or more] bits that say what a row wants of the sampler."""
+    """[R or more] bits of the sampling features that a row needs."""
     params: npt.NDArray[np.float32]
     """[params, R or more] of the sampler, in the order of `vllm.sample.features.Param`."""
     keys: npt.NDArray[np.uint64]
-    """[R or more] of random numbers."""
+    """[R or more] keys of random numbers."""
 
 
 class FusedDecodeStep:

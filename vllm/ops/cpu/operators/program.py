@@ -393,7 +393,7 @@ class _Buffers:
         taps: Sequence[Buffer] = (),
     ) -> None:
         self.shapes: list[tuple[int, bool]] = []
-        """(width, is_local) of each."""
+        """(width, is_local) of each buffer."""
         self.index: dict[Buffer, int] = {}
         self._free: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
         self._is_local: dict[Buffer, bool] = {out: False}

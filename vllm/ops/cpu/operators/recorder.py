@@ -79,7 +79,7 @@ class Recorder(CPUOps):
         self.num_groups = 0
         """Groups of layers with block tables of their own."""
         self.collectives: SharedMemoryCollectives | None = None
-        """Between the ranks that share the model; None: nothing is exchanged."""
+        """Collectives of the ranks that share the model; None: there is one rank."""
 
     @property
     def torch_functions(self) -> dict[Any, Callable[..., Any]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm.ops.stored_weight import MinimumWeight
 
 FACTOR_INPUTS = 512
-"""Inputs with the same factors are a divisor of so many."""
+"""The number of inputs with the same factors must divide this number."""
 
 
 @dataclass(frozen=True, kw_only=True)

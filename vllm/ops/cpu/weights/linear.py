@@ -43,7 +43,7 @@ class ByteGroups:
     """Inputs that share a scale: a divisor or a multiple of 128 and a multiple of 4, or all. With a
     table a multiple of 8."""
     table: Tensor | None = None
-    """[16], what the codes of a weight mean; None: it has no codes."""
+    """[16] values that the codes of a weight represent; None: it has no codes."""
 
 
 class PackedWeight:

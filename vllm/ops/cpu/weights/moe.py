@@ -102,7 +102,7 @@ class PackedExperts:
             limit=options.limit or 0.0,
         )
         self.address = ctypes.addressof(self._struct)
-        """Of the Experts that kernels take, valid as long as this object lives."""
+        """Address of the Experts that kernels take, valid while this object lives."""
 
     def _check_bias(self, bias: Tensor, width: int) -> None:
         """Check a bias; from now on activations must have its dtype."""

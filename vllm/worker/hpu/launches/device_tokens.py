@@ -108,8 +108,8 @@ class DeviceTokens:
         column = _range(query_len, rows)
         is_last = column >= _num_more(given.indices, shape)[:, None]
         is_wrong = torch.cat([host_ids[:, :-1] != run[:, 1:], is_last[:, -1:]], 1)
-        # Of int32, the documented operators of the device have `torch.amax` as a function, but no
-        # method `amax` and no minimum.
+        # For int32, the function `torch.amax` is documented for the device, but neither the method
+        # `amax` nor a minimum.
         distance = torch.where(is_last | is_wrong, query_len - 1 - column, 0)
         end = query_len - 1 - torch.amax(distance, 1)
         has_failed = _at(host_ids, end) < 0  # the request failed before this token

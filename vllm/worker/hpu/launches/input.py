@@ -75,7 +75,8 @@ class PrefillInput(Generic[Array]):
     rows: Array = packed("B")
     """[B] as in a decode."""
     positions: Array = packed("X T")
-    """[X, T] positions by which tokens rotate; X is 1, or what requests may give."""
+    """[X, T] positions by which tokens rotate; X is 1, or the number of positions of each token
+    that the model supports."""
     last_tokens: Array = packed("B")
     """[B] index of the last token of each row among all T."""
     metadata: HPUPrefillMetadata[Array] = packed_fields_of(HPUPrefillMetadata)
@@ -177,7 +178,8 @@ class HPUInputBuilder:
     """
 
     tokens_ahead: ClassVar[int] = 0
-    """Number of positions by which the token that runs at a position lies ahead of it."""
+    """Distance from a position to the token that runs there: 0, or 1 for a speculator, which pairs
+    a position with the token after it."""
 
     def __init__(
         self,

@@ -38,7 +38,8 @@ class PaddedLaunch(Launch):
     is_contiguous: bool = False
     """Decode: the first `bucket.blocks` blocks of the cache are read as a slice."""
     merged_prompts: int = 0
-    """Prefill: rows are laid end to end in one, with room for so many; 0: each is its own."""
+    """For a prefill: maximum number of prompts that are joined to one sequence; 0: prompts are not
+    joined."""
     num_shared: int = 0
     """Number of entries for references to shared blocks; see `PaddedShape`."""
     item_slots: int = 0

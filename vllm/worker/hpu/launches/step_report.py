@@ -38,8 +38,9 @@ class StepShape:
 
     @classmethod
     def of(cls, seq_lens: Sequence[int], block_size: int, *, is_prompt: bool) -> "StepShape":
-        """Return the shape of requests with these lengths in tokens; a step without requests has
-        128."""
+        """Return the shape of requests with these lengths in tokens. Without requests, the context
+        length is 128.
+        """
         longest = max(seq_lens, default=_CONTEXT_LEN_OF_NO_ROWS)
         return cls(is_prompt, len(seq_lens), longest, block_size)
 
@@ -59,9 +60,9 @@ class _Step:
     def __init__(self, began: float) -> None:
         self.began = began
         self.is_compiled = True
-        """Nothing compiles in it."""
+        """Whether nothing was compiled while the step ran."""
         self.passes: list[tuple[int, int, int, int, int, int, int]] = []
-        """Phase, sizes and padded sizes of each."""
+        """Phase, sizes and padded sizes of each forward pass."""
 
 
 class RecentLaunches:
@@ -86,9 +87,9 @@ class RecentLaunches:
         self.record: tuple[int, ...] = ()
         self._clock, self._block_size = clock, block_size
         self._steps: deque[_Step] = deque()
-        """That have not ended, the oldest first."""
+        """Steps that have not ended, the oldest first."""
         self._before: tuple[int, ...] = ()
-        """Of the last step in `record`."""
+        """Counters after the last step in `record`."""
         self._ended = 0.0
         """When the last step has ended."""
 

@@ -1,4 +1,4 @@
-"""Writes counters of padded launches into a trace."""
+"""Writes counters of padded forward passes into a trace."""
 
 from vllm.bucketing import Phase
 from vllm.utils.trace import LAUNCH_COUNTERS, PaddingCounts, Trace, launch_counters

@@ -174,7 +174,8 @@ def attempt(
         # Start a new recipe: operations recorded so far must not become a part of it.
         bridge.mark_step()
     kept = max(0, used_bytes(bridge) - resident_bytes)
-    # Without a workspace, the launch has freed all of its memory, so all of it was its own.
+    # Without a workspace (`kept` is 0), the forward pass has freed all the memory that it used, so
+    # none of that memory had been there before.
     has_grown = refused is not None or not kept or resident_bytes + kept > in_use
     return Attempt(profile, profile.device_bytes, kept, has_grown, refused)
 

@@ -76,10 +76,10 @@ class StreamedLayers:
     def __init__(self, bridge: HabanaBridge, layers: Sequence[nn.Module]) -> None:
         self._bridge = bridge
         self._weights: list[list[Tensor]] = []
-        """Per layer, on the host."""
+        """Weights of each layer, in host memory."""
         self._slots: dict[_Signature, _Slot] = {}
         self._next: list[int] = []
-        """Per layer: the next one with the same slot; after the last, the first."""
+        """For each layer, the next layer with the same slot; for the last one, the first."""
         self.host_bytes = sum(map(_num_bytes, layers))
         signatures = [_signature(layer) for layer in layers]
         for number, (layer, signature) in enumerate(zip(layers, signatures, strict=True)):

@@ -55,8 +55,8 @@ class LaterWarmUp:
 
     Args:
         bridge: the card.
-        runner: after its warm-up at the start.
-        start: the warm-up of the start.
+        runner: the runner, after the warm-up at the start.
+        start: the warm-up at the start.
         ledger: has the memory budgets of forward passes and of graphs.
         forecast: knows the memory of past forward passes.
         held_bytes: memory of results that are still to be read.
@@ -114,9 +114,10 @@ class LaterWarmUp:
         self._every = {*start.wanted.prefill, *start.wanted.decode}
         """Buckets that have been wanted so far."""
         self._replaced: frozenset[Bucket] = frozenset()
-        """Buckets in use that others are to replace."""
+        """Buckets in use that are not in the new set."""
         self._replacing: list[Bucket] = []
-        """The others."""
+        """The new set of buckets, which may include present ones; empty: nothing is being
+        replaced."""
 
     @property
     def left(self) -> list[Bucket]:
@@ -375,7 +376,9 @@ class LaterWarmUp:
         return sum(shape.bucket.phase is phase for shape in self._graph_shapes)
 
     def _run(self, part: _Part) -> str | None:
-        """Run a forward pass; return the reason to give it up, or None."""
+        """Compile, run or capture a forward pass, as its stage says. Return the reason why it
+        cannot be used, or None.
+        """
         if part.stage == "capture":
             return self._capture(part.shape)
         mode = self._bridge.compile_only if part.stage == "compile" else self._bridge.dry_run

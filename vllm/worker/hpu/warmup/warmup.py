@@ -67,7 +67,7 @@ class PaddedEncoder(Protocol):
 
     @property
     def reads(self) -> str:
-        """The kind of items that it encodes, for messages."""
+        """The kind of items that the encoder reads, for messages."""
         ...
 
     @property
@@ -153,16 +153,16 @@ class WarmUp:
         """Buckets that have their graphs."""
         self.estimate = WarmUpEstimate()
         self._eta_s: float | None = None
-        """Of the step that was named last."""
+        """Predicted seconds of the step that was named last."""
         self._steps = self._all_steps()
         self._launch: Callable[[], str | None] | None = None
-        """Of the step that was named last."""
+        """Runs the step that was named last."""
         self._needed_bytes = 0
         """Memory that launches need at a time, the last one included."""
         self._passing_bytes = 0
         """Memory of a launch in addition to the workspace."""
         self._kept_bytes = 0
-        """Of it, the workspace that is in use between launches too."""
+        """Bytes of the workspace that stay in use between forward passes."""
         self._used_bytes: int | None = None
         """Memory that the last graph has taken; None: it was not captured."""
 

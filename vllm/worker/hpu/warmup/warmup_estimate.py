@@ -58,7 +58,7 @@ class Kind(NamedTuple):
     """
 
     stage: Stage
-    """`compile` is also a launch that compiles what it runs."""
+    """Stage of the warm-up; `compile` includes the forward pass that compiles."""
     phase: Runs
     samples: bool
     """Whether sampling of the same batch size is compiled, run or captured together with it."""

@@ -39,7 +39,7 @@ def fp8_fused_sdpa(
 
 
 class FusedSDPA:
-    """An autograd function: who asks for its parameters finds them at `forward`."""
+    """An autograd function, whose parameters are the parameters of `forward`."""
 
     @staticmethod
     def forward(
