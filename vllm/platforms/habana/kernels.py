@@ -1,6 +1,8 @@
 """Call the fused kernels of the bridge, in the same way for a card and for a simulated one.
 
-All arguments of `FusedSDPA` and `FusedRMSNorm` are passed by position.
+All arguments of `FusedSDPA` and `FusedRMSNorm` are passed by position. Signatures of
+`torch.ops.hpu` follow the bridge's documentation (`cast_to_fp8_v2`, `cast_from_fp8`,
+`fp8_gemm_v2`, `convert_from_uint4`).
 """
 
 from collections.abc import Callable
@@ -11,7 +13,6 @@ from torch import Tensor
 
 from vllm.logger import init_logger
 from vllm.platforms.habana.experts import FusedExperts
-from vllm.platforms.habana.operators import QuantizedKernels
 from vllm.platforms.habana.parts import PARTS, Found
 from vllm.platforms.habana.trials import TRIALS, Runner
 
@@ -20,7 +21,7 @@ logger = init_logger(__name__)
 _NO_WINDOW = (-1, -1)
 
 
-class BridgeKernels(FusedExperts, QuantizedKernels):
+class BridgeKernels(FusedExperts):
     """`FusedKernels` with the parts that a bridge has."""
 
     window_left = 1
@@ -153,6 +154,32 @@ class BridgeKernels(FusedExperts, QuantizedKernels):
         """
         hpu: Any = torch.ops.hpu
         out: Tensor = hpu.block_softmax_adjustment(maxima, sums, groups, num_groups, shape)
+        return out
+
+    def cast_to_fp8(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        hpu: Any = torch.ops.hpu
+        out: Tensor = hpu.cast_to_fp8_v2(x, scale, False, False, dtype)[0]
+        return out
+
+    def cast_from_fp8(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        hpu: Any = torch.ops.hpu
+        out: Tensor = hpu.cast_from_fp8(x, scale, dtype)
+        return out
+
+    def fp8_gemm(
+        self, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        hpu: Any = torch.ops.hpu
+        out: Tensor = hpu.fp8_gemm_v2(
+            x, False, weight, True, None, dtype, x_scale, weight_scale, None, False
+        )
+        return out
+
+    def from_uint4(
+        self, words: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        hpu: Any = torch.ops.hpu
+        out: Tensor = hpu.convert_from_uint4(words, scales, zeros, dtype)
         return out
 
 
