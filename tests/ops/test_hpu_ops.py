@@ -38,7 +38,7 @@ from vllm.ops.stored_weight import (
     MinimumWeight,
     Mxfp4Weight,
 )
-from vllm.platforms.habana.bridge import FusedKernels
+from vllm.platforms.habana.kernels import FusedKernels
 
 NATIVE = NativeOps()
 ROUTING = RoutingOptions(top_k=3, weights="softmax")

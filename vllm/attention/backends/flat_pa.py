@@ -26,7 +26,7 @@ from torch import Tensor
 from vllm.attention.backends.cache_scales import CacheScales
 from vllm.attention.backends.hpu_metadata import HPUDecodeMetadata
 from vllm.ops.attention_options import PLAIN_ATTENTION, AttentionOptions
-from vllm.platforms.habana.bridge import FusedKernels
+from vllm.platforms.habana.kernels import FusedKernels
 
 HIDDEN = torch.finfo(torch.float32).min
 """Score of a hidden key. Finite: in a block with nothing to see, maximum and exponential stay

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from vllm.ops.expert_options import SILU_EXPERTS, ExpertBiases, ExpertOptions
 from vllm.ops.native.operators import NativeOps
-from vllm.platforms.habana.bridge import FusedKernels, HabanaBridge
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.platforms.habana.kernels import FusedKernels
 
 NATIVE = NativeOps()
 """Made here: of an object that is made while they trace, torch 2.10 and 2.11 cannot trace a default

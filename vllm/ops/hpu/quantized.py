@@ -18,7 +18,7 @@ from vllm.ops.hpu.experts import CardExperts, CardLayer
 from vllm.ops.hpu.low_bit_weight import LowBitWeight, low_bit_weight
 from vllm.ops.native.experts import sum_of_experts
 from vllm.ops.stored_weight import Fp8Weight, StackedWeight, StoredWeight, round_to_fp8
-from vllm.platforms.habana.bridge import FusedKernels
+from vllm.platforms.habana.kernels import FusedKernels
 
 _GROUP = 32
 """Columns of a group, where groups of a weight differ in size."""

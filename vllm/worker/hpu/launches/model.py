@@ -32,7 +32,8 @@ from vllm.lora.launches import DeviceSlots, SlottedAdapters
 from vllm.model_executor.layers.rotary import number_rotary_tables
 from vllm.model_executor.loader.stage import PPMissingLayer, present_layers
 from vllm.model_executor.models.interface import CausalLM, LayeredModel, PoolingModel
-from vllm.platforms.habana.bridge import FusedKernels, HabanaBridge
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.platforms.habana.kernels import FusedKernels
 from vllm.worker.drafts.stage_drafts import InnerLayers
 from vllm.worker.hpu.launches.device_tokens import DeviceTokens
 from vllm.worker.hpu.launches.embeddings import FIRST_GIVEN
