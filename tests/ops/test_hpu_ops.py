@@ -27,7 +27,6 @@ from vllm.ops.expert_options import NO_BIASES, ExpertBiases, ExpertOptions, Rout
 from vllm.ops.hpu.low_bit_experts import HPULowBitExperts
 from vllm.ops.hpu.operators import HPUOps
 from vllm.ops.hpu.quantized import HPUFp8Experts
-from vllm.ops.interface import Ops
 from vllm.ops.native.operators import NativeOps
 from vllm.ops.prepared import ExpertProducts
 from vllm.ops.stored_weight import (
@@ -54,7 +53,7 @@ TOLERANCES = {
 class OnCard:
     """`HPUOps` for tensors of the host: they go to the card, and what comes of them returns."""
 
-    def __init__(self, ops: Ops) -> None:
+    def __init__(self, ops: NativeOps) -> None:
         self._ops = ops
 
     def __getattr__(self, name: str) -> Any:
@@ -188,7 +187,7 @@ def test_shapes_that_do_not_fit_are_named(ops):
 class Layer(nn.Module):
     """All operators of a layer but attention."""
 
-    def __init__(self, ops: Ops) -> None:
+    def __init__(self, ops: NativeOps) -> None:
         super().__init__()
         self.ops = ops
         self.register_buffer("weight", torch.randn(16))

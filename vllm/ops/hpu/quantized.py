@@ -101,10 +101,10 @@ class HPUFp8Experts(CardLayer):
     inputs are not used.
 
     Args:
-        gate: gate projections; see `Ops.prepare_experts`.
-        up: up projections; see `Ops.prepare_experts`.
-        down: down projections; see `Ops.prepare_experts`.
-        biases: biases; see `Ops.prepare_experts`.
+        gate: gate projections; see `NativeOps.prepare_experts`.
+        up: up projections; see `NativeOps.prepare_experts`.
+        down: down projections; see `NativeOps.prepare_experts`.
+        biases: biases; see `NativeOps.prepare_experts`.
         fp8_max: the largest e4m3 value of the card.
         card: computes the experts. Its FP8 operator supports only silu without biases; other
             experts are computed by one matmul after another.
