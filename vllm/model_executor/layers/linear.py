@@ -72,8 +72,6 @@ class ParallelLinear(MethodLayer):
     is_shared: bool = False
     """Several layers of the model run it. Adapters cannot change it: they have a change for each of
     these layers."""
-    is_absorbed: bool = False
-    """Launches multiply with what is made of the weight, and do not apply the layer."""
 
     def __init__(
         self,
