@@ -26,7 +26,7 @@ from vllm.worker.hpu.launches.late_shapes import LateShapes
 from vllm.worker.hpu.launches.model import LaunchModel
 from vllm.worker.hpu.launches.planner import (
     HPULaunchPlanner,
-    ItemSlots,
+    ItemSlotSizes,
     PaddedLaunch,
     PaddedShape,
     launch_shapes,
@@ -113,7 +113,7 @@ class PaddedLaunches:
         whole_prompts: bool = False,
         single_tokens: bool = False,
         mover: BlockMover | None = None,
-        items: ItemSlots | None = None,
+        items: ItemSlotSizes | None = None,
         state_mover: StateMover | None = None,
     ) -> None:
         self.stage = model.model.stage

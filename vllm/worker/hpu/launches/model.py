@@ -190,7 +190,7 @@ def regions_of(model: LayeredModel) -> list[nn.Module]:
     return layers + outside_layers(model)
 
 
-class StateKeeper(Protocol):
+class HiddenStateKeeper(Protocol):
     """Stores hidden states of tokens on the card, as a part of the forward pass."""
 
     def keep(self, slots: Tensor, result: Tensor, inner: Sequence[Tensor]) -> None:
@@ -247,7 +247,7 @@ class HPUModel(LaunchModel):
     ) -> None:
         super().__init__(model, block_size, kernel, adapters, dtype)
         self._num_positions, self._sees_ahead = num_positions, sees_ahead
-        self.keeper: StateKeeper | None = None
+        self.keeper: HiddenStateKeeper | None = None
         self.embeddings: Tensor | None = None
         self.items: Tensor | None = None
         self.inner_layers = InnerLayers()
