@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from vllm.errors import ConfigError
 from vllm.utils.help import HelpAction
 
 
@@ -76,6 +77,18 @@ def _names(flags: str | Sequence[str]) -> Sequence[str]:
 def _with_default(help: str, default: str | None) -> str:
     """Add the default to a help text that does not name one."""
     return help if default is None or "(default:" in help else f"{help} (default: {default})"
+
+
+def check_smallest(values: object, **smallest: int) -> None:
+    """Check that each named attribute is at least its number, or None.
+
+    Raises:
+        ConfigError: it is smaller.
+    """
+    for name, least in smallest.items():
+        value = getattr(values, name)
+        if value is not None and value < least:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
 
 
 _ON_OR_OFF = (argparse.BooleanOptionalAction, argparse._StoreTrueAction)

@@ -10,7 +10,7 @@ from vllm.entrypoints.bench.random_images import (
     read_image_flags,
 )
 from vllm.errors import ConfigError
-from vllm.utils.arguments import add_number, add_text
+from vllm.utils.arguments import add_number, add_text, check_smallest
 
 RANDOM_MM = "random-mm"
 """Random prompts with random pictures."""
@@ -53,11 +53,7 @@ class DatasetArgs:
             raise ConfigError(
                 f"random_range_ratio must be at least 0 and below 1, got {self.range_ratio}"
             )
-        for name, least in (("num_prompts", 1), ("input_len", 1), ("prefix_len", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.output_len is not None and self.output_len < 1:
-            raise ConfigError(f"output_len must be at least 1, got {self.output_len}")
+        check_smallest(self, num_prompts=1, input_len=1, prefix_len=0, output_len=1)
 
     @property
     def is_random(self) -> bool:

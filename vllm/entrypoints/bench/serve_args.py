@@ -8,7 +8,7 @@ from typing import Any
 from vllm.entrypoints.bench.dataset_args import add_dataset_flags
 from vllm.entrypoints.bench.statistics import METRICS, parse_goodput
 from vllm.errors import ConfigError
-from vllm.utils.arguments import add_number, add_switch, add_text
+from vllm.utils.arguments import add_number, add_switch, add_text, check_smallest
 
 _BACKENDS = {"openai": "openai", "vllm": "openai", "openai-chat": "openai-chat"}
 
@@ -41,9 +41,7 @@ def check_args(args: argparse.Namespace) -> None:
                 raise ConfigError(f"{name} must be like KEY=VALUE, got {pair!r}")
     if not args.request_rate > 0 or not args.burstiness > 0:
         raise ConfigError("--request-rate and --burstiness must be above 0")
-    for name, least in (("max_concurrency", 1), ("random_vocab_size", 1), ("num_warmups", 0)):
-        if (value := getattr(args, name)) is not None and value < least:
-            raise ConfigError(f"{name} must be at least {least}, got {value}")
+    check_smallest(args, max_concurrency=1, random_vocab_size=1, num_warmups=0)
     args.extra_body = _json_object(args.extra_body)
 
 
