@@ -51,8 +51,9 @@ from vllm.ops.lora_weights import (
     PlainAdapter,
     PreparedAdapter,
 )
+from vllm.ops.native.attention import angles_at
 from vllm.ops.native.experts import check_choice
-from vllm.ops.native.operators import NativeOps, angles_at, is_rounding_inputs
+from vllm.ops.native.operators import NativeOps, is_rounding_inputs
 from vllm.ops.prepared import PreparedExperts, PreparedHeads, PreparedTable, PreparedWeight
 from vllm.ops.stored_weight import StoredWeight
 from vllm.utils.background_work import Rest, no_rest
