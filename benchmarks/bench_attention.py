@@ -26,7 +26,6 @@ from kernels import best_in_turns_us, describe, load_kernels, make_parser
 from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.cpu.weights.linear import PackedWeight
-from vllm.ops.interface import Ops
 from vllm.ops.native.operators import NativeOps
 
 
@@ -161,7 +160,9 @@ def shapes() -> Iterator[Shape]:
     yield Shape("1b 64 decodes after 512", 64, 1, 512, 32, 8, 64)
 
 
-def call_of(shape: Shape, dtype: torch.dtype, cache_dtype: torch.dtype) -> Callable[[Ops], object]:
+def call_of(
+    shape: Shape, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> Callable[[NativeOps], object]:
     """Return a function that runs one forward pass of this shape, with the caches that it reads."""
     max_blocks = -(-shape.seq_len // shape.block_size)
     num_blocks = shape.batch * max_blocks

@@ -17,7 +17,6 @@ from kernels import best_in_turns_us, describe, load_kernels, make_parser
 
 from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.cpu.operators import CPUOps
-from vllm.ops.interface import Ops
 from vllm.ops.native.operators import NativeOps
 
 HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4096, 14336, 32, 8, 128
@@ -30,7 +29,7 @@ class Case:
     shape: str
     num_bytes: int
     """Read and written once."""
-    call: Callable[[Ops], object]
+    call: Callable[[NativeOps], object]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -26,11 +27,11 @@ from vllm.platforms.habana.bridge import (
     COMPILE_BACKEND,
     DeviceCounters,
     DeviceEvent,
-    FusedKernels,
     MemoryInfo,
 )
-from vllm.platforms.habana.kernels import BridgeKernels
+from vllm.platforms.habana.kernels import FusedKernels
 from vllm.platforms.habana.parts import NEWEST, Version, absent_of_release, find_parts, log_absent
+from vllm.platforms.habana.trials import Runner, find_fault
 
 
 class SimBridge:
@@ -234,7 +235,7 @@ class SimBridge:
         random.manual_seed_all(seed)
 
 
-class SimulatedKernels(BridgeKernels):
+class SimulatedKernels(FusedKernels):
     """`FusedKernels` of a simulated release of the bridge; they refuse the same arguments as real
     ones.
     """
@@ -254,7 +255,7 @@ class SimulatedKernels(BridgeKernels):
         Args:
             device: where trials run; None: the host, whose tensors the kernels accept as well.
             card: name of the card.
-            is_lazy: whether the bridge is in lazy mode; see `BridgeKernels`.
+            is_lazy: whether the bridge is in lazy mode; see `Runner`.
             release: release of the bridge; parts of later releases are missing.
             absent: further missing parts.
             computing: the context of trials, in which the card computes.
@@ -264,10 +265,11 @@ class SimulatedKernels(BridgeKernels):
         lacking = absent_of_release(release, absent)
         found = {name: x for name, x in find_parts(_load).items() if name not in lacking}
         log_absent(found)
-        super().__init__(found, device or torch.device("cpu"), lambda: card, is_lazy=is_lazy)
+        runner = Runner(device or torch.device("cpu"), is_lazy)
+        super().__init__(found, lambda: card, partial(find_fault, runner))
 
     def why_unused(self, name: str) -> str | None:
-        """Return why a part is not used; see `BridgeKernels.why_unused`."""
+        """Return why a part is not used; see `FusedKernels.why_unused`."""
         with self._computing():
             return super().why_unused(name)
 

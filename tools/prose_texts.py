@@ -28,6 +28,8 @@ _HTTP = "vllm/entrypoints/"
 _LOG_CALLS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
 _ERROR_NAME = re.compile(r"(?:Error|Exception|_error|refused|Exit)$")
 _HELP_KEYWORDS = {"help", "description", "epilog"}
+_FLAG_CALLS = {"add_switch", "add_number", "add_text"}
+"""Their third argument is a help text (`vllm.utils.arguments`)."""
 _GENERATED = "<!-- Written by "
 _DIRECTIVE = re.compile(r"noqa|type:|pragma|ruff|fmt|mypy|isort|!|clang-format|NOLINT")
 _CODE = re.compile(r"``?[^`]+``?")
@@ -174,6 +176,8 @@ def _messages_of(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
         and "log" in ast.unparse(function.value).lower()
     ):
         yield from (("log", each) for each in node.args[:2])
+    elif name in _FLAG_CALLS:
+        yield from (("help", each) for each in node.args[2:3])
     for keyword in node.keywords:
         if keyword.arg in _HELP_KEYWORDS:
             yield "help", keyword.value

@@ -23,14 +23,15 @@ MAX_ROOM_FILES = 15
 NUM_LARGEST = 5
 TRACED = (".py", ".js", ".html", ".cpp", ".h")
 TRACES = {
-    "a sampling parameter": r"(?i)\bmin_p\b",
-    "a family with images": r"\bprompt_embeds\b|\bEmbeddingRows\b|\bReplacedTokens\b"
-    r"|\bvision_config\b|\bmultimodal\b|\btext_of_images\b",
-    "a quantization format": r"(?i)\bmxfp4",
+    "a sampling parameter": r"(?i)\bk?min_?p\b",
+    "a family with images": r"(?i)\bglm4v",
+    "a quantization format": r"(?i)\bhqq",
+    "a kind of quantized values": r"(?i)\bmxfp4",
 }
-"""Change -> words of an existing feature of the same kind. A file with one of them is a file that
-such a change has to touch. `min_p` narrows the distribution; embeddings in a prompt are handled as
-embeddings of images will be; MXFP4 was the last new kind of quantized values."""
+"""Change -> words of an existing feature of the same kind. A file whose code has one of them is a
+file that such a change has to touch; docstrings and comments do not count. `min_p` narrows the
+distribution, GLM-4V has an image tower and positions of its own, HQQ stores values of a known kind,
+and MXFP4 was a new kind of values with kernels of its own."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Report:
     Attributes:
         files: Python files of the package.
         lines: their lines, by code, docstrings, comments and blank.
-        traces: change -> the files of the package and of csrc/ with a word of the feature.
+        traces: change -> the files of the package and of csrc/ with a word of the feature in code.
         crowded: folder with more than MAX_ROOM_FILES files -> their number, without `__init__`.
         mutual: pairs of folders whose files import each other; what the package's own `__init__`
             offers under its name does not count.
@@ -71,13 +72,14 @@ class Report:
 def measure(root: Path, package: str = "vllm") -> Report:
     """Measure the package of a tree."""
     sources = read_sources(root, package)
+    trees = {name: parse(source) for name, source in sources.items()}
     traced = {
         path.relative_to(root).as_posix(): path.read_text(encoding="utf-8")
         for folder in (package, "csrc")
         for path in sorted((root / folder).rglob("*"))
         if path.suffix in TRACED
     }
-    trees = {name: parse(source) for name, source in sources.items()}
+    traced |= {name: code_of(sources[name], nodes) for name, nodes in trees.items()}
     lines: Counter[str] = Counter()
     functions = []
     for name, nodes in trees.items():
@@ -124,20 +126,28 @@ def folder_of(name: str) -> str:
 
 def count_lines(source: str, nodes: Iterable[ast.AST]) -> Counter[str]:
     """Count the lines of a file as blank, docstring, comment or code."""
+    return Counter(kind for kind, _ in _kinds_of_lines(source, nodes))
+
+
+def code_of(source: str, nodes: Iterable[ast.AST]) -> str:
+    """Return the lines of a file that are code."""
+    return "\n".join(line for kind, line in _kinds_of_lines(source, nodes) if kind == "code")
+
+
+def _kinds_of_lines(source: str, nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
+    """Yield the kind of each line, and the line."""
     docstrings: set[int] = set()
     for node in nodes:
         value = node.value if isinstance(node, ast.Expr) else None
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
             docstrings.update(range(value.lineno, (value.end_lineno or value.lineno) + 1))
-    counts: Counter[str] = Counter()
     for number, line in enumerate(source.splitlines(), 1):
         if number in docstrings:
-            counts["docstrings"] += 1
+            yield "docstrings", line
         elif not line.strip():
-            counts["blank"] += 1
+            yield "blank", line
         else:
-            counts["comments" if line.lstrip().startswith("#") else "code"] += 1
-    return counts
+            yield "comments" if line.lstrip().startswith("#") else "code", line
 
 
 def functions_of(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
@@ -237,7 +247,7 @@ def table(report: Report) -> Iterator[str]:
     yield f"circles    {len(report.circles)} groups of files import each other"
     for group in report.circles:
         yield f"  {len(group)}: {', '.join(group)}"
-    yield "changes    files with a word of the feature (vllm/ and csrc/)"
+    yield "changes    files with a word of the feature in code (vllm/ and csrc/)"
     for change, names in report.traces.items():
         yield f"  {change}: {len(names)} files in {len(set(map(folder_of, names)))} folders"
 

@@ -37,11 +37,10 @@ LENGTHS = {
     "mixed": [5, 128, 129, 17, 300],
     "with padded rows": [33, 0, 16, 0, 0],
 }
-# How the softmax is computed: two ways in torch, and with kernels of Gaudi 3.
+# How the softmax is computed: in torch, and with kernels of Gaudi 3.
 KERNELS = SimulatedKernels(card="GAUDI3")
 MODES = {
-    "pipelined": {"is_pipelined": True},
-    "plain": {"is_pipelined": False},
+    "pipelined": {},
     "fused adjustment": {"normaliser": FusedBlocks(KERNELS, has_softmax=False)},
     "fused softmax": {"normaliser": FusedBlocks(KERNELS, has_softmax=True)},
 }
@@ -52,12 +51,10 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def decode_launch(
-    cache: Cache, is_contiguous: bool, listed_window: int | None = None, spare: int = 3
-) -> HPUDecodeMetadata:
+def decode_launch(cache: Cache, is_contiguous: bool, spare: int = 3) -> HPUDecodeMetadata:
     """Return the decode batch of all requests of a cache, with padded rows and padded blocks after
     them."""
-    counts = count_decode_blocks(cache.tables, cache.seq_lens, cache.block_size, listed_window)
+    counts = count_decode_blocks(cache.tables, cache.seq_lens, cache.block_size)
     num_blocks = min(counts.span + spare, len(cache.keys)) if is_contiguous else None
     return build_decode_metadata(
         cache.tables,
@@ -66,7 +63,6 @@ def decode_launch(
         num_blocks or counts.references + spare,
         cache.block_size,
         padded_shared=counts.shared + spare if is_contiguous else None,
-        sliding_window=listed_window,
     ).to("cpu")
 
 
@@ -132,7 +128,6 @@ def test_agrees_with_reference(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
-@pytest.mark.parametrize("is_list_cut", [True, False])
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 100, 5000])
 def test_sliding_window(window, is_list_cut, is_contiguous, mode):
     """The window is exact to the token, whether or not the block list contains the blocks before
@@ -140,7 +135,7 @@ def test_sliding_window(window, is_list_cut, is_contiguous, mode):
     """
     cache = random_cache([1, 15, 16, 17, 31, 64, 250])
     query = random_query(cache, 4)
-    launch = decode_launch(cache, is_contiguous, window if is_list_cut else None)
+    launch = decode_launch(cache, is_contiguous)
     got = flat(query, cache, launch, window, mode=mode)
     torch.testing.assert_close(got, reference(query, cache, window), rtol=1e-5, atol=1e-5)
 

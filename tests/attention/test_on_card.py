@@ -34,7 +34,6 @@ from vllm.platforms.habana.bridge import COMPILE_BACKEND
 SCALE = 0.25
 VARIANTS: dict[str, dict[str, Any]] = {
     "pipelined": {},
-    "plain": {"is_pipelined": False},
     "constant": {"normaliser": 1.0},
     **{name: {"normaliser": normaliser} for name, normaliser in NORMALISERS.items()},
 }

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.bucketing.helpers import make_limits, make_settings
+from vllm.bucketing.bucket import prefill
 from vllm.bucketing.step_limits import split_by_token_budget, trim_decodes
 from vllm.bucketing.strategies.exponential import ExponentialRange
-from vllm.bucketing.strategies.linear import linear_decode_buckets, linear_prefill_buckets
+from vllm.bucketing.strategies.linear import linear_decode_buckets, linear_range
 from vllm.bucketing.strategies.sparse import (
     SparseSettings,
     sparse_decode_buckets,
@@ -47,8 +48,12 @@ def test_linear_gives_the_published_counts():
         decode_bs=(1, 2, 256),
         decode_block=(128, 128, 4224),
     )
-    prefill = linear_prefill_buckets(settings, PUBLISHED, every_context=True)
-    kept, omitted, _ = split_by_token_budget(prefill, PUBLISHED, "")
+    every_context = [
+        prefill(1, length, blocks)
+        for length in linear_range(128, 128, 8192)
+        for blocks in range((PUBLISHED.max_seq_len - length) // PUBLISHED.block_size + 1)
+    ]
+    kept, omitted, _ = split_by_token_budget(every_context, PUBLISHED, "")
     assert len(kept) == 14_368
     assert omitted == []
     decode = trim_decodes(linear_decode_buckets(settings), PUBLISHED)

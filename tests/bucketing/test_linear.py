@@ -179,13 +179,6 @@ def test_no_prompt_within_the_lengths_lacks_a_bucket(max_model_len, is_chunked):
         assert catalog.fit(Phase.PREFILL, 1, query_len, blocks) is not None
 
 
-def test_the_forks_set_has_every_context_that_fits_beside_the_prompt():
-    limits = make_limits(max_model_len=1024, enable_prefix_caching=True)
-    settings = make_settings(prompt_bs=(1, 1, 1))
-    buckets = linear_prefill_buckets(settings, limits, every_context=True)
-    assert counts_by_length(buckets, 1) == {n * 128: list(range(9 - n)) for n in range(1, 9)}
-
-
 LONG = {"max_model_len": 262144, "max_num_batched_tokens": 262144}
 
 

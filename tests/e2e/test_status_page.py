@@ -20,7 +20,7 @@ from vllm.engine.metrics.media_metrics import MediaReadStats
 from vllm.entrypoints.shared.card_telemetry import CardTelemetry
 from vllm.messages import MediaStats, RunnerStats, SchedulerStats, WarmUpStats
 from vllm.multimodal.interface.media_times import MediaTimes
-from vllm.platforms.card_reading import CardReading
+from vllm.platforms.habana.card_reading import CardReading
 
 pytestmark = [
     pytest.mark.e2e,

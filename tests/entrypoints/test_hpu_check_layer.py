@@ -21,7 +21,7 @@ from vllm.hpu_check.check import CheckResult, run_check
 from vllm.ops.hpu.low_bit_experts import HPULowBitExperts
 from vllm.ops.hpu.operators import HPUOps
 from vllm.ops.hpu.quantized import HPUFp8Experts, HPUNarrowWeight
-from vllm.platforms.habana.experts import FusedExperts
+from vllm.platforms.habana.kernels import FusedKernels
 from vllm.sample import sampler
 from vllm.sample.penalties import Penalties
 from vllm.sample.restrictions.masks import TokenMasks
@@ -267,7 +267,7 @@ def test_experts_and_fp8_with_a_fault_are_found(bridge, monkeypatch):
         "fp8 matmul": (sim_fp8, "saturate", lambda x, dtype: x * 1.5),
         "fp8 moe": (HPUFp8Experts, "forward", lambda self, x, *args: x),
         "moe of few bits": (HPULowBitExperts, "forward", lambda self, x, *args: x),
-        "moe with biases": (FusedExperts, "bias_moe", lambda self, x, *args: x),
+        "moe with biases": (FusedKernels, "bias_moe", lambda self, x, *args: x),
         "matmul of few bits": (HPUNarrowWeight, "linear", lambda self, x: x),
         "uint4 matmul": (sim_uint4, "_nibbles", nibbles_from_the_highest),
     }

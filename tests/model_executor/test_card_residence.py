@@ -38,7 +38,7 @@ from vllm.ops.hpu.operators import HPUOps
 from vllm.ops.hpu.quantized import HPUNarrowWeight
 from vllm.ops.native.operators import NativeOps
 from vllm.ops.stored_weight import GroupedWeight
-from vllm.platforms.habana.operators import QuantizedKernels
+from vllm.platforms.habana.kernels import FusedKernels
 from vllm.transformers_utils.gguf.folder import unpack
 
 PAGE = Path(__file__).parents[2] / "docs" / "quantization_tables.md"
@@ -327,13 +327,13 @@ def test_a_cache_in_fp8_is_cast_by_the_card_and_the_log_says_what_is_widened(
     folder = quantized(name)[0] if name in FORMATS else make_tiny_model(name, tmp_path / "model")
     called = set()
     for operator in ("cast_to_fp8", "cast_from_fp8"):
-        real = getattr(QuantizedKernels, operator)
+        real = getattr(FusedKernels, operator)
 
         def noted(self, *args, real=real):
             called.add(real.__name__)
             return real(self, *args)
 
-        monkeypatch.setattr(QuantizedKernels, operator, noted)
+        monkeypatch.setattr(FusedKernels, operator, noted)
     card = {"PT_HPU_LAZY_MODE": 1, "has_profiling_run": False, **FEW_BUCKETS}
     with simulated_hpu(**card) as bridge, captured_log() as messages:
         engine = SMALL_ENGINE | {"dtype": "bfloat16", "skip_tokenizer_init": True} | settings

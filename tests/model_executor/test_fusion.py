@@ -43,7 +43,7 @@ from vllm.model_executor.models.phi import PhiForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.ops import get_ops, set_ops
-from vllm.ops.attention_interface import FP8_DTYPES
+from vllm.ops.attention_options import FP8_DTYPES
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
 from vllm.ops.cpu.operators.program import Program
 from vllm.ops.native.operators import NativeOps

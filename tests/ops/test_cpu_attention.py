@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.attention.options import operator_options
-from vllm.ops.attention_interface import FP8_DTYPES
+from vllm.ops.attention_options import FP8_DTYPES
 from vllm.ops.cpu.operators import CPUOps
-from vllm.ops.interface import Ops
 from vllm.ops.native.operators import NativeOps
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -35,7 +34,7 @@ def seeded() -> None:
 
 
 @pytest.fixture
-def ops(isa: str) -> Ops:
+def ops(isa: str) -> NativeOps:
     """Use the C++ kernels, with each instruction set of this machine, one after another."""
     return CPUOps()
 
@@ -81,7 +80,7 @@ class Prompts:
 
     def prefill(
         self,
-        ops: Ops,
+        ops: NativeOps,
         chunks: list[tuple[int, int, int]],
         options: dict[str, Any] = NO_OPTIONS,
         last_keys: list[Tensor] | None = None,
@@ -108,7 +107,7 @@ class Prompts:
         assert not out[starts[-1] :].any(), "padding rows are zero"
         return list(out[: starts[-1]].split(lens))
 
-    def decode(self, ops: Ops, options: dict[str, Any]) -> Tensor:
+    def decode(self, ops: NativeOps, options: dict[str, Any]) -> Tensor:
         """Return the result [requests, H, D] of the last token of each request."""
         return ops.paged_attention_decode(
             torch.stack([query[-1] for query in self.queries]),
@@ -168,7 +167,7 @@ class Prompts:
 
 
 def assert_is_formula(
-    prompts: Prompts, ops: Ops, chunks: list[tuple[int, int, int]], options: dict[str, Any]
+    prompts: Prompts, ops: NativeOps, chunks: list[tuple[int, int, int]], options: dict[str, Any]
 ) -> None:
     for (b, begin, end), got in zip(chunks, prompts.prefill(ops, chunks, options), strict=True):
         want = prompts.formula(b, begin, end, **options)
@@ -288,7 +287,7 @@ def test_the_reference_lets_tokens_of_images_see_all_of_their_image(option, dtyp
     assert_images_are_seen(NativeOps(), option, dtype)
 
 
-def assert_images_are_seen(ops: Ops, option: str, dtype: torch.dtype) -> None:
+def assert_images_are_seen(ops: NativeOps, option: str, dtype: torch.dtype) -> None:
     prompts = Prompts([300, 65, 7, 129], Heads(6, 2, 40, 16, dtype))
     images = [[(5, 70), (72, 90), (130, 299)], [(0, 65)], [], [(100, 101), (101, 129)]]
     last_keys = [with_images(n, *of) for n, of in zip(prompts.seq_lens, images, strict=True)]
@@ -482,7 +481,9 @@ def test_keys_alone_are_stored(ops, cache_dtype):
     [(1, 1, 1, 1, 16), (2, 3, 5, 7, 64), (1, 2, 577, 577, 64), (3, 2, 49, 49, 72), (1, 4, 9, 3, 8)],
     ids=str,
 )
-def test_full_attention_sees_all_keys(shape: tuple[int, ...], dtype: torch.dtype, ops: Ops) -> None:
+def test_full_attention_sees_all_keys(
+    shape: tuple[int, ...], dtype: torch.dtype, ops: NativeOps
+) -> None:
     num_images, num_heads, num_queries, num_keys, size = shape
     query = torch.randn(num_images, num_queries, num_heads, size).to(dtype).transpose(1, 2)
     key, value = (
@@ -502,7 +503,7 @@ def test_full_attention_sees_all_keys(shape: tuple[int, ...], dtype: torch.dtype
         torch.testing.assert_close(out.double(), expected, **TOLERANCES[dtype])
 
 
-def test_full_attention_of_one_head_reads_parts_of_a_tensor(ops: Ops) -> None:
+def test_full_attention_of_one_head_reads_parts_of_a_tensor(ops: NativeOps) -> None:
     query, key, value = torch.randn(2, 9, 3, 1, 16).permute(2, 0, 3, 1, 4)
     out = ops.full_attention(query, key, value)
     expected = (query @ key.mT / 4).softmax(-1) @ value

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.attention.options import operator_options
-from vllm.ops.attention_interface import FP8_DTYPES
+from vllm.ops.attention_options import FP8_DTYPES
 from vllm.ops.cpu.operators import CPUOps
-from vllm.ops.interface import Ops
 from vllm.ops.native.operators import NativeOps
 
 NATIVE = NativeOps()
@@ -34,7 +33,7 @@ def seeded() -> None:
 
 
 @pytest.fixture
-def ops(isa: str) -> Ops:
+def ops(isa: str) -> NativeOps:
     """Use the C++ kernels, with each instruction set of this machine, one after another."""
     return CPUOps()
 
@@ -43,7 +42,7 @@ def bits(x: Tensor) -> Tensor:
     return x.view(torch.uint8)
 
 
-def store(ops: Ops, numbers: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+def store(ops: NativeOps, numbers: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     """Return the values [T, D] as they are stored in a cache."""
     new = numbers[:, None]  # one KV head
     cache = torch.zeros(len(numbers), 1, 1, numbers.shape[1], dtype=torch.uint8).view(dtype)
@@ -111,7 +110,7 @@ class Launch:
         self.keys, self.values = caches.to(fp8)
         self.query = torch.randn(sum(seq_lens), num_heads, shape[1])
 
-    def decode(self, ops: Ops, dtype: torch.dtype) -> Tensor:
+    def decode(self, ops: NativeOps, dtype: torch.dtype) -> Tensor:
         ends = torch.tensor(self.seq_lens).cumsum(0) - 1
         lens = torch.tensor(self.seq_lens, dtype=torch.int32)
         return ops.paged_attention_decode(
@@ -119,7 +118,7 @@ class Launch:
             *operator_options(scale=0.2, **scales_of(self.keys.shape[2])),
         )
 
-    def prefill(self, ops: Ops, dtype: torch.dtype) -> Tensor:
+    def prefill(self, ops: NativeOps, dtype: torch.dtype) -> Tensor:
         starts = [0, *torch.tensor(self.seq_lens).cumsum(0).tolist()]
         return ops.paged_attention_prefill(
             *(self.query.to(dtype), self.keys, self.values, self.tables, starts, self.seq_lens),

@@ -27,7 +27,6 @@ from vllm.ops.expert_options import NO_BIASES, ExpertBiases, ExpertOptions, Rout
 from vllm.ops.hpu.low_bit_experts import HPULowBitExperts
 from vllm.ops.hpu.operators import HPUOps
 from vllm.ops.hpu.quantized import HPUFp8Experts
-from vllm.ops.interface import Ops
 from vllm.ops.native.operators import NativeOps
 from vllm.ops.prepared import ExpertProducts
 from vllm.ops.stored_weight import (
@@ -38,7 +37,7 @@ from vllm.ops.stored_weight import (
     MinimumWeight,
     Mxfp4Weight,
 )
-from vllm.platforms.habana.bridge import FusedKernels
+from vllm.platforms.habana.kernels import FusedKernels
 
 NATIVE = NativeOps()
 ROUTING = RoutingOptions(top_k=3, weights="softmax")
@@ -54,7 +53,7 @@ TOLERANCES = {
 class OnCard:
     """`HPUOps` for tensors of the host: copies them to the card, and the results back."""
 
-    def __init__(self, ops: Ops) -> None:
+    def __init__(self, ops: NativeOps) -> None:
         self._ops = ops
 
     def __getattr__(self, name: str) -> Any:
@@ -188,7 +187,7 @@ def test_shapes_that_do_not_fit_are_named(ops):
 class Layer(nn.Module):
     """All operators of a layer except attention."""
 
-    def __init__(self, ops: Ops) -> None:
+    def __init__(self, ops: NativeOps) -> None:
         super().__init__()
         self.ops = ops
         self.register_buffer("weight", torch.randn(16))

@@ -18,7 +18,6 @@ from vllm.ops import get_ops, set_ops
 from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.expert_options import ExpertGroups, Routing, RoutingOptions
-from vllm.ops.interface import Ops
 from vllm.ops.native.operators import NativeOps
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -41,7 +40,7 @@ def seeded() -> None:
 
 
 @pytest.fixture
-def ops(isa: str) -> Ops:
+def ops(isa: str) -> NativeOps:
     """Use the C++ kernels, with each instruction set of this machine, one after another."""
     return CPUOps()
 
@@ -86,7 +85,7 @@ class PagedCache:
         self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32)
 
     def decode(
-        self, ops: Ops, query: Tensor, window: int | None, rows: slice = slice(None)
+        self, ops: NativeOps, query: Tensor, window: int | None, rows: slice = slice(None)
     ) -> Tensor:
         scale = query.shape[-1] ** -0.5
         tables, seq_lens = self.block_tables[rows], self.seq_lens[rows]

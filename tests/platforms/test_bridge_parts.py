@@ -17,7 +17,7 @@ from vllm.ops.expert_options import ExpertBiases, ExpertOptions
 from vllm.ops.hpu.operators import HPUOps
 from vllm.ops.native.operators import NativeOps
 from vllm.platforms import hpu
-from vllm.platforms.habana.kernels import BridgeKernels
+from vllm.platforms.habana.kernels import FusedKernels
 from vllm.platforms.habana.parts import OLDEST, OPERATORS, PARTS, parse_names, parse_release
 from vllm.platforms.habana.real import RealBridge
 from vllm.platforms.habana.trials import TRIALS
@@ -207,14 +207,14 @@ def bias_moe_without_limit(kernels, *args, **options):
     return BIAS_MOE(kernels, *args[:8], 1e9, *args[9:], **options)
 
 
-BIAS_MOE = BridgeKernels.bias_moe
+BIAS_MOE = FusedKernels.bias_moe
 
 
 @pytest.mark.parametrize(
     "act", [bias_moe_with_gates_before_ups, bias_moe_of_one_layout, bias_moe_without_limit]
 )
 def test_experts_with_biases_are_plain_matmuls_where_the_operator_is_wrong(lazy, monkeypatch, act):
-    monkeypatch.setattr(BridgeKernels, "bias_moe", act)
+    monkeypatch.setattr(FusedKernels, "bias_moe", act)
     with captured_log() as log:
         ops = HPUOps(lazy)
         ops.expect_experts(ExpertOptions())

@@ -9,7 +9,7 @@ import pytest
 from tests.hpu import captured_log
 from vllm.env import ranks as env_ranks
 from vllm.platforms import hpu
-from vllm.platforms.card_reading import CardReading
+from vllm.platforms.habana.card_reading import CardReading
 from vllm.platforms.habana.telemetry import CardReader
 
 GIB = 2**30

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.hpu import captured_log
-from vllm.platforms.habana.bridge import FusedKernels, HabanaBridge
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.platforms.habana.kernels import FusedKernels
 from vllm.platforms.habana.real import RealBridge
 from vllm.platforms.hpu import create_hpu_platform
 
@@ -149,6 +150,7 @@ KERNEL_CALLS = {
     ),
     "has": (lambda k: k.has("FusedSDPA"), []),
     "why_unused": (lambda k: k.why_unused("FusedRMSNorm"), []),
+    "window_left": (lambda k: k.window_left, []),
     "window_multiple": (lambda k: k.window_multiple, []),
     # These call operators of torch, which the stand-in cannot record; tests/ops and tests/attention
     # test them.

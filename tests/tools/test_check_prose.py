@@ -66,6 +66,7 @@ ERROR = '"""Check it."""\nraise ValueError({})\n'
         ("vllm/x.py", ERROR.format('"no " + kind + " rows"'), [(2, "row")]),
         ("vllm/x.py", 'logger.info("%d rows", 3)', [(1, "row")]),
         ("vllm/x.py", 'add_argument("--x", help="the rows")', [(1, "row")]),
+        ("vllm/x.py", 'add_number(group, "--x", "the rows", 1)', [(1, "row")]),
         ("tests/x.py", 'raise ValueError("three rows")', []),
         ("vllm/envs.py", 'x = _cpu(None, "Number of rows")', [(1, "row")]),
         ("vllm/config/x.py", 'class A:\n    x: int\n    """The rows."""', [(3, "row")]),

@@ -12,7 +12,7 @@ FILES = {
     "vllm/__init__.py": '"""The package."""\n',
     "vllm/a/__init__.py": "",
     "vllm/a/one.py": (
-        '"""One,\n\nin three lines."""\n'
+        '"""One,\n\nhqq lines."""\n'
         "import typing\n"
         "from vllm.b.two import x\n"
         "if typing.TYPE_CHECKING:\n"
@@ -26,7 +26,7 @@ FILES = {
     "vllm/b/__init__.py": "",
     "vllm/b/two.py": "def x():\n    import vllm.a.three\n\n    return 1\n\n\nasync def w(): ...\n",
     "vllm/b/page.js": "// min_p\n",
-    "csrc/x.h": "// MIN_P and Mxfp4\n",
+    "csrc/x.h": "// kMinP and Mxfp4\n",
     "csrc/x.txt": "min_p\n",
     **{f"vllm/big/f{i}.py": "" for i in range(MAX_ROOM_FILES + 1)},
     **{f"vllm/small/f{i}.py": "" for i in range(MAX_ROOM_FILES)},
@@ -57,7 +57,8 @@ def test_the_figures_of_a_tree(tree):
     ]
     assert (report.largest_files[0].name, report.largest_files[0].lines) == ("vllm/a/one.py", 11)
     assert report.traces["a sampling parameter"] == ["vllm/a/one.py", "vllm/b/page.js", "csrc/x.h"]
-    assert report.traces["a quantization format"] == ["csrc/x.h"]
+    assert report.traces["a kind of quantized values"] == ["csrc/x.h"]
+    assert report.traces["a quantization format"] == []  # it is in a docstring
     text = "\n".join(table(report))
     assert "3: vllm/a/one.py, vllm/a/three.py, vllm/b/two.py" in text
     assert "a sampling parameter: 3 files in 3 folders" in text

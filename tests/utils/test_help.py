@@ -3,7 +3,7 @@
 import pytest
 
 from vllm.entrypoints.openai.cli_args import make_arg_parser
-from vllm.utils.arguments import FlexibleArgumentParser
+from vllm.utils.arguments import FlexibleArgumentParser, add_number, add_text
 
 
 def said(topic: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -42,3 +42,20 @@ def test_a_command_with_few_flags_shows_them(capsys):
     with pytest.raises(SystemExit):
         parser.parse_args(["-h"])
     assert "the only flag" in capsys.readouterr().out
+
+
+def test_the_help_of_a_flag_names_its_default_once(capsys):
+    parser = FlexibleArgumentParser(prog="few")
+    add_number(parser, "--count", "how many", 3)
+    add_number(parser, "--share", "how much", 1.0)
+    add_text(parser, "--host", "where (default: the first)", "a")
+    assert vars(parser.parse_args([])) == {"count": 3, "share": 1.0, "host": "a"}
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    shown = capsys.readouterr().out
+    for flag in (
+        "--count N   how many (default: 3)\n",
+        "--share X   how much (default: 1)\n",
+        "--host TEXT  where (default: the first)\n",
+    ):
+        assert " ".join(flag.split()) in " ".join(shown.split())

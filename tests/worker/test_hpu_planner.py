@@ -15,7 +15,7 @@ from vllm.messages import IntArray, MediaItem, SchedulerOutput
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.hpu.launches.planner import (
     HPULaunchPlanner,
-    ItemSlots,
+    ItemSlotSizes,
     PaddedLaunch,
     PaddedShape,
     PieceEnd,
@@ -35,7 +35,7 @@ def plan(
     has_states: bool = False,
     piece_end: PieceEnd | None = None,
     kept: list[tuple[int, int, int]] | None = None,
-    item_slots: ItemSlots | None = None,
+    item_slots: ItemSlotSizes | None = None,
     **limits: Any,
 ) -> list[PaddedLaunch]:
     """Plan the forward passes of a step.

@@ -216,8 +216,8 @@ class LaunchContext:
     added: GivenStates | None = None
     """Values to add to hidden states after the first layers; None: there are none."""
     rotary_angles: Sequence[tuple[Tensor, Tensor]] | None = None
-    """Angles for `Ops.rotate` from each table of the model, by `RotaryEmbedding.index`. None: every
-    layer looks them up."""
+    """Angles for `NativeOps.rotate` from each table of the model, by `RotaryEmbedding.index`. None:
+    every layer looks them up."""
     adapters: LaunchAdapters | None = None
     """LoRA adapters of the tokens; None: no token has one."""
     states: StateMetadata | None = None

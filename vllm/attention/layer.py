@@ -12,8 +12,7 @@ from vllm.attention.backends.native_attn import prompt_attention
 from vllm.attention.cached_layer import CachedLayer
 from vllm.attention.context import ContextHolder, ReadsContext
 from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheSpec
-from vllm.ops.attention_interface import FP8_DTYPES
-from vllm.ops.attention_options import PLAIN_ATTENTION, AttentionOptions
+from vllm.ops.attention_options import FP8_DTYPES, PLAIN_ATTENTION, AttentionOptions
 
 
 class Attention(CachedLayer, ReadsContext):

@@ -6,11 +6,11 @@ tokens, `OutputProcessor` creates text. Not thread-safe.
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from vllm.config import LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.config.structured_output import StructuredOutputConfig
@@ -30,7 +30,7 @@ from vllm.executor import Worker
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
-from vllm.messages import EngineOutput, EngineRequest, SchedulerStats
+from vllm.messages import EngineRequest
 from vllm.outputs import AnyRequestOutput
 from vllm.platforms import resolve_platform
 from vllm.pooling_params import PoolingParams
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.engine.engine_core import EngineCore
 
 logger = init_logger(__name__)
 
@@ -50,35 +51,7 @@ _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
-class Core(CoreCalls, Protocol):
-    """The methods of an engine core that the synchronous engine uses."""
-
-    def add_request(self, request: EngineRequest) -> None:
-        """Queue a request; raises `CapacityError` if it can never fit."""
-        ...
-
-    def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """Abort requests; unknown ids are ignored."""
-        ...
-
-    def step(self) -> EngineOutput:
-        """Run one step; the output is empty if there are no requests."""
-        ...
-
-    def has_unfinished_requests(self) -> bool:
-        """Return whether requests wait or run."""
-        ...
-
-    def stats(self) -> SchedulerStats:
-        """Return the numbers of requests, the use of the KV cache, and counters."""
-        ...
-
-    def shutdown(self) -> None:
-        """Release the device."""
-        ...
-
-
-def _core_of(engine: "LLMEngine") -> Core:
+def _core_of(engine: "LLMEngine") -> "EngineCore":
     """Return the core of an engine that is not shut down.
 
     Raises:
@@ -106,7 +79,7 @@ class LLMEngine:
     def __init__(
         self,
         config: VllmConfig,
-        core: Core,
+        core: "EngineCore",
         tokenizer: "PreTrainedTokenizerBase | None",
         generation_defaults: Mapping[str, Any],
     ) -> None:
@@ -118,7 +91,7 @@ class LLMEngine:
         self.device_config = config.device
         self.load_config = config.load
         self.generation_defaults = dict(generation_defaults)
-        self.engine_core: Core = core
+        self.engine_core = core
         self.input_processor = InputProcessor(config, tokenizer, generation_defaults)
         self.metrics: EngineMetrics | None = None
         self._recorder: StatsRecorder | None = None

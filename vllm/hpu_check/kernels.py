@@ -10,7 +10,6 @@ from torch import Tensor
 from vllm.hpu_check.check import LIMITS, Comparison, Outcome
 from vllm.hpu_check.stopwatch import shortest_s
 from vllm.ops.hpu.operators import HPUOps
-from vllm.ops.interface import Ops
 from vllm.ops.native.operators import NativeOps
 from vllm.platforms.habana.bridge import HabanaBridge
 
@@ -104,10 +103,10 @@ def check_rms_norm(bridge: HabanaBridge) -> Outcome:
     """Check norms of tokens, of heads, and of a sum."""
     ops, comparison = HPUOps(bridge), _KernelComparison(bridge)
 
-    def norm(ops: Ops, x: Tensor, weight: Tensor) -> Tensor:
+    def norm(ops: NativeOps, x: Tensor, weight: Tensor) -> Tensor:
         return ops.rms_norm(x, weight, _EPS)
 
-    def sum_and_norm(ops: Ops, x: Tensor, weight: Tensor) -> Tensor:
+    def sum_and_norm(ops: NativeOps, x: Tensor, weight: Tensor) -> Tensor:
         return torch.cat(ops.fused_add_rms_norm(x, x + 1, weight, _EPS))
 
     for dtype in LIMITS:
@@ -131,7 +130,9 @@ def check_rotary_gptj(bridge: HabanaBridge) -> Outcome:
 def _check_rotary(bridge: HabanaBridge, *, is_neox: bool) -> Outcome:
     ops, comparison = HPUOps(bridge), _KernelComparison(bridge)
 
-    def rotate(ops: Ops, positions: Tensor, query: Tensor, key: Tensor, table: Tensor) -> Tensor:
+    def rotate(
+        ops: NativeOps, positions: Tensor, query: Tensor, key: Tensor, table: Tensor
+    ) -> Tensor:
         return torch.cat(ops.rotary_embedding(positions, query, key, table, is_neox), dim=1)
 
     positions = torch.randint(128, (40,), dtype=torch.int32)

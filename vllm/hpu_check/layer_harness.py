@@ -32,7 +32,7 @@ from vllm.hpu_check.check import Outcome
 from vllm.messages import IntArray
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.models.interface import CausalLM
-from vllm.ops import Ops, get_ops, set_ops
+from vllm.ops import get_ops, set_ops
 from vllm.ops.hpu.operators import HPUOps
 from vllm.ops.native.operators import NativeOps
 from vllm.platforms.habana.bridge import HabanaBridge
@@ -81,7 +81,7 @@ class LayerTestHarness:
         """Number of blocks of a cache that is just large enough, the null block included."""
 
     @contextmanager
-    def operators(self, ops: Ops | None = None) -> Iterator[None]:
+    def operators(self, ops: NativeOps | None = None) -> Iterator[None]:
         """Use these operators in layers inside the context; None: the card's operators."""
         before = get_ops()
         set_ops(ops or HPUOps(self._bridge))

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from vllm.hpu_check.check import Comparison, Outcome
 from vllm.ops.hpu.operators import HPUOps
-from vllm.ops.interface import Ops
 from vllm.ops.native.operators import NativeOps
 from vllm.platforms.habana.bridge import COMPILE_BACKEND, HabanaBridge
 
@@ -20,7 +19,7 @@ class _Layer(nn.Module):
     weight: Tensor
     matrix: Tensor
 
-    def __init__(self, ops: Ops) -> None:
+    def __init__(self, ops: NativeOps) -> None:
         super().__init__()
         self._ops = ops
         self.register_buffer("weight", torch.randn(_HIDDEN))

@@ -12,13 +12,14 @@ from vllm.hpu_check import (
     integers,
     kernels,
     operators,
-    parts,
     programs,
     sampling,
     short_run,
 )
 from vllm.hpu_check.check import MAX_CALL_S, MAX_STEP_S, CheckResult, Outcome, run_check
 from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.platforms.habana.parts import PARTS
+from vllm.platforms.habana.trials import TRIALS
 from vllm.platforms.hpu import HPUPlatform
 
 _VERSIONS = (
@@ -55,6 +56,17 @@ def _of_card(
     return Check(lambda bridge, _: check(bridge), expected, advice)
 
 
+def _check_part(bridge: HabanaBridge, name: str) -> Outcome:
+    """Check whether the engine uses an optional part of the bridge on this card."""
+    part = PARTS[name]
+    reason = bridge.kernels.why_unused(name)
+    if reason is not None:
+        return Outcome("skip", f"{reason}: {part.instead}")
+    tried = ", computes the values of torch on the host" if name in TRIALS else ""
+    since = ".".join(str(number) for number in part.since)
+    return Outcome("pass", f"used{tried} (known from release {since} on)")
+
+
 _OF_HOST = "the same values as torch on the host"
 _OF_KERNEL = f"{_OF_HOST}, in at most {MAX_CALL_S * 1e3:.0f} ms a call"
 _IN_TIME = f"in at most {MAX_STEP_S * 1e3:.0f} ms a call"
@@ -85,8 +97,10 @@ CHECKS: dict[str, Check] = {
         f"outputs with drafts are wrong on this card: leave --speculative-config out; {_VERSIONS}",
     ),
     **{
-        name: _of_card(check, "used if the Gaudi software and the card have it")
-        for name, check in parts.PART_CHECKS.items()
+        f"kernel {name}": _of_card(
+            partial(_check_part, name=name), "used if the Gaudi software and the card have it"
+        )
+        for name in PARTS
     },
     "sdpa causal": _of_card(kernels.check_sdpa_causal, _OF_KERNEL),
     "sdpa shared heads": _of_card(kernels.check_sdpa_shared_heads, _OF_KERNEL),

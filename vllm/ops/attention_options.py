@@ -9,6 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Dtypes that a KV cache may have in addition to the dtype of the model."""
+
 
 @dataclass(frozen=True)
 class AttentionOptions:

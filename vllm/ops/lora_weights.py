@@ -93,7 +93,7 @@ class AdaptedRows:
     """The adapter of each of T tokens."""
 
     adapters: Sequence[PreparedAdapter | None]
-    """Adapters prepared by the same `Ops`; None: no token uses this index."""
+    """Adapters prepared by the same `NativeOps`; None: no token uses this index."""
     of_rows: Tensor
     """[T] int32 on the host: index into `adapters`; -1: the row has none."""
 

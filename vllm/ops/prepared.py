@@ -32,7 +32,7 @@ class PreparedExperts(Protocol):
     """The weights of experts in the layout of a device."""
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """Compute the experts of each token; see `Ops.moe`."""
+        """Compute the experts of each token; see `NativeOps.moe`."""
         ...
 
 

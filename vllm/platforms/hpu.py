@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from gaudi_sim.bridge import SimBridge
     from gaudi_sim.card.card import Recipe
-    from vllm.platforms.card_reading import CardReading
     from vllm.platforms.habana.bridge import HabanaBridge
+    from vllm.platforms.habana.card_reading import CardReading
 
 logger = init_logger(__name__)
 

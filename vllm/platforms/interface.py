@@ -13,7 +13,7 @@ from vllm.config.speculative import LOOKUP_DRAFTS
 if TYPE_CHECKING:
     import torch
 
-    from vllm.platforms.card_reading import CardReading
+    from vllm.platforms.habana.card_reading import CardReading
 
 
 class Platform(ABC):

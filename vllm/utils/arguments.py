@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from vllm.errors import ConfigError
 from vllm.utils.help import HelpAction
 
 
@@ -16,6 +17,78 @@ def flag_of(name: str) -> str:
     '--max-bad-words'
     """
     return "--" + name.replace("_", "-")
+
+
+def add_switch(to: argparse._ActionsContainer, flag: str, help: str) -> None:
+    """Declare a flag without a value, which is off by default."""
+    to.add_argument(flag, action="store_true", help=help)
+
+
+def add_number(
+    to: argparse._ActionsContainer,
+    flags: str | Sequence[str],
+    help: str,
+    default: float | None = None,
+    kind: type = int,
+) -> None:
+    """Declare a flag with a number.
+
+    Args:
+        to: parser or group.
+        flags: the flag, or all its names.
+        help: what it does; the default is added.
+        default: None: none. A float makes `kind` float.
+        kind: int or float.
+    """
+    kind = float if isinstance(default, float) else kind
+    shown = None if default is None else f"{default:.9g}"
+    metavar = "N" if kind is int else "X"
+    text = _with_default(help, shown)
+    to.add_argument(*_names(flags), type=kind, default=default, metavar=metavar, help=text)
+
+
+def add_text(
+    to: argparse._ActionsContainer,
+    flags: str | Sequence[str],
+    help: str,
+    default: str | None = None,
+    *,
+    metavar: str = "TEXT",
+    **options: Any,
+) -> None:
+    """Declare a flag with a text.
+
+    Args:
+        to: parser or group.
+        flags: the flag, or all its names.
+        help: what it does; the default is added.
+        default: None: none.
+        metavar: name of the value in the help.
+        options: further options of argparse.
+    """
+    text = _with_default(help, default)
+    to.add_argument(*_names(flags), default=default, metavar=metavar, help=text, **options)
+
+
+def _names(flags: str | Sequence[str]) -> Sequence[str]:
+    return (flags,) if isinstance(flags, str) else flags
+
+
+def _with_default(help: str, default: str | None) -> str:
+    """Add the default to a help text that does not name one."""
+    return help if default is None or "(default:" in help else f"{help} (default: {default})"
+
+
+def check_smallest(values: object, **smallest: int) -> None:
+    """Check that each named attribute is at least its number, or None.
+
+    Raises:
+        ConfigError: it is smaller.
+    """
+    for name, least in smallest.items():
+        value = getattr(values, name)
+        if value is not None and value < least:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
 
 
 _ON_OR_OFF = (argparse.BooleanOptionalAction, argparse._StoreTrueAction)

@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.loader.kv_scales import cache_scale_factor
 from vllm.model_executor.models.interface import LayeredModel
-from vllm.ops.attention_interface import FP8_DTYPES
+from vllm.ops.attention_options import FP8_DTYPES
 from vllm.worker.kv_cache import cache_dtype
 
 logger = init_logger(__name__)

@@ -13,7 +13,7 @@ from vllm.entrypoints.cli import collect_env
 from vllm.entrypoints.shared import card_telemetry
 from vllm.entrypoints.shared.card_telemetry import CardTelemetry
 from vllm.platforms import resolve_platform
-from vllm.platforms.card_reading import CardReading
+from vllm.platforms.habana.card_reading import CardReading
 
 READING = CardReading(index=0, module=2, power_watts=300.0)
 

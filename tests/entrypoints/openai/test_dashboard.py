@@ -16,7 +16,7 @@ from vllm.engine.metrics.media_metrics import MediaReadStats, fetch_metrics, rea
 from vllm.entrypoints.shared.card_telemetry import card_metrics
 from vllm.messages import DraftStats, SchedulerStats, WarmUpStats
 from vllm.multimodal.interface.media_times import MediaTimes
-from vllm.platforms.card_reading import CardReading
+from vllm.platforms.habana.card_reading import CardReading
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = json.loads((ROOT / "examples/grafana/dashboard.json").read_text())

@@ -9,8 +9,7 @@ import pytest
 from tests.entrypoints.openai.scripted_engine import ScriptedEngine, make_client
 from vllm import assets
 from vllm.config import PoolerConfig
-from vllm.entrypoints.pages.page_paths import page_paths
-from vllm.entrypoints.pages.web_page import load_page
+from vllm.entrypoints.pages.web_page import load_page, page_paths
 from vllm.entrypoints.server.startup_app import StartupApp
 from vllm.entrypoints.shared.server_args import ServerArgs
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from vllm.attention.backends.cache_scales import CacheScales
 from vllm.attention.backends.hpu_metadata import HPUDecodeMetadata
 from vllm.ops.attention_options import PLAIN_ATTENTION, AttentionOptions
-from vllm.platforms.habana.bridge import FusedKernels
+from vllm.platforms.habana.kernels import FusedKernels
 
 HIDDEN = torch.finfo(torch.float32).min
 """Score of a hidden key. Finite: in a block with nothing to see, maximum and exponential stay
@@ -168,7 +168,6 @@ def flat_paged_attention(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    is_pipelined: bool = True,
     normaliser: Softmax = None,
     scales: CacheScales | None = None,
 ) -> Tensor:
@@ -187,16 +186,13 @@ def flat_paged_attention(
         options: options of the layer.
         alibi_slopes: [H] float32; None without ALiBi.
         sinks: [H] float32, score of one additional key per head, whose value is zero; None without.
-        is_pipelined: True: multiply with the values relative to the maximum of each block, and
-            correct for the maximum of the request afterwards, so that no operation waits for it.
-            False: find the maximum of the request first. The results are the same except for
-            rounding.
         normaliser: value that is subtracted from the scores before the exponential. None: the
-            maximum, as above. A function or a float: no correction follows, and with a float no
-            maximum is needed. The results are right if the highest scores of a request are within
-            about 80 of this value: far above it weights overflow, and far below it the result
-            becomes zero. `FusedBlocks`: as None, with kernels of the card; these do not support
-            sinks, with which None is used.
+            maximum of each block; the result is corrected for the maximum of the request
+            afterwards, so that no operation waits for it. A function or a float: no correction
+            follows, and with a float no maximum is needed. The results are right if the highest
+            scores of a request are within about 80 of this value: far above it weights overflow,
+            and far below it the result becomes zero. `FusedBlocks`: as None, with kernels of the
+            card; these do not support sinks, with which None is used.
         scales: scales of an FP8 cache; None if the cache has the dtype of the query.
 
     Returns:
@@ -231,13 +227,13 @@ def flat_paged_attention(
         factor = _sum_with_sinks(total, sinks, normaliser, blocks).reciprocal()
     else:
         block_max = _joined([s.amax(-1, keepdim=True) for s in scores])  # [N, H, 1]
-        if normaliser is None and is_pipelined:
+        if normaliser is None:
             out, total = _attend(parts, scores, block_max, blocks, query.dtype)
             row_max = max_of_rows(block_max, blocks)
             correction = (block_max - row_max).exp()
             factor = correction / _sum_with_sinks(total * correction, sinks, row_max, blocks)
         else:
-            offset = (normaliser or max_of_rows)(block_max, blocks)
+            offset = normaliser(block_max, blocks)
             out, total = _attend(parts, scores, offset, blocks, query.dtype)
             factor = _sum_with_sinks(total, sinks, offset, blocks).reciprocal()
     out = (out * factor).to(query.dtype)

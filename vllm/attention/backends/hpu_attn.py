@@ -102,7 +102,6 @@ def decode_attention(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    is_pipelined: bool = True,
     normaliser: Softmax = None,
     scales: CacheScales | None = None,
     stores: bool = True,
@@ -120,7 +119,6 @@ def decode_attention(
         options: options; see `flat_paged_attention`.
         alibi_slopes: [H] float32, or None.
         sinks: sinks; see `flat_paged_attention`.
-        is_pipelined: whether the computation is pipelined; see `flat_paged_attention`.
         normaliser: normaliser; see `flat_paged_attention`.
         scales: scales, as for `write_kv_cache`.
         stores: False: another layer has stored the new tokens.
@@ -138,7 +136,6 @@ def decode_attention(
         options,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
-        is_pipelined=is_pipelined,
         normaliser=normaliser,
         scales=scales,
     )

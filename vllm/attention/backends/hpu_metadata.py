@@ -104,12 +104,11 @@ def count_decode_blocks(
     block_tables: npt.ArrayLike,
     seq_lens: npt.ArrayLike,
     block_size: int,
-    sliding_window: int | None = None,
 ) -> DecodeBlockCounts:
     """Return the smallest padded sizes with which `build_decode_metadata` accepts the same
     arguments.
     """
-    block_list = _flatten(block_tables, seq_lens, block_size, sliding_window).block_list
+    block_list = _flatten(block_tables, seq_lens, block_size).block_list
     return DecodeBlockCounts(
         references=len(block_list),
         span=int(block_list.max(initial=-1)) + 1,
@@ -125,7 +124,6 @@ def build_decode_metadata(
     block_size: int,
     *,
     padded_shared: int | None = None,
-    sliding_window: int | None = None,
     query_lens: IntArray | None = None,
     padded_query_len: int = 1,
 ) -> HPUDecodeMetadata[IntArray]:
@@ -145,15 +143,13 @@ def build_decode_metadata(
             number of blocks in the cache.
         block_size: S.
         padded_shared: number of gathered entries of a contiguous batch; None: a plain batch.
-        sliding_window: list only blocks with one of the W most recent tokens. For layers that all
-            have this window, because no query sees an unlisted block.
         query_lens: [n] new tokens of each request, the last ones; None: one each.
         padded_query_len: Q.
 
     Raises:
         ValueError: the requests do not fit the padded sizes or their tables.
     """
-    flat = _flatten(block_tables, seq_lens, block_size, sliding_window)
+    flat = _flatten(block_tables, seq_lens, block_size)
     num_rows = len(flat.seq_lens)
     if num_rows > padded_batch:
         raise ValueError(
@@ -264,17 +260,13 @@ def _flatten(
     block_tables: npt.ArrayLike,
     seq_lens: npt.ArrayLike,
     block_size: int,
-    sliding_window: int | None,
 ) -> _FlatBlocks:
     tables, lengths = np.asarray(block_tables, np.int32), np.asarray(seq_lens, np.int32)
     check_tables(tables, lengths, block_size)
-    first = np.zeros_like(lengths)
-    if sliding_window is not None:
-        first = np.maximum(lengths - sliding_window, 0) // block_size
-    count = -(-lengths // block_size) - first
+    count = -(-lengths // block_size)
     groups = np.repeat(np.arange(len(lengths), dtype=np.int32), count)
-    within = np.arange(len(groups), dtype=np.int32) - np.repeat(np.cumsum(count) - count, count)
-    index = (first[groups] + within).astype(np.int32)
+    starts = np.repeat(np.cumsum(count) - count, count)
+    index = (np.arange(len(groups), dtype=np.int32) - starts).astype(np.int32)
     return _FlatBlocks(
         tables=tables,
         seq_lens=lengths,

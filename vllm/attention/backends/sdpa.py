@@ -20,7 +20,7 @@ from vllm.attention.backends.cache_scales import PromptScales
 from vllm.config.hpu import UNSLICED, PromptSlicing
 from vllm.errors import ConfigError
 from vllm.ops.attention_options import PLAIN_ATTENTION, AttentionOptions
-from vllm.platforms.habana.bridge import FusedKernels
+from vllm.platforms.habana.kernels import FusedKernels
 
 
 class SDPAKernel(Protocol):

@@ -46,9 +46,7 @@ def linear_range(min: int, step: int, max: int) -> list[int]:
     return sizes + [stable for stable in range(step, max + 1, step) if stable >= min]
 
 
-def linear_prefill_buckets(
-    settings: BucketSettings, limits: StepLimits, *, every_context: bool = False
-) -> list[Bucket]:
+def linear_prefill_buckets(settings: BucketSettings, limits: StepLimits) -> list[Bucket]:
     """Return prefill buckets: combinations of batch size, length and context block count.
 
     See `linear_context`. Batches with context have lengths that at least double: prompts of a step
@@ -59,8 +57,6 @@ def linear_prefill_buckets(
     Args:
         settings: the ranges.
         limits: limits of a forward pass.
-        every_context: generate the buckets of the Gaudi fork, for comparison: each count that fits
-            with the prompt.
 
     Raises:
         ConfigError: the ranges contain no size.
@@ -69,12 +65,6 @@ def linear_prefill_buckets(
     lengths = linear_range(*settings.prompt_seq.as_tuple())
     if not batches or not lengths:
         raise _no_buckets(settings.prompt_bs, settings.prompt_seq, "seq")
-    if every_context:
-        return [
-            prefill(batch, length, blocks)
-            for batch, length in product(batches, lengths)
-            for blocks in _every_context(limits, length)
-        ]
     max_fine_len = settings.max_fine_len or limits.max_seq_len
     found = [prefill(batch, length) for batch, length in product(batches, lengths)]
     for batch in batches:
@@ -165,11 +155,6 @@ def _most_context(limits: StepLimits, batch: int, shorter: int, length: int) -> 
     elif length > round_up(budget, block_size):
         most = 0
     return most
-
-
-def _every_context(limits: StepLimits, length: int) -> range:
-    rest = max(0, limits.max_seq_len - length) if limits.has_context else 0
-    return range(rest // limits.block_size + 1)
 
 
 def linear_decode_buckets(settings: BucketSettings) -> list[Bucket]:

@@ -108,7 +108,7 @@ class ModelArch:
             )
         hidden_size = _number(config, *_HIDDEN_SIZE)
         num_heads = _read_num_heads(config, hidden_size)
-        head_size = _first(config, _HEAD_SIZE) or _divide(config, hidden_size, num_heads)
+        head_size = _first(config, _HEAD_SIZE) or _divide(hidden_size, num_heads)
         num_kv_heads = _read_num_kv_heads(config, num_heads)
         if num_heads % num_kv_heads:
             raise ConfigError(
@@ -415,7 +415,7 @@ def _read_intermediate_size(config: Mapping[str, Any]) -> Any:
     return max(value) if isinstance(value, list) else value
 
 
-def _divide(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:
+def _divide(hidden_size: int, num_heads: int) -> int:
     if hidden_size % num_heads:
         raise ConfigError(
             f"hidden_size ({hidden_size}) must be a multiple of num_attention_heads "

@@ -2,12 +2,12 @@
 value.
 """
 
-from collections.abc import Callable, Reversible, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import zip_longest
 from operator import add
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -28,46 +28,6 @@ from vllm.messages import (
 )
 
 _Counters = TypeVar("_Counters", MediaStats, RunnerStats, TransferStats)
-
-
-class ReadableMetrics(Protocol):
-    """The metrics that logs and pages read, of one replica or of all together."""
-
-    @property
-    def model_name(self) -> str: ...
-
-    @property
-    def config(self) -> VllmConfig: ...
-
-    @property
-    def recent(self) -> Reversible[FinishedRequestStats]: ...
-
-    @property
-    def num_prompt_tokens(self) -> int: ...
-
-    @property
-    def num_generation_tokens(self) -> int: ...
-
-    @property
-    def num_restarts(self) -> int: ...
-
-    @property
-    def totals(self) -> SchedulerStats: ...
-
-    @property
-    def traffic_table(self) -> TrafficTable: ...
-
-    @property
-    def device_seconds(self) -> tuple[float, float]: ...
-
-    @property
-    def bucket_times(self) -> BucketTimes: ...
-
-    def read_media(self) -> MediaReadStats | None: ...
-
-    def rates(self) -> Rates: ...
-
-    def metric_sets(self) -> Sequence[AnyMetrics]: ...
 
 
 @dataclass(frozen=True)
@@ -216,3 +176,7 @@ def _sum_warm_up(every: Sequence[WarmUpStats]) -> WarmUpStats:
 def _add(one: _Counters, other: _Counters) -> _Counters:
     sums = map(add, msgspec.structs.astuple(one), msgspec.structs.astuple(other))
     return type(one)(**dict(zip(one.__struct_fields__, sums, strict=True)))
+
+
+ReadableMetrics = EngineMetrics | ReplicaMetrics
+"""The metrics that logs and pages read, of one replica or of all together."""

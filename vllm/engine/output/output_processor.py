@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 from vllm.engine.output.detokenizer import Detokenizer, DetokenizerFactory
 from vllm.engine.output.logprobs import TextOf
-from vllm.engine.output.output_state import RequestState, SampleState
+from vllm.engine.output.output_state import PoolingState, RequestState, SampleState
 from vllm.engine.output.output_text import OutputText
-from vllm.engine.output.pooling_state import PoolingState
 from vllm.engine.output.stop_strings import StopStrings
 from vllm.errors import RequestError
 from vllm.logger import init_logger

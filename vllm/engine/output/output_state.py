@@ -7,11 +7,13 @@ is created once, at the end.
 from vllm.engine.output.logprobs import TextOf, to_dicts
 from vllm.engine.output.output_text import OutputText
 from vllm.lora.request import LoRARequest
-from vllm.messages import Finished, FinishReason, LogprobRows
+from vllm.messages import Finished, FinishReason, FloatArray, LogprobRows
 from vllm.outputs import (
     AnyRequestOutput,
     CompletionOutput,
     Logprob,
+    PoolingOutput,
+    PoolingRequestOutput,
     RequestMetrics,
     RequestOutput,
 )
@@ -20,6 +22,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 _MOST_ROWS_KEPT = 8
 """Number of positions whose log-probabilities are kept as arrays before they become dicts.
 Converting all at the end could take seconds, with a hundred samples of thousands of tokens."""
+_NO_RESULT = "the request was ended before it had a result"
 
 
 class SampleState:
@@ -312,3 +315,28 @@ class RequestState:
             return None
         self._prompt_logprobs = None
         return found
+
+
+class PoolingState(RequestState):
+    """The output of a pooling request: one result at its end. Its only sample has no tokens.
+
+    Attributes:
+        result: [values] or [tokens, values]; None: no result, or not yet.
+    """
+
+    result: FloatArray | None = None
+
+    def output(self) -> AnyRequestOutput:
+        """Return the output with the result, or with the reason why there is none."""
+        error = None
+        if self.result is None:
+            reason = self.samples[0].stop_reason
+            error = _NO_RESULT if reason is None else str(reason)
+        return PoolingRequestOutput(
+            request_id=self.request_id,
+            outputs=PoolingOutput([] if self.result is None else self.result),
+            prompt_token_ids=self._prompt_token_ids,
+            finished=True,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            error=error,
+        )

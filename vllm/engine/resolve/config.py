@@ -129,7 +129,7 @@ def _asked_load(given: Mapping[str, Any]) -> LoadConfig:
 def _model(given: Mapping[str, Any], asked_load: LoadConfig, platform: Platform) -> ModelConfig:
     section = with_bitsandbytes(_section(ModelConfig, given), given["load_format"])
     counts = _section(MultiModalConfig, given).counts
-    asked = _resolve_model(section, asked_load, platform, counts)
+    asked = _resolve_model(section, asked_load, counts)
     model = resolve_quantization(asked, platform)
     _check_prompt_embeds(model)
     return model
@@ -175,7 +175,7 @@ def _speculative(
     speculative = resolve_speculator(asked, model, platform, asked_load)
     asked_draft = asked_draft_model(speculative, model, platform)
     if asked_draft is not None:
-        draft = _resolve_model(asked_draft, asked_load, platform, max_items=None)
+        draft = _resolve_model(asked_draft, asked_load, max_items=None)
         draft = check_draft_model(draft, model, platform)
         speculative = replace(speculative, draft_model=draft)
     return resolve_lookup(speculative, limits, platform)
@@ -362,7 +362,7 @@ def _profiled_steps() -> tuple[int, int] | None:
 
 
 def _resolve_model(
-    asked: ModelConfig, load: LoadConfig, platform: Platform, max_items: Mapping[str, int] | None
+    asked: ModelConfig, load: LoadConfig, max_items: Mapping[str, int] | None
 ) -> ModelConfig:
     # Without the weights, whose download may take an hour.
     folder = _model_folder(asked, load, "dummy")

@@ -3,6 +3,7 @@
 The module `errors` decides about error and status; this module only converts the format.
 """
 
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import Request
@@ -76,7 +77,12 @@ class AnthropicRoute(BodyRoute):
 
 
 class AnthropicStream(EventStream):
-    """A stream whose error before the first event has a body in Anthropic's format."""
+    """A stream whose errors have Anthropic's format: an error before the first event is a body, and
+    a later one an event.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(events, on_error=error_event)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from vllm.entrypoints.anthropic.errors import AnthropicRoute, AnthropicStream, error_event
+from vllm.entrypoints.anthropic.errors import AnthropicRoute, AnthropicStream
 from vllm.entrypoints.anthropic.output import (
     Event,
     MessageWriter,
@@ -120,16 +120,7 @@ def _usage(turn: ChatTurn, num_output_tokens: int | None = None) -> dict[str, An
 
 
 async def _encoded(events: AsyncGenerator[list[Event], None]) -> AsyncGenerator[bytes, None]:
-    """Yield the encoded events. An error before the first event is raised; a later one becomes an
-    event.
-    """
-    is_begun = False
+    """Yield the encoded events."""
     async with aclosing(events):
-        try:
-            async for few in events:
-                is_begun = True
-                yield b"".join(encode_event(event, event["type"]) for event in few)
-        except Exception as error:  # last resort: the client gets it as an event
-            if not is_begun:
-                raise
-            yield error_event(error)
+        async for few in events:
+            yield b"".join(encode_event(event, event["type"]) for event in few)

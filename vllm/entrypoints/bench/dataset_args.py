@@ -10,6 +10,7 @@ from vllm.entrypoints.bench.random_images import (
     read_image_flags,
 )
 from vllm.errors import ConfigError
+from vllm.utils.arguments import add_number, add_text, check_smallest
 
 RANDOM_MM = "random-mm"
 """Random prompts with random pictures."""
@@ -52,11 +53,7 @@ class DatasetArgs:
             raise ConfigError(
                 f"random_range_ratio must be at least 0 and below 1, got {self.range_ratio}"
             )
-        for name, least in (("num_prompts", 1), ("input_len", 1), ("prefix_len", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.output_len is not None and self.output_len < 1:
-            raise ConfigError(f"output_len must be at least 1, got {self.output_len}")
+        check_smallest(self, num_prompts=1, input_len=1, prefix_len=0, output_len=1)
 
     @property
     def is_random(self) -> bool:
@@ -72,8 +69,7 @@ def dataset_of(path: str | None) -> str:
 def add_dataset_flags(parser: argparse.ArgumentParser, *, input_len: int, num_prompts: int) -> None:
     """Add the flags of `DatasetArgs`."""
     group = parser.add_argument_group("prompts")
-    add = group.add_argument
-    add(
+    group.add_argument(
         "--dataset-name",
         type=lambda name: _DATASET_NAMES.get(name, name),
         choices=DATASETS,
@@ -82,47 +78,27 @@ def add_dataset_flags(parser: argparse.ArgumentParser, *, input_len: int, num_pr
             "jsonl, others are text; without a file: random)"
         ),
     )
-    add("--dataset-path", metavar="FILE", help="file with prompts")
-    add(
-        "--num-prompts",
-        type=int,
-        default=num_prompts,
-        metavar="N",
-        help=f"number of requests (default: {num_prompts})",
+    add_text(group, "--dataset-path", "file with prompts", metavar="FILE")
+    add_number(group, "--num-prompts", "number of requests", num_prompts)
+    add_number(
+        group, ("--random-input-len", "--input-len"), "number of tokens in each prompt", input_len
     )
-    add(
-        "--random-input-len",
-        "--input-len",
-        type=int,
-        default=input_len,
-        metavar="N",
-        help=f"number of tokens in each prompt (default: {input_len})",
+    add_number(
+        group,
+        ("--random-output-len", "--output-len", "--sharegpt-output-len", "--custom-output-len"),
+        "number of tokens in each output (default: from the file, or 128)",
     )
-    add(
-        "--random-output-len",
-        "--output-len",
-        "--sharegpt-output-len",
-        "--custom-output-len",
-        type=int,
-        metavar="N",
-        help="number of tokens in each output (default: from the file, or 128)",
-    )
-    add(
+    add_number(
+        group,
         "--random-range-ratio",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help=(
-            "lengths of random prompts and outputs differ by up to this fraction from the given "
-            "length (default: 0)"
-        ),
+        "lengths of random prompts and outputs differ by up to this fraction from the given length",
+        0.0,
     )
-    add(
+    add_number(
+        group,
         "--random-prefix-len",
-        type=int,
-        default=0,
-        metavar="N",
-        help="number of tokens at the beginning that all random prompts share (default: 0)",
+        "number of tokens at the beginning that all random prompts share",
+        0,
     )
     add_image_flags(parser)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.entrypoints.bench import offline, report
 from vllm.entrypoints.bench.dataset_args import DatasetArgs
 from vllm.entrypoints.bench.datasets import random_requests
-from vllm.errors import ConfigError
+from vllm.utils.arguments import check_smallest
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -37,9 +37,7 @@ def run(args: argparse.Namespace) -> None:
         RequestError: n and temperature contradict each other.
         ConfigError: a value is too small, or the engine cannot start.
     """
-    for name in ("batch_size", "input_len", "output_len", "num_iters"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"{name} must be at least 1, got {getattr(args, name)}")
+    check_smallest(args, batch_size=1, input_len=1, output_len=1, num_iters=1)
     offline.sampling(1, args)  # wrong arguments raise before the model is loaded
     report.check_writable(args.output_json)
     llm = offline.make_llm(args)

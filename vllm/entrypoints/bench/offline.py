@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.arguments import add_number, add_switch, add_text
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -47,13 +48,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Add the flags that both benchmarks have, and the flags of the engine."""
     group = parser.add_argument_group("requests")
     group.add_argument("--n", type=int, default=1, metavar="N", help="outputs per prompt")
-    group.add_argument(
-        "--temperature", type=float, default=0.0, metavar="X", help="(default: 0, greedy)"
-    )
-    group.add_argument(
-        "--disable-detokenize", action="store_true", help="do not detokenise the outputs"
-    )
-    parser.add_argument(
-        "--output-json", metavar="FILE", help="write the result as JSON; - is stdout"
-    )
+    add_number(group, "--temperature", "(default: 0, greedy)", 0.0)
+    add_switch(group, "--disable-detokenize", "do not detokenise the outputs")
+    add_text(parser, "--output-json", "write the result as JSON; - is stdout", metavar="FILE")
     EngineArgs.add_cli_args(parser)

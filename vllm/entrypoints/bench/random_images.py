@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from vllm.errors import ConfigError
+from vllm.utils.arguments import add_number, add_text
 
 _SIZES = "--random-mm-bucket-config"
 _LIMIT = "--random-mm-limit-mm-per-prompt"
@@ -96,33 +97,28 @@ class RandomImages:
 
 def add_image_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `RandomImageArgs`."""
-    add = parser.add_argument_group("random pictures (--dataset-name random-mm)").add_argument
-    add(
-        "--random-mm-base-items-per-request",
-        type=int,
-        default=1,
-        metavar="N",
-        help="images of each request (default: 1)",
-    )
-    add(
+    group = parser.add_argument_group("random pictures (--dataset-name random-mm)")
+    add_number(group, "--random-mm-base-items-per-request", "images of each request", 1)
+    add_number(
+        group,
         "--random-mm-num-mm-items-range-ratio",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="counts of images differ by up to this fraction from the given count (default: 0)",
+        "counts of images differ by up to this fraction from the given count",
+        0.0,
     )
-    add(
+    add_text(
+        group,
         _LIMIT,
-        default="{}",
-        metavar="JSON",
-        help=f"maximum number of images of a request, such as '{{\"image\": 3}}' "
+        f"maximum number of images of a request, such as '{{\"image\": 3}}' "
         f"(default: {_DEFAULT_LIMIT})",
+        "{}",
+        metavar="JSON",
     )
-    add(
+    add_text(
+        group,
         _SIZES,
-        metavar="DICT",
-        help="sizes (height, width, 1) of the pictures, with the fraction that has each size "
+        "sizes (height, width, 1) of the pictures, with the fraction that has each size "
         "(default: '{(256, 256, 1): 0.5, (720, 1280, 1): 0.5}')",
+        metavar="DICT",
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from vllm.entrypoints.bench.dataset_args import add_dataset_flags
 from vllm.entrypoints.bench.statistics import METRICS, parse_goodput
 from vllm.errors import ConfigError
+from vllm.utils.arguments import add_number, add_switch, add_text, check_smallest
 
 _BACKENDS = {"openai": "openai", "vllm": "openai", "openai-chat": "openai-chat"}
 
@@ -40,133 +41,86 @@ def check_args(args: argparse.Namespace) -> None:
                 raise ConfigError(f"{name} must be like KEY=VALUE, got {pair!r}")
     if not args.request_rate > 0 or not args.burstiness > 0:
         raise ConfigError("--request-rate and --burstiness must be above 0")
-    for name, least in (("max_concurrency", 1), ("random_vocab_size", 1), ("num_warmups", 0)):
-        if (value := getattr(args, name)) is not None and value < least:
-            raise ConfigError(f"{name} must be at least {least}, got {value}")
+    check_smallest(args, max_concurrency=1, random_vocab_size=1, num_warmups=0)
     args.extra_body = _json_object(args.extra_body)
 
 
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    add = group.add_argument
-    add(
+    group.add_argument(
         "--backend",
         choices=_BACKENDS,
         default="openai",
         help="openai: /v1/completions; openai-chat: /v1/chat/completions (default: openai)",
     )
-    add("--base-url", metavar="URL", help="URL of the server, instead of --host and --port")
-    add(
-        "--host",
-        default="127.0.0.1",
-        metavar="TEXT",
-        help="host of the server (default: 127.0.0.1)",
+    add_text(group, "--base-url", "URL of the server, instead of --host and --port", metavar="URL")
+    add_text(group, "--host", "host of the server", "127.0.0.1")
+    add_number(group, "--port", "port of the server", 8000)
+    add_text(
+        group, "--endpoint", "path of the endpoint, if the server has another one", metavar="PATH"
     )
-    add("--port", type=int, default=8000, metavar="N", help="port of the server (default: 8000)")
-    add("--endpoint", metavar="PATH", help="path of the endpoint, if the server has another one")
-    add("--model", metavar="TEXT", help="model to use (default: the first that the server lists)")
-    add(
-        "--served-model-name",
-        metavar="TEXT",
-        help="name of the model in requests, if it differs from --model",
+    add_text(group, "--model", "model to use (default: the first that the server lists)")
+    add_text(
+        group, "--served-model-name", "name of the model in requests, if it differs from --model"
     )
-    add(
+    add_text(
+        group,
         "--api-key",
+        "API key, sent as Authorization: Bearer KEY (default: VLLM_API_KEY)",
         metavar="KEY",
-        help="API key, sent as Authorization: Bearer KEY (default: VLLM_API_KEY)",
     )
-    add(
+    group.add_argument(
         "--header",
         action="append",
         default=[],
         metavar="KEY=VALUE",
         help="further HTTP header; may be repeated",
     )
-    add("--insecure", action="store_true", help="do not verify the TLS certificate")
-    add(
+    add_switch(group, "--insecure", "do not verify the TLS certificate")
+    add_number(
+        group,
         "--ready-check-timeout-sec",
-        type=float,
-        default=600.0,
-        metavar="X",
-        help="seconds to wait until the server answers; 0: do not wait (default: 600)",
+        "seconds to wait until the server answers; 0: do not wait",
+        600.0,
     )
 
 
 def _add_load_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
-    add = group.add_argument
-    add(
-        "--request-rate",
-        type=float,
-        default=math.inf,
-        metavar="X",
-        help="requests per second; inf sends all at once (default: inf)",
-    )
-    add(
+    add_number(group, "--request-rate", "requests per second; inf sends all at once", math.inf)
+    add_number(
+        group,
         "--burstiness",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="regularity of arrivals: 1 is a Poisson process, less gives bursts, more gives even "
-        "gaps (default: 1)",
+        "regularity of arrivals: 1 is a Poisson process, less gives bursts, more gives even gaps",
+        1.0,
     )
-    add(
-        "--max-concurrency",
-        type=int,
-        metavar="N",
-        help="maximum number of concurrent requests",
-    )
-    add(
-        "--num-warmups",
-        type=int,
-        default=1,
-        metavar="N",
-        help="warm-up requests before the load, not counted (default: 1)",
-    )
-    add("--disable-tqdm", action="store_true", help="do not show a progress bar")
+    add_number(group, "--max-concurrency", "maximum number of concurrent requests")
+    add_number(group, "--num-warmups", "warm-up requests before the load, not counted", 1)
+    add_switch(group, "--disable-tqdm", "do not show a progress bar")
 
 
 def _add_request_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("requests")
-    add = group.add_argument
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="seed of random prompts and of the times when they are sent (default: 0)",
+    add_number(group, "--seed", "seed of random prompts and of the times when they are sent", 0)
+    add_text(group, "--tokenizer", "tokenizer that makes the random prompts (default: the model's)")
+    group.add_argument(
+        "--tokenizer-mode", choices=("auto", "slow"), default="auto", help="(default: auto)"
     )
-    add(
-        "--tokenizer",
-        metavar="TEXT",
-        help="tokenizer that makes the random prompts (default: the model's)",
-    )
-    add("--tokenizer-mode", choices=("auto", "slow"), default="auto", help="(default: auto)")
-    add("--trust-remote-code", action="store_true", help="run code that comes with the tokenizer")
-    add(
+    add_switch(group, "--trust-remote-code", "run code that comes with the tokenizer")
+    add_number(
+        group,
         "--random-vocab-size",
-        type=int,
-        metavar="N",
-        help=(
-            "make random prompts of the token ids 0 to N - 1, without a tokenizer; not with "
-            "openai-chat"
-        ),
+        "make random prompts of the token ids 0 to N - 1, without a tokenizer; not with "
+        "openai-chat",
     )
-    add(
-        "--ignore-eos",
-        action="store_true",
-        help="ignore the end token, so that outputs have the requested length",
+    add_switch(
+        group, "--ignore-eos", "ignore the end token, so that outputs have the requested length"
     )
-    add("--temperature", type=float, default=0.0, metavar="X", help="(default: 0, greedy)")
-    add("--top-p", type=float, metavar="X", help="nucleus sampling")
-    add(
-        "--top-k",
-        type=int,
-        metavar="N",
-        help=("sample from this many of the most likely tokens; 0: all"),
-    )
-    add("--logprobs", type=int, metavar="N", help="log-probabilities per token")
-    add(
+    add_number(group, "--temperature", "(default: 0, greedy)", 0.0)
+    add_number(group, "--top-p", "nucleus sampling", kind=float)
+    add_number(group, "--top-k", "sample from this many of the most likely tokens; 0: all")
+    add_number(group, "--logprobs", "log-probabilities per token")
+    group.add_argument(
         "--extra-body",
         default="{}",
         metavar="JSON",
@@ -176,8 +130,7 @@ def _add_request_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_result_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("results")
-    add = group.add_argument
-    add(
+    group.add_argument(
         "--goodput",
         nargs="+",
         default=[],
@@ -187,32 +140,31 @@ def _add_result_flags(parser: argparse.ArgumentParser) -> None:
             "such as ttft:200 tpot:50 e2el:5000"
         ),
     )
-    add(
+    group.add_argument(
         "--percentile-metrics",
         default=",".join(METRICS),
         metavar="LIST",
         help="; ".join(f"{name}: {text}" for name, text in METRICS.items()) + " (default: all)",
     )
-    add(
+    add_text(
+        group,
         "--metric-percentiles",
-        default="90,99",
+        "percentiles to report in addition to mean and median",
+        "90,99",
         metavar="LIST",
-        help="percentiles to report in addition to mean and median (default: 90,99)",
     )
-    add("--output-json", metavar="FILE", help="write the result as JSON; - is stdout")
-    add(
+    add_text(group, "--output-json", "write the result as JSON; - is stdout", metavar="FILE")
+    add_switch(
+        group,
         "--save-result",
-        action="store_true",
-        help=("write the result to a file; its name has backend, rate, model and time"),
+        "write the result to a file; its name has backend, rate, model and time",
     )
-    add("--result-dir", metavar="FOLDER", help="folder for the file of --save-result")
-    add("--result-filename", metavar="FILE", help="name of the file of --save-result")
-    add(
-        "--save-detailed",
-        action="store_true",
-        help="include the times and the text of every request in the result",
+    add_text(group, "--result-dir", "folder for the file of --save-result", metavar="FOLDER")
+    add_text(group, "--result-filename", "name of the file of --save-result", metavar="FILE")
+    add_switch(
+        group, "--save-detailed", "include the times and the text of every request in the result"
     )
-    add(
+    group.add_argument(
         "--metadata",
         nargs="+",
         default=[],

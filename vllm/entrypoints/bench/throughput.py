@@ -16,6 +16,7 @@ from vllm.entrypoints.bench.datasets import (
     with_images,
 )
 from vllm.errors import ConfigError
+from vllm.utils.arguments import add_switch
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     add_dataset_flags(parser, input_len=512, num_prompts=1000)
-    parser.add_argument("--disable-tqdm", action="store_true", help="do not show a progress bar")
+    add_switch(parser, "--disable-tqdm", "do not show a progress bar")
     offline.add_cli_args(parser)
 
 

@@ -15,6 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 from vllm import envs
 from vllm.errors import ConfigError, RequestError
 from vllm.utils import FlexibleArgumentParser
+from vllm.utils.arguments import add_number, add_text
 
 _PREFIX = "/v1"
 _CONNECT_TIMEOUT_S = 10.0
@@ -175,20 +176,15 @@ def add_client_flags(parser: FlexibleArgumentParser) -> None:
         default="http://localhost:8000/v1",
         help="URL of the server, including /v1 (default: http://localhost:8000/v1)",
     )
-    parser.add_argument(
+    add_text(
+        parser,
         "--model-name",
+        "model to use (default: the first that the server lists)",
         metavar="NAME",
-        help="model to use (default: the first that the server lists)",
     )
-    parser.add_argument(
-        "--api-key", metavar="KEY", help="API key of the server (default: VLLM_API_KEY)"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help="maximum number of tokens in an answer"
-    )
-    parser.add_argument(
-        "--temperature", type=float, metavar="X", help="sampling temperature; 0: greedy"
-    )
+    add_text(parser, "--api-key", "API key of the server (default: VLLM_API_KEY)", metavar="KEY")
+    add_number(parser, "--max-tokens", "maximum number of tokens in an answer")
+    add_number(parser, "--temperature", "sampling temperature; 0: greedy", kind=float)
 
 
 def connect(args: argparse.Namespace) -> tuple[ApiClient, dict[str, Any]]:

@@ -5,6 +5,7 @@ import argparse
 from vllm.entrypoints.cli.api_client import add_client_flags, answer_prompts, connect, write_answer
 from vllm.errors import RequestError
 from vllm.utils import FlexibleArgumentParser
+from vllm.utils.arguments import add_text
 
 
 def add_parser(
@@ -17,12 +18,8 @@ def add_parser(
         "the conversation.",
     )
     add_client_flags(parser)
-    parser.add_argument(
-        "--system-prompt",
-        metavar="TEXT",
-        help="system message at the beginning of the conversation",
-    )
-    parser.add_argument("-q", "--quick", metavar="TEXT", help="send one message and exit")
+    add_text(parser, "--system-prompt", "system message at the beginning of the conversation")
+    add_text(parser, ("-q", "--quick"), "send one message and exit")
     return parser
 
 

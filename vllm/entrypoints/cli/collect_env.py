@@ -17,7 +17,7 @@ from vllm.utils import FlexibleArgumentParser
 from vllm.version import __version__
 
 if TYPE_CHECKING:
-    from vllm.platforms.card_reading import CardReading
+    from vllm.platforms.habana.card_reading import CardReading
 
 _PACKAGES = (
     "torch",

@@ -4,6 +4,7 @@ import argparse
 
 from vllm.entrypoints.cli.api_client import add_client_flags, answer_prompts, connect, write_answer
 from vllm.utils import FlexibleArgumentParser
+from vllm.utils.arguments import add_text
 
 
 def add_parser(
@@ -16,7 +17,7 @@ def add_parser(
         "Ctrl-D exits.",
     )
     add_client_flags(parser)
-    parser.add_argument("-q", "--quick", metavar="TEXT", help="complete one text and exit")
+    add_text(parser, ("-q", "--quick"), "complete one text and exit")
     return parser
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
+from vllm.utils.arguments import add_number, add_switch, add_text
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -28,33 +29,21 @@ def add_parser(
     source.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated"
     )
-    source.add_argument(
+    add_text(
+        source,
         "--prompts-file",
+        "a file with one prompt per line; - is standard input",
         metavar="FILE",
-        help="a file with one prompt per line; - is standard input",
     )
-    source.add_argument(
-        "--chat",
-        action="store_true",
-        help="send each prompt as a user message, with the chat template",
-    )
+    add_switch(source, "--chat", "send each prompt as a user message, with the chat template")
     sampling = parser.add_argument_group(
         "sampling", "Defaults come from the model's generation_config.json."
     )
-    sampling.add_argument(
-        "--max-tokens", type=int, default=128, metavar="N", help="output tokens (default: 128)"
-    )
-    sampling.add_argument(
-        "--temperature", type=float, metavar="X", help="sampling temperature; 0: greedy"
-    )
-    sampling.add_argument("--top-p", type=float, metavar="X", help="nucleus sampling")
-    sampling.add_argument(
-        "--top-k",
-        type=int,
-        metavar="N",
-        help="sample from this many of the most likely tokens; 0: all",
-    )
-    sampling.add_argument("--n", type=int, metavar="N", help="outputs per prompt")
+    add_number(sampling, "--max-tokens", "output tokens", 128)
+    add_number(sampling, "--temperature", "sampling temperature; 0: greedy", kind=float)
+    add_number(sampling, "--top-p", "nucleus sampling", kind=float)
+    add_number(sampling, "--top-k", "sample from this many of the most likely tokens; 0: all")
+    add_number(sampling, "--n", "outputs per prompt")
     # No --seed: the engine's flag already makes the whole run reproducible.
     sampling.add_argument(
         "--stop",
@@ -62,7 +51,7 @@ def add_parser(
         metavar="TEXT",
         help="stop string, which ends an output; may be repeated",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+    add_switch(parser, "--json", "print one JSON object per prompt")
     return EngineArgs.add_cli_args(parser)
 
 

@@ -17,6 +17,7 @@ from vllm.env.bridge import has_vendor_library
 from vllm.errors import ConfigError
 from vllm.platforms.hpu import create_hpu_platform, has_card, num_cards, simulated_card
 from vllm.utils import FlexibleArgumentParser
+from vllm.utils.arguments import add_switch, add_text
 
 if TYPE_CHECKING:
     from vllm.hpu_check import CheckResult
@@ -50,12 +51,13 @@ def add_parser(
         "compilation of a Gaudi card, in the mode that PT_HPU_LAZY_MODE gives. Exit code: 0 no "
         "check failed, 1 a check failed, 2 there is no card.",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
+    add_switch(parser, "--json", "print one JSON object")
+    add_text(
+        parser,
         "--save",
-        metavar="FILE",
-        help="measure matmuls, memory, graphs and compilations of the card, and the links between "
+        "measure matmuls, memory, graphs and compilations of the card, and the links between "
         "cards, and write their rates for 'vllm plan --measured FILE'",
+        metavar="FILE",
     )
     parser.add_argument(
         "--model",

@@ -4,6 +4,7 @@ import argparse
 
 from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
+from vllm.utils.arguments import add_number, add_switch, add_text
 
 _METHODS = ("awq", "gptq", "fp8", "int8")
 
@@ -23,38 +24,31 @@ def add_parser(
     parser.add_argument(
         "--model", required=True, help="folder or Hugging Face name of the unquantized model"
     )
-    parser.add_argument(
+    add_text(
+        parser,
         "--dataset",
-        metavar="FILE",
-        help="calibration texts for awq and gptq: a .jsonl or .json file of strings, or of objects "
+        "calibration texts for awq and gptq: a .jsonl or .json file of strings, or of objects "
         "with text, prompt or question; any other file is read as plain text",
+        metavar="FILE",
     )
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="new folder for the files")
+    add_text(parser, "--out", "new folder for the files", metavar="FOLDER", required=True)
     parser.add_argument(
         "--bits",
         type=int,
         choices=(2, 3, 4, 8),
         help=("bits of a quantized value, gptq only (default: 4)"),
     )
-    parser.add_argument(
-        "--group-size",
-        type=int,
-        default=128,
-        metavar="N",
-        help="inputs that share a scale, awq and gptq; -1: all (default: 128)",
-    )
-    parser.add_argument(
+    add_number(parser, "--group-size", "inputs that share a scale, awq and gptq; -1: all", 128)
+    add_switch(
+        parser,
         "--desc-act",
-        action="store_true",
-        help="gptq: round the inputs with the largest activations first; more exact",
+        "gptq: round the inputs with the largest activations first; more exact",
     )
     for name, default, text in (
         ("--num-samples", 128, "samples to measure"),
         ("--sample-tokens", 512, "tokens of a sample"),
     ):
-        parser.add_argument(
-            name, type=int, default=default, metavar="N", help=f"{text} (default: {default})"
-        )
+        add_number(parser, name, f"{text}", default)
     return parser
 
 

@@ -4,9 +4,9 @@ import logging
 import time
 from urllib.parse import quote
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm.entrypoints.shared.asgi import PAGE_FIGURES, PROBES, get_header, route_path
+from vllm.entrypoints.shared.asgi import PAGE_FIGURES, PROBES, SeenStatus, get_header, route_path
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -31,18 +31,11 @@ class AccessLog:
             await self.app(scope, receive, send)
             return
         start = time.perf_counter()
-        status = 0  # the client disconnected before the response
-
-        async def watch(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        seen = SeenStatus(send)
         try:
-            await self.app(scope, receive, watch)
-        finally:
-            _log(level, scope, status, time.perf_counter() - start)
+            await self.app(scope, receive, seen.send)
+        finally:  # status 0: the client disconnected before the response
+            _log(level, scope, seen.status, time.perf_counter() - start)
 
 
 def _log(level: int, scope: Scope, status: int, seconds: float) -> None:

@@ -20,6 +20,7 @@ from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.errors import ConfigError, RequestError
 from vllm.logger import init_logger
 from vllm.utils import FlexibleArgumentParser
+from vllm.utils.arguments import add_number, add_switch, add_text
 from vllm.utils.process.startup_progress import process_start
 
 if TYPE_CHECKING:
@@ -38,37 +39,32 @@ def add_arguments(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     """Add the flags of the batch, the engine and the server to a parser, and return it."""
     make_arg_parser(parser)
     group = parser.add_argument_group("batch")
-    group.add_argument(
-        "-i",
-        "--input-file",
-        required=True,
+    add_text(
+        group,
+        ("-i", "--input-file"),
+        "requests: a file with one JSON object per line, or its http(s) URL",
         metavar="FILE",
-        help="requests: a file with one JSON object per line, or its http(s) URL",
-    )
-    group.add_argument(
-        "-o",
-        "--output-file",
         required=True,
-        metavar="FILE",
-        help="output: a file, - for standard output, or an http(s) URL, which gets a PUT",
     )
-    group.add_argument(
+    add_text(
+        group,
+        ("-o", "--output-file"),
+        "output: a file, - for standard output, or an http(s) URL, which gets a PUT",
+        metavar="FILE",
+        required=True,
+    )
+    add_text(
+        group,
         "--output-tmp-dir",
-        metavar="DIR",
-        help="folder for the answers until they are sent to a URL (default: the system's folder "
+        "folder for the answers until they are sent to a URL (default: the system's folder "
         "for temporary files)",
+        metavar="DIR",
     )
-    group.add_argument(
-        "--max-concurrent-requests",
-        type=int,
-        default=256,
-        metavar="N",
-        help="maximum number of concurrent requests (default: 256)",
-    )
-    group.add_argument(
+    add_number(group, "--max-concurrent-requests", "maximum number of concurrent requests", 256)
+    add_switch(
+        group,
         "--fail-on-error",
-        action="store_true",
-        help="exit with code 1 if a request fails (default: 0, because its error is in the output)",
+        "exit with code 1 if a request fails (default: 0, because its error is in the output)",
     )
     return parser
 

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 from starlette.routing import Route, compile_path
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm.engine.metrics.media_metrics import fetch_metrics
 from vllm.engine.metrics.registry import MetricSet, expose, process_collectors
 from vllm.engine.metrics.replica_metrics import ReadableMetrics
-from vllm.entrypoints.shared.asgi import route_path
+from vllm.entrypoints.shared.asgi import SeenStatus, route_path
 from vllm.entrypoints.shared.card_telemetry import card_metrics
 from vllm.entrypoints.shared.context import ServerContext, get_context
 
@@ -109,25 +109,18 @@ class CountHttp:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        status = 0
+        seen = SeenStatus(send)
         start = time.perf_counter()
-
-        async def watch(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
         scope[_SCOPE_KEY] = self._metrics
         self._metrics.begin()
         try:
-            await self.app(scope, receive, watch)
+            await self.app(scope, receive, seen.send)
         except Exception:
-            status = status or 500  # an unhandled exception becomes a 500
+            seen.status = seen.status or 500  # an unhandled exception becomes a 500
             raise
         finally:
             seconds = time.perf_counter() - start
-            self._metrics.end(route_path(scope), scope["method"], status, seconds)
+            self._metrics.end(route_path(scope), scope["method"], seen.status, seconds)
 
 
 def engine_metrics(context: ServerContext) -> ReadableMetrics | None:

@@ -6,8 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from vllm.entrypoints.pages import chat_page, status_page
-from vllm.entrypoints.pages.page_paths import page_paths
-from vllm.entrypoints.pages.web_page import load_page
+from vllm.entrypoints.pages.web_page import load_page, page_paths
 from vllm.entrypoints.shared.server_args import ServerArgs
 
 

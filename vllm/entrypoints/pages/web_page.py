@@ -17,6 +17,7 @@ from functools import cache
 from importlib.resources import files
 
 from vllm import assets
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.sampling_params import Door, NumberRange, numbers_at
 
 _NUMBERS = "<!-- sampling numbers -->"
@@ -38,6 +39,18 @@ class WebPage:
     body: bytes
     headers: Mapping[str, str]
     file_policy: str
+
+
+def page_paths(args: ServerArgs) -> dict[str, str]:
+    """Return path -> page name for the pages of this server."""
+    paths: dict[str, str] = {}
+    if args.status_page:
+        paths |= {"/": "status", "/status": "status"}
+    if not args.disable_web_ui:
+        paths["/"] = "chat"
+    if not args.disable_fastapi_docs:
+        paths["/docs"] = "docs"
+    return paths
 
 
 @cache

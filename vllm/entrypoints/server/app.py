@@ -44,7 +44,6 @@ from vllm.entrypoints.operations import (
     health,
     metrics_route,
     profile_routes,
-    replica_routes,
 )
 from vllm.entrypoints.pages.routes import page_routers
 from vllm.entrypoints.server.direct_routes import DirectRoutes
@@ -125,7 +124,7 @@ def _routers(args: ServerArgs) -> list[APIRouter]:
     if args.can_update_adapters:
         modules.append(serving_lora)
     if args.dev_mode:
-        modules += [dev_routes, replica_routes]
+        modules.append(dev_routes)
     if args.can_profile:
         modules.append(profile_routes)
     return [*(module.router for module in modules), *page_routers(args)]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 import uvloop
 
-from vllm.entrypoints.pages.page_paths import page_paths
+from vllm.entrypoints.pages.web_page import page_paths
 from vllm.entrypoints.server.http_protocol import with_body_timeout
 from vllm.entrypoints.server.startup_app import StartupApp
 from vllm.entrypoints.server.tls import refresh_certificate

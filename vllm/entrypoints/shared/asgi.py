@@ -53,6 +53,20 @@ def replay(message: Message, receive: Receive) -> Receive:
     return next_message
 
 
+class SeenStatus:
+    """The status of the response that passes through `send`; 0 before it begins."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = 0
+
+    async def send(self, message: Message) -> None:
+        """Send a message of the response."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
+
+
 class CatchErrors:
     """Innermost middleware: answers exceptions that no handler has handled, without details.
 

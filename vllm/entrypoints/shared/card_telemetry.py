@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from vllm.engine.metrics.registry import MetricSet
-from vllm.platforms.card_reading import CardReading
+from vllm.platforms.habana.card_reading import CardReading
 
 _MAX_AGE_S = 5.0
 _PATIENCE_S = 0.5

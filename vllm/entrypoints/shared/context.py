@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.multimodal.fetching.fetch import MediaFetcher
     from vllm.multimodal.interface.speech import SpeechRules
-    from vllm.platforms.card_reading import CardReading
+    from vllm.platforms.habana.card_reading import CardReading
     from vllm.utils.otel import Tracer
 
 

@@ -15,7 +15,7 @@ client whether only its request has failed or the whole engine.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -27,7 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from vllm.entrypoints.shared.error_format import openai_error
-from vllm.entrypoints.shared.sse import DONE, ClientDisconnected, event
+from vllm.entrypoints.shared.sse import DONE, ClientDisconnected, EventStream, event
 from vllm.entrypoints.shared.validation_text import describe_validation
 from vllm.errors import (
     CapacityError,
@@ -133,6 +133,11 @@ def error_events(error: BaseException) -> bytes:
     OpenAI's clients raise if an event has the key `error`.
     """
     return event(describe_error(error).body()) + DONE
+
+
+def openai_stream(events: AsyncGenerator[bytes, None]) -> EventStream:
+    """Return a stream that ends with [DONE]. An error after its first event is sent as an event."""
+    return EventStream(events, end=DONE, on_error=error_events)
 
 
 def refuse_failed(sample: CompletionOutput) -> None:

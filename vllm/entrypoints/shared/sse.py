@@ -5,7 +5,7 @@ never by the garbage collector. Independent of engine and API.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -64,17 +64,25 @@ class EventStream(Response):
 
     Args:
         events: encoded events as bytes; an item may contain several events or a part of one. It is
-            always closed, even if the client disconnects before the first event. It should not
-            raise after the first item, because the connection would be cut.
+            always closed, even if the client disconnects before the first event.
         headers: additional headers.
+        end: events after the last item.
+        on_error: returns the events for an error after the first item. None: `events` should not
+            raise such an error, because the connection would be cut.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None
+        self,
+        events: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str] | None = None,
+        *,
+        end: bytes = b"",
+        on_error: Callable[[Exception], bytes] | None = None,
     ) -> None:
         self.events = events
+        self._end, self._on_error = end, on_error
         self.status_code = 200
         self.background = None
         # Headers that stop proxies such as nginx from buffering events.
@@ -89,14 +97,25 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self.events):
-            is_started = False
-            async for data in self.events:
+            is_started, last = False, self._end
+            while True:
+                try:
+                    data = await anext(self.events)
+                except StopAsyncIteration:
+                    break
+                except Exception as error:  # last resort: the client gets it as an event
+                    if not is_started or self._on_error is None:
+                        raise
+                    last = self._on_error(error)
+                    break
                 if not is_started:
                     is_started = True
                     await self._send_headers(send)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             if not is_started:
                 await self._send_headers(send)
+            if last:
+                await send({"type": "http.response.body", "body": last, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_headers(self, send: Send) -> None:

@@ -1,7 +1,7 @@
 """A mixture of experts: gated MLPs of which each token uses a few, and the router that chooses.
 
-Shazeer et al. 2017 (arXiv 1701.06538). The weight method decides how weights are stored; `Ops.moe`
-computes.
+Shazeer et al. 2017 (arXiv 1701.06538). The weight method decides how weights are stored;
+`NativeOps.moe` computes.
 """
 
 from abc import abstractmethod
@@ -253,6 +253,6 @@ class Router(ColumnParallelLinear):
 
         Args:
             x: [T, hidden]
-            scales: scales; see `Ops.route`.
+            scales: scales; see `NativeOps.route`.
         """
         return get_ops().route(self.forward(x), self.options, scales=scales)

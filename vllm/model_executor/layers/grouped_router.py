@@ -19,7 +19,7 @@ class Routing:
     num_experts: int
     options: RoutingOptions
     has_bias: bool = False
-    """Choices are by score plus a bias of each expert, see `Ops.route`."""
+    """Choices are by score plus a bias of each expert, see `NativeOps.route`."""
 
 
 class GroupedRouter(ColumnParallelLinear):

@@ -34,8 +34,6 @@ class LatentUpProjection(ColumnParallelLinear, ReadsContext):
         tp: the ranks that share the heads.
     """
 
-    is_absorbed = True
-
     key_up: PreparedHeads
     """[N, V] of each head, once the layer is finished."""
     value_up: PreparedHeads

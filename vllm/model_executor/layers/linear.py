@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm.distributed import TPGroup, divide
-from vllm.model_executor.layers.slice import Slice
+from vllm.model_executor.layers.slice import Slice, packed_slices
 from vllm.model_executor.layers.weight_method import MethodLayer, WeightMethod
 
 
@@ -72,9 +72,6 @@ class ParallelLinear(MethodLayer):
     is_shared: bool = False
     """Several layers of the model run it. Adapters cannot change it: they have a change for each of
     these layers."""
-    is_absorbed: bool = False
-    """Forward passes multiply with matrices that are computed from the weight, and do not run the
-    layer."""
 
     def __init__(
         self,
@@ -123,15 +120,10 @@ class ColumnParallelLinear(ParallelLinear):
         num_replicas: Mapping[str, int] | None = None,
         bias: bool = False,
     ) -> None:
-        slices: dict[str, Slice] = {}
-        offset = 0
-        for name, total in output_sizes.items():
-            replicas = (num_replicas or {}).get(name, 1)
-            size = divide(total * replicas, tp.size)
-            slices[name] = Slice(0, offset, size, total, replicas)
-            offset += size
-        super().__init__(input_size, offset, slices, tp)
-        self.split_sizes = [part.size for part in slices.values()]
+        slices = packed_slices(output_sizes, tp, num_replicas)
+        sizes = [part.size for part in slices.values()]
+        super().__init__(input_size, sum(sizes), slices, tp)
+        self.split_sizes = sizes
         """Features of each packed part on this rank, in order."""
         if bias:
             self._create_bias()

@@ -20,7 +20,7 @@ from vllm.distributed import TPGroup, divide
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.norm import PlainRMSNorm, RMSNorm
-from vllm.model_executor.layers.slice import Slice, SlicedModule
+from vllm.model_executor.layers.slice import Slice, SlicedModule, packed_slices
 from vllm.ops import get_ops
 from vllm.ops.native.state_space import (
     convolve,
@@ -69,19 +69,13 @@ class Convolution(SlicedModule):
     ) -> None:
         super().__init__()
         self.has_silu = has_silu
-        slices: dict[str, Slice] = {}
-        offset = 0
-        for name, total in parts.items():
-            replicas = (num_replicas or {}).get(name, 1)
-            size = divide(total * replicas, tp.size)
-            slices[name] = Slice(0, offset, size, total, replicas)
-            offset += size
-        self.num_channels, self.kernel = offset, kernel
-        self.weight = nn.Parameter(torch.empty(offset, 1, kernel), requires_grad=False)
+        slices = packed_slices(parts, tp, num_replicas)
+        self.num_channels, self.kernel = sum(part.size for part in slices.values()), kernel
+        self.weight = nn.Parameter(torch.empty(self.num_channels, 1, kernel), requires_grad=False)
         self.slices["weight"] = slices
         self.register_parameter("bias", None)
         if has_bias:
-            self.bias = nn.Parameter(torch.empty(offset), requires_grad=False)
+            self.bias = nn.Parameter(torch.empty(self.num_channels), requires_grad=False)
             self.slices["bias"] = slices
 
     def forward(self, x: Tensor, window: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ A layer declares it once for each parameter and checkpoint name; one loader read
 of all models. Independent of files and module names of models.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vllm.distributed import TPGroup
+from vllm.distributed import TPGroup, divide
 from vllm.errors import WeightLoadError
 
 Index = tuple[slice, ...]
@@ -210,6 +210,29 @@ class Slice:
 def whole(dim: int, offset: int, size: int, tp: TPGroup) -> Slice:
     """Return a slice that is filled in the same way on every rank."""
     return Slice(dim, offset, size, size, num_replicas=tp.size)
+
+
+def packed_slices(
+    sizes: Mapping[str, int], tp: TPGroup, num_replicas: Mapping[str, int] | None = None
+) -> dict[str, Slice]:
+    """Return the slices of a parameter whose rows are several checkpoint tensors in order.
+
+    Args:
+        sizes: name of a tensor -> its rows over all ranks.
+        tp: the ranks that share the rows.
+        num_replicas: name -> ranks that have the same rows, when not 1.
+
+    Raises:
+        ValueError: a size cannot be split evenly.
+    """
+    slices: dict[str, Slice] = {}
+    offset = 0
+    for name, total in sizes.items():
+        replicas = (num_replicas or {}).get(name, 1)
+        size = divide(total * replicas, tp.size)
+        slices[name] = Slice(0, offset, size, total, replicas)
+        offset += size
+    return slices
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,7 @@ def fp8_arguments(
     key_scales: Tensor | None,
     value_scales: Tensor | None,
 ) -> Any:
-    """Make the argument struct of `Ops.reshape_and_cache` for an FP8 cache."""
+    """Make the argument struct of `NativeOps.reshape_and_cache` for an FP8 cache."""
     num_tokens, num_kv_heads, head_size = key.shape
     if key_scales is None or value_scales is None:
         ones = torch.ones(num_kv_heads)
@@ -84,7 +84,7 @@ def paged_attention_decode(
     options: AttentionOptions,
     tensors: AttentionTensors,
 ) -> Tensor:
-    """Compute `Ops.paged_attention_decode` with the kernels for the dtype of query."""
+    """Compute `NativeOps.paged_attention_decode` with the kernels for the dtype of query."""
     _check(query, key_cache, value_cache, block_tables, tensors)
     num_requests, num_heads, _ = query.shape
     if seq_lens.shape != (num_requests,) or block_tables.shape[0] != num_requests:
@@ -122,7 +122,7 @@ def paged_attention_prefill(
     tensors: AttentionTensors,
     last_keys: np.ndarray | None = None,
 ) -> Tensor:
-    """Compute `Ops.paged_attention_prefill` with the kernels for the dtype of query.
+    """Compute `NativeOps.paged_attention_prefill` with the kernels for the dtype of query.
 
     The result of a token has the same bits however its prompt was cut into chunks, whatever else is
     in the batch, and on any number of threads. It may differ in the last bits from the result of
@@ -162,7 +162,8 @@ def paged_attention_prefill(
 def full_attention(
     kernels: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None
 ) -> Tensor:
-    """Compute `Ops.full_attention` without a mask, with the decode kernel for the dtype of query.
+    """Compute `NativeOps.full_attention` without a mask, with the decode kernel for the dtype of
+    query.
 
     The last token of a prompt attends to all keys, and query heads can share the keys of one head.
     So each image is passed as a prompt with one new token, whose heads are its N * H queries. torch

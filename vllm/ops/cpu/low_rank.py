@@ -186,7 +186,7 @@ class PackedRows:
 def add_low_rank(
     kernels: Any, y: Tensor, x: Tensor, layer: AdaptedLayer | LoRAHeads, rows: PackedRows
 ) -> None:
-    """Add the low-rank updates of adapters to y; see `Ops.add_low_rank`.
+    """Add the low-rank updates of adapters to y; see `NativeOps.add_low_rank`.
 
     Args:
         kernels: kernels of the dtype of x.

@@ -65,7 +65,7 @@ class RowOperations:
             is_gated: the result has N / 2 elements in its last dimension instead of N.
             in_place: the result may be written over x.
             factor: [T, 1], dense: a second operand with one value for each x[t].
-            table, scales: float32, dense, only for `route`: bias and scales of `Ops.route`.
+            table, scales: float32, dense, only for `route`: bias and scales of `NativeOps.route`.
             top_k: if not 0, the result has this many choices for each token, see `choices_in`.
             groups: groups of experts, for `route`.
             option: documented in csrc/cpu/program_args.h.

@@ -18,7 +18,7 @@ def scan_tokens(
     b: Tensor,
     c: Tensor,
 ) -> Tensor:
-    """Run the Mamba-2 scan over one token of each sequence; see `Ops.scan_tokens`.
+    """Run the Mamba-2 scan over one token of each sequence; see `NativeOps.scan_tokens`.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -67,7 +67,7 @@ def delta_tokens(
     logs: Tensor,
     beta: Tensor,
 ) -> Tensor:
-    """Run the delta rule over one token of each sequence; see `Ops.delta_tokens`.
+    """Run the delta rule over one token of each sequence; see `NativeOps.delta_tokens`.
 
     Raises:
         ValueError: shapes or dtypes do not fit.

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from vllm.ops.expert_options import SILU_EXPERTS, ExpertBiases, ExpertOptions
 from vllm.ops.native.operators import NativeOps
-from vllm.platforms.habana.bridge import FusedKernels, HabanaBridge
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.platforms.habana.kernels import FusedKernels
 
 NATIVE = NativeOps()
 """Made here: of an object that is made while they trace, torch 2.10 and 2.11 cannot trace a default
@@ -78,15 +79,15 @@ class CardExperts:
         biases: ExpertBiases,
         has_inputs_first: bool = False,
     ) -> Tensor:
-        """Compute the experts of each token; see `Ops.moe`.
+        """Compute the experts of each token; see `NativeOps.moe`.
 
         Args:
-            x: inputs; see `Ops.moe`.
-            ids: ids; see `Ops.moe`.
-            weights: weights; see `Ops.moe`.
+            x: inputs; see `NativeOps.moe`.
+            ids: ids; see `NativeOps.moe`.
+            weights: weights; see `NativeOps.moe`.
             gate_up: [E, 2 * I, hidden], or [E, I, hidden] without gates.
             down: [E, hidden, I].
-            biases: biases; see `Ops.moe`.
+            biases: biases; see `NativeOps.moe`.
             has_inputs_first: the last two dimensions of both weights are exchanged.
         """
         is_plain = self.is_plain(biases)

@@ -64,9 +64,9 @@ def prepare_narrow_experts(
     """Prepare low-bit experts for the card; None if it only supports them dequantized.
 
     Args:
-        gate: gate projections; see `Ops.prepare_experts`.
-        up: up projections; see `Ops.prepare_experts`.
-        down: down projections; see `Ops.prepare_experts`.
+        gate: gate projections; see `NativeOps.prepare_experts`.
+        up: up projections; see `NativeOps.prepare_experts`.
+        down: down projections; see `NativeOps.prepare_experts`.
         dtype: data type of the inputs.
         biases: biases; see `CardLayer`.
         card: computes the experts; see `CardLayer`.

@@ -21,7 +21,7 @@ from vllm.ops.stored_weight import (
     nibbles_of,
     pack_nibbles,
 )
-from vllm.platforms.habana.bridge import FusedKernels
+from vllm.platforms.habana.kernels import FusedKernels
 
 Part = Callable[[Tensor], Tensor]
 """Takes of a tensor the rows that are asked for."""

@@ -121,9 +121,9 @@ def prepare_mxfp4_experts(
     """Prepare MXFP4 experts for the operator; None if it does not support them.
 
     Args:
-        gate: gate projections; see `Ops.prepare_experts`.
-        up: up projections; see `Ops.prepare_experts`.
-        down: down projections; see `Ops.prepare_experts`.
+        gate: gate projections; see `NativeOps.prepare_experts`.
+        up: up projections; see `NativeOps.prepare_experts`.
+        down: down projections; see `NativeOps.prepare_experts`.
         dtype: data type of the inputs.
         biases: biases; see `CardLayer`.
         card: computes the experts; see `CardLayer`.

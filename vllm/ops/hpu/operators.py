@@ -15,7 +15,8 @@ from vllm.ops.hpu.experts import CardExperts, ExpertOperators
 from vllm.ops.hpu.low_bit_experts import prepare_narrow_experts
 from vllm.ops.hpu.mxfp4_experts import prepare_mxfp4_experts
 from vllm.ops.hpu.quantized import HPUFp8Experts, prepare_on_host
-from vllm.ops.native.operators import NativeOps, angles_at
+from vllm.ops.native.attention import angles_at
+from vllm.ops.native.operators import NativeOps
 from vllm.ops.prepared import PreparedExperts, PreparedWeight
 from vllm.ops.stored_weight import Fp8Weight, StoredWeight, all_of
 from vllm.platforms.habana.bridge import HabanaBridge

@@ -18,7 +18,7 @@ from vllm.ops.hpu.experts import CardExperts, CardLayer
 from vllm.ops.hpu.low_bit_weight import LowBitWeight, low_bit_weight
 from vllm.ops.native.experts import sum_of_experts
 from vllm.ops.stored_weight import Fp8Weight, StackedWeight, StoredWeight, round_to_fp8
-from vllm.platforms.habana.bridge import FusedKernels
+from vllm.platforms.habana.kernels import FusedKernels
 
 _GROUP = 32
 """Columns of a group, where groups of a weight differ in size."""
@@ -101,10 +101,10 @@ class HPUFp8Experts(CardLayer):
     inputs are not used.
 
     Args:
-        gate: gate projections; see `Ops.prepare_experts`.
-        up: up projections; see `Ops.prepare_experts`.
-        down: down projections; see `Ops.prepare_experts`.
-        biases: biases; see `Ops.prepare_experts`.
+        gate: gate projections; see `NativeOps.prepare_experts`.
+        up: up projections; see `NativeOps.prepare_experts`.
+        down: down projections; see `NativeOps.prepare_experts`.
+        biases: biases; see `NativeOps.prepare_experts`.
         fp8_max: the largest e4m3 value of the card.
         card: computes the experts. Its FP8 operator supports only silu without biases; other
             experts are computed by one matmul after another.

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vllm.ops.interface import Ops
 from vllm.ops.lora_weights import (
     AdaptedLayer,
     AdaptedRows,
@@ -17,8 +16,8 @@ from vllm.ops.lora_weights import (
 from vllm.utils.background_work import Rest, no_rest
 
 
-class NativeAdapters(Ops):
-    """The adapter operators of `Ops` in torch."""
+class NativeAdapters:
+    """The adapter operators of `NativeOps`."""
 
     def prepare_adapter(
         self,
@@ -27,11 +26,38 @@ class NativeAdapters(Ops):
         dtype: torch.dtype,
         rest: Rest = no_rest,
     ) -> PreparedAdapter:
+        """Convert a LoRA adapter to the layout of the device.
+
+        Args:
+            layers: layers of the model.
+            parts: weights of the adapter by projection index, on the host; None: not changed.
+            dtype: data type of the inputs.
+            rest: called between two projections, to pause.
+        """
         return PlainAdapter(parts)
 
     def add_low_rank(
         self, y: Tensor, x: Tensor, layer: AdaptedLayer | LoRAHeads, rows: AdaptedRows
     ) -> Tensor:
+        """Add `(x @ a.T) @ b.T` of the adapter of each token to y, for all projections of a layer.
+
+        Sums are computed in float32, and the result is rounded once more. Tokens without an adapter
+        keep their bits.
+
+        Args:
+            y: [T, out_features or more], the output of the layer; for H heads [T, H, out_features
+                or more]. Changed in place.
+            x: [T, in_features], the input of the layer; for H heads [T, H, in_features].
+            layer: the layer.
+            rows: the adapters of the T tokens.
+
+        Returns:
+            y
+
+        Raises:
+            IndexError: the adapter of a token is not loaded.
+            ValueError: shapes do not fit.
+        """
         if isinstance(layer, LoRAHeads):
             for number, head in enumerate(layer.heads):
                 self.add_low_rank(y[:, number], x[:, number], head, rows)

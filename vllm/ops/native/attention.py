@@ -1,19 +1,94 @@
-"""The KV cache and paged attention in torch."""
+"""Compute rotary embedding, the KV cache and paged attention in torch.
+
+Letters used in shapes: T tokens of one forward pass, B requests, H query heads, G key/value heads
+(H is a multiple of G), D head size, N blocks of the cache, S block size. Float tensors of one call
+have one dtype unless a line says otherwise. Tokens may be strided (a slice of a packed QKV tensor):
+only the dimensions after the first have to be dense.
+
+A position, slot, length or block id out of range raises IndexError if the host can see it (on the
+CPU); on a device its effect is undefined.
+"""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.ops.attention_interface import FP8_DTYPES
-from vllm.ops.attention_options import NO_TENSORS, AttentionOptions, AttentionTensors
-from vllm.ops.interface import Ops
+from vllm.ops.attention_options import FP8_DTYPES, NO_TENSORS, AttentionOptions, AttentionTensors
 
 
-class NativeAttention(Ops):
-    """The KV cache and attention operators of `Ops` in torch."""
+class NativeAttention:
+    """The attention operators of `NativeOps`: rotary embedding, KV cache, and attention to it."""
+
+    def rotary_embedding(
+        self,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor | None,
+        cos_sin_cache: Tensor,
+        is_neox: bool,
+        sections: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:
+        """Rotate the first rot_dim elements of every head by its token's position.
+
+        May write over query and key (they are usually slices of a packed QKV tensor that is not
+        read again); the caller uses only what is returned.
+
+        Args:
+            positions: [T], int64, each below the number of angles N. With sections [P, T]; P of 1
+                means that all positions of a token are the same.
+            query: [T, H, D].
+            key: [T, G, D]; None: rotate only queries.
+            cos_sin_cache: [N, rot_dim], float32: rot_dim / 2 cosines, then as many sines. They
+                are rounded to the dtype of query before use, as Hugging Face models do.
+            is_neox: True pairs element i with i + rot_dim / 2 (Llama, NeoX); False pairs
+                2 i with 2 i + 1 (GPT-J).
+            sections: [rot_dim / 2] int32, which of its positions rotates each pair of a token;
+                None: tokens have one position.
+
+        Returns:
+            (query, key) with the same shapes and dtypes. Elements from rot_dim on are not changed.
+
+        Raises:
+            ValueError: rot_dim is odd or above D, or the numbers of tokens differ.
+        """
+        check_rotary(positions, query, key, cos_sin_cache)
+        angles = self.rotary_angles(positions, cos_sin_cache, query.dtype, is_neox, sections)
+        return self.rotate(query, key, angles, is_neox)
+
+    def rotary_angles(
+        self,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        dtype: torch.dtype,
+        is_neox: bool,
+        sections: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        # [T, 1, rot_dim / 2] each: one row of angles per token, the same for every head
+        """Look up the rotation angles of tokens, for `rotate`; layers with the same table share
+        them.
+
+        Args:
+            positions: positions; see `rotary_embedding`.
+            cos_sin_cache: table of cosines and sines; see `rotary_embedding`.
+            dtype: data type of the queries.
+            is_neox: layout of the rotated elements; see `rotary_embedding`.
+            sections: sections; see `rotary_embedding`.
+        """
+        angles = angles_at(positions, cos_sin_cache, sections)
+        cos, sin = angles.to(dtype)[:, None].chunk(2, dim=-1)
+        return cos, sin
+
+    def rotate(
+        self, query: Tensor, key: Tensor | None, angles: tuple[Tensor, Tensor], is_neox: bool
+    ) -> tuple[Tensor, Any]:
+        """Rotate like `rotary_embedding`, with angles from `rotary_angles`."""
+        cos, sin = angles
+        rotated = None if key is None else _rotate(key, cos, sin, is_neox)
+        return _rotate(query, cos, sin, is_neox), rotated
 
     def reshape_and_cache(
         self,
@@ -25,6 +100,24 @@ class NativeAttention(Ops):
         key_scales: Tensor | None = None,
         value_scales: Tensor | None = None,
     ) -> None:
+        """Store the keys and values of new tokens in the cache, in place.
+
+        Args:
+            key: [T, G, D].
+            value: [T, G, D]; None, like value_cache, if values are a part of the keys.
+            key_cache: [N, S, G, D], dense. Written. Of the dtype of key, or of a dtype in
+                FP8_DTYPES: then it holds key / key_scales, rounded to nearest; values that are too
+                large become the largest value, and NaN is kept.
+            value_cache: [N, S, G, D], dense, of the dtype of key_cache. Written.
+            slot_mapping: [T], int64: block id * S + offset. A negative slot is not written
+                (padding). No slot may occur twice.
+            key_scales: [G] float32 on the host, dense, one above 0 for each head; None: 1. Has no
+                effect on a cache of the dtype of key.
+            value_scales: [G], the scales of value_cache.
+
+        Raises:
+            ValueError: the shapes or dtypes do not fit each other.
+        """
         pairs = [(key, key_cache, key_scales)]
         if value is not None and value_cache is not None:
             pairs.append((value, value_cache, value_scales))
@@ -59,6 +152,30 @@ class NativeAttention(Ops):
         options: AttentionOptions,
         tensors: AttentionTensors = NO_TENSORS,
     ) -> Tensor:
+        """Compute the attention of one new token per request to all tokens of its request.
+
+        The key and value of the new token are already in the cache; its position is seq_len - 1,
+        and it attends to itself. The host never reads a value of a device tensor, so a graph can
+        capture this.
+
+        Args:
+            query: [B, H, D].
+            key_cache: [N, S, G, D], dense, of the dtype of query or of one in FP8_DTYPES.
+            value_cache: [N, S, G, V] of the dtype and strides of key_cache, V at most D: a separate
+                tensor with V = D, or the first V elements of each key (latent attention).
+            block_tables: [B, max_blocks], int32. Entries after the last block of a request are
+                never used as content but must be valid block ids (NULL_BLOCK_ID).
+            seq_lens: [B], int32, the new token included. 0 marks padding.
+            options: options of the layer.
+            tensors: tensors of the layer.
+
+        Returns:
+            [B, H, V], new and dense, zero for padding. The unused part of a block has no effect,
+            even if it contains NaN.
+
+        Raises:
+            ValueError: H is not a multiple of G, or shapes or dtypes are wrong.
+        """
         check_attention(query, key_cache, value_cache, tensors)
         num_kv_heads = key_cache.shape[2]
         grouped = query.float().unflatten(1, (num_kv_heads, -1))  # [B, G, H / G, D]
@@ -99,6 +216,33 @@ class NativeAttention(Ops):
         tensors: AttentionTensors = NO_TENSORS,
         last_keys: np.ndarray | None = None,
     ) -> Tensor:
+        """Compute the causal attention of several new tokens per request, without padding.
+
+        Request b has the entries query_start_loc[b] to query_start_loc[b + 1] of query. They are
+        the LAST tokens of its seq_lens[b] tokens; the ones before them (an earlier chunk, a prefix
+        hit) are only in the cache. Keys and values of the new tokens are already in the cache as
+        well.
+
+        Args:
+            query: [T, H, D].
+            key_cache: [N, S, G, D], see `paged_attention_decode`.
+            value_cache: [N, S, G, V], see `paged_attention_decode`.
+            block_tables: [B, max_blocks], int32.
+            query_start_loc: [B + 1], on the host: 0, then the running sum of query lengths.
+            seq_lens: [B], on the host: tokens of the context plus new tokens.
+            options: options of the layer.
+            tensors: tensors of the layer.
+            last_keys: [T] int32, on the host: the last key that each query attends to, as an index
+                in its request: its own or a later one. A sliding window is counted back from its
+                own key in any case. None: its own.
+
+        Returns:
+            [T, H, V], new and dense. Entries from query_start_loc[B] on (padding) are zero.
+
+        Raises:
+            ValueError: H is not a multiple of G, a request has more new tokens than tokens, a
+                table is too short, or a last key is before the own one or not in its request.
+        """
         check_attention(query, key_cache, value_cache, tensors)
         # For an FP8 cache compute in float32, because bfloat16 would round value times scale.
         dtype = torch.float32 if key_cache.dtype in FP8_DTYPES else query.dtype
@@ -144,6 +288,19 @@ class NativeAttention(Ops):
         mask: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
+        """Compute attention in both directions without a cache, for images or encoders of text.
+
+        Args:
+            query: [B, H, N, D].
+            key: [B, H, K, D].
+            value: [B, H, K, D].
+            mask: bool, broadcasts to [B, H, N, K]: which keys a query sees. Every query sees at
+                least one. None: all keys.
+            scale: multiplies query @ key; None: 1 / sqrt(D).
+
+        Returns:
+            [B, H, N, D], dtype of query.
+        """
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
@@ -269,7 +426,7 @@ def attend_prompt(
     """Compute the attention of the last Q tokens of one request: [1, H, Q, V].
 
     Shapes: q [1, H, Q, D], k [1, G, K, D], v [1, G, K, V]; last_keys [Q], see
-    `Ops.paged_attention_prefill`.
+    `NativeOps.paged_attention_prefill`.
     """
     query_len, seq_len, scale = q.shape[2], k.shape[2], options.scale_of(q.shape[3])
     slopes, sinks = tensors.alibi_slopes, tensors.sinks
@@ -296,3 +453,57 @@ def attend_prompt(
     if sinks is not None:
         scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(*scores.shape[:2], 1)), dim=-1)
     return (scores.softmax(-1)[..., :seq_len] @ v).to(q.dtype)
+
+
+def check_rotary(
+    positions: Tensor, query: Tensor, key: Tensor | None, cos_sin_cache: Tensor
+) -> None:
+    """Check the arguments of `rotary_embedding`; raise ValueError if they are wrong."""
+    rot_dim, head_size = cos_sin_cache.shape[1], query.shape[2]
+    if rot_dim % 2 or rot_dim > head_size:
+        raise ValueError(
+            f"rot_dim must be even and at most the head size {head_size}, got {rot_dim}"
+        )
+    num_tokens = positions.shape[-1]
+    num_keys = num_tokens if key is None else key.shape[0]
+    if query.shape[0] != num_tokens or num_keys != num_tokens:
+        raise ValueError(
+            f"positions ({num_tokens}), queries ({query.shape[0]}) and keys ({num_keys}) must "
+            "have the same number of tokens"
+        )
+
+
+def angles_at(positions: Tensor, cos_sin_cache: Tensor, sections: Tensor | None) -> Tensor:
+    """Look up the cosines and sines [T, rot_dim] of tokens at [T] or [P, T] positions.
+
+    See `rotary_embedding`.
+    """
+    if positions.dim() == 1 or positions.shape[0] == 1:
+        return cos_sin_cache.index_select(0, positions.flatten())
+    if sections is None:
+        raise ValueError(
+            "positions must have one entry for each token unless the rotation has sections, got "
+            f"{list(positions.shape)}"
+        )
+    places = torch.cat((sections, sections))
+    angles = cos_sin_cache.index_select(0, positions[0])
+    for place in range(1, positions.shape[0]):
+        others = cos_sin_cache.index_select(0, positions[place])
+        angles = torch.where(places == place, others, angles)
+    return angles
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
+    """Rotate pairs of the first 2 * cos.shape[-1] elements of every head of x [T, H, D]."""
+    rot_dim = 2 * cos.shape[-1]
+    rotated, rest = x[..., :rot_dim], x[..., rot_dim:]
+    if is_neox:
+        first, second = rotated.chunk(2, dim=-1)
+    else:
+        first, second = rotated[..., ::2], rotated[..., 1::2]
+    # Written as (x * cos) + (rotate_half(x) * sin) so that bf16 rounds as Hugging Face does.
+    new_first = first * cos + -second * sin
+    new_second = second * cos + first * sin
+    if is_neox:
+        return torch.cat((new_first, new_second, rest), dim=-1)
+    return torch.cat((torch.stack((new_first, new_second), dim=-1).flatten(-2), rest), dim=-1)

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.ops.interface import Ops
 from vllm.ops.native.state_space import faded_between
 
 _CHUNK = 32
@@ -221,8 +220,8 @@ def _step(
     return y.flatten(1, 2), grouped.flatten(1, 2)
 
 
-class NativeDeltaRule(Ops):
-    """The delta-rule operators of `Ops`, made of the functions above."""
+class NativeDeltaRule:
+    """The delta-rule operators of `NativeOps`, made of the functions above."""
 
     def delta_tokens(
         self,
@@ -235,6 +234,27 @@ class NativeDeltaRule(Ops):
         logs: Tensor,
         beta: Tensor,
     ) -> Tensor:
+        """Apply the gated delta rule to one token of each of B sequences; see `delta_rule`.
+
+        All tensors except indices are float32.
+
+        Args:
+            states: [rows, H, V, K]; the recurrent states of the sequences are updated in place.
+            rows: [B] int64, index of the state of each sequence, none twice.
+            is_new: [B] bool, sequences that begin with the state 0, whatever `states` contains.
+            q: [B, G, K].
+            k: [B, G, K].
+            v: [B, H, V].
+            logs: [B, H] logarithm of the decay of the state, at most 0; or [B, H, K], one for each
+                element of keys.
+            beta: [B, H].
+
+        Returns:
+            [B, H, V]
+
+        Raises:
+            IndexError: an index of a state is out of range.
+        """
         before = states.index_select(0, rows).masked_fill(is_new.view(-1, 1, 1, 1), 0.0)
         y, after = _step(q, k, v, logs, beta, before)
         states.index_copy_(0, rows, after)

@@ -14,13 +14,13 @@ from vllm.ops.expert_options import (
     ExpertOptions,
     RoutingOptions,
 )
-from vllm.ops.interface import Ops
+from vllm.ops.native.activations import NativeActivations
 from vllm.ops.prepared import PreparedExperts
 from vllm.ops.stored_weight import StoredWeight
 
 
-class NativeExperts(Ops):
-    """The expert operators of `Ops` in torch."""
+class NativeExperts(NativeActivations):
+    """The expert operators of `NativeOps`."""
 
     def route(
         self,
@@ -29,6 +29,21 @@ class NativeExperts(Ops):
         bias: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        """Choose the experts of each token: the ones with the largest logits.
+
+        Args:
+            logits: [T, E]. Not changed.
+            options: how many experts, from which groups, and how their weights are computed.
+            bias: [E] float32: experts are chosen by their score plus this bias, where the score is
+                their value of the softmax or their sigmoid. Weights do not include the bias.
+            scales: [E] float32: the weight of a chosen expert is multiplied by its scale.
+
+        Returns:
+            (ids [T, k] int64, weights [T, k] float32) for `moe`; the largest first.
+
+        Raises:
+            ValueError: top_k is out of range, or the shape or dtype of `bias` or `scales` is wrong.
+        """
         check_choice(logits, options, bias, scales)
         routing, groups = options.weights, options.groups
         key = logits = logits.float()
@@ -52,6 +67,12 @@ class NativeExperts(Ops):
         weights = weights * options.scale
         return ids, weights if scales is None else weights * scales[ids]
 
+    def expect_experts(self, options: ExpertOptions) -> None:
+        """Prepare for `moe` with these options; models call this while they are loaded.
+
+        Compiled code could not ask which operators the device has.
+        """
+
     def prepare_experts(
         self,
         gate: Sequence[StoredWeight],
@@ -61,6 +82,22 @@ class NativeExperts(Ops):
         biases: ExpertBiases = NO_BIASES,
         options: ExpertOptions = SILU_EXPERTS,
     ) -> PreparedExperts | None:
+        """Convert the quantized weights of experts to the layout of the device.
+
+        Args:
+            gate: [I, hidden] for each expert, on the host; empty for experts without gates.
+            up: [I, hidden] for each expert, on the host.
+            down: [hidden, I] for each expert.
+            dtype: data type of the inputs.
+            biases: biases; see `moe`.
+            options: options; see `moe`.
+
+        Returns:
+            None: the device has no kernel for them; they have to be dequantized.
+
+        Raises:
+            ValueError: experts are stored in different formats.
+        """
         return None
 
     def moe(
@@ -73,6 +110,27 @@ class NativeExperts(Ops):
         biases: ExpertBiases = NO_BIASES,
         options: ExpertOptions = SILU_EXPERTS,
     ) -> Tensor:
+        """Compute a mixture of experts: a weighted sum of the experts that each token uses.
+
+        The sum over a token's k experts e is `weight * (act(x @ gate_up[e].T) @ down[e].T)`. E
+        experts of intermediate size I. The output of an expert is rounded to the dtype of x, the
+        weighted sum is computed in float32.
+
+        Args:
+            x: [T, hidden]. Not changed.
+            topk_ids: [T, k], int64, each below E. An id may occur twice for a token.
+            topk_weights: [T, k], float32.
+            gate_up: [E, 2 * I, hidden], gate then up; without gates [E, I, hidden].
+            down: [E, hidden, I].
+            biases: biases of the experts.
+            options: act, what the weights multiply, and the ids of these experts.
+
+        Returns:
+            [T, hidden], new and dense.
+
+        Raises:
+            ValueError: the shapes or dtypes do not fit each other.
+        """
         num_experts, hidden, size = down.shape
         width = options.first_width(size)
         if gate_up.shape != (num_experts, width, hidden) or x.shape[1:] != (hidden,):
@@ -94,7 +152,7 @@ class NativeExperts(Ops):
 
 
 def sum_of_experts(
-    ops: Ops,
+    ops: NativeActivations,
     x: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
@@ -103,18 +161,19 @@ def sum_of_experts(
     down: Callable[[int, Tensor], Tensor],
     options: ExpertOptions,
 ) -> Tensor:
-    """Compute `Ops.moe` by running all tokens through all experts; no shape depends on choices.
+    """Compute `NativeOps.moe` by running all tokens through all experts; no shape depends on
+    choices.
 
     Args:
         ops: operators of the device.
-        x: inputs; see `Ops.moe`.
-        topk_ids: ids of the chosen experts; see `Ops.moe`.
-        topk_weights: weights of the chosen experts; see `Ops.moe`.
+        x: inputs; see `NativeOps.moe`.
+        topk_ids: ids of the chosen experts; see `NativeOps.moe`.
+        topk_weights: weights of the chosen experts; see `NativeOps.moe`.
         num_experts: E.
         gate_up: the first matmul of the expert with an index, [T, hidden] -> [T, 2 * I], or [T, I]
             without gates.
         down: the second one, [T, I] -> [T, hidden].
-        options: options; see `Ops.moe`.
+        options: options; see `NativeOps.moe`.
     """
     out = torch.zeros_like(x, dtype=torch.float32)
     choices = choices_of(num_experts, topk_ids, topk_weights, options.first_expert)
@@ -127,7 +186,7 @@ def sum_of_experts(
     return out.to(x.dtype)
 
 
-def activated(ops: Ops, gate_up: Tensor, options: ExpertOptions) -> Tensor:
+def activated(ops: NativeActivations, gate_up: Tensor, options: ExpertOptions) -> Tensor:
     """Apply the activation of an expert: [..., 2 * I], or [..., I] without gates -> [..., I]."""
     if not options.has_gate:
         return ops.squared_relu(gate_up)

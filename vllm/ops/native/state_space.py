@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.ops.interface import Ops
-
 _CHUNK = 32
 """Tokens of a chunk. The computation inside a chunk grows with the square of this number."""
 
@@ -203,8 +201,8 @@ def scan_padded_channels(
     return torch.cat(outputs, dim=1), state
 
 
-class NativeScans(Ops):
-    """The state-space operators of `Ops`, made of the functions above."""
+class NativeScans:
+    """The state-space operators of `NativeOps`, made of the functions above."""
 
     def scan_tokens(
         self,
@@ -217,6 +215,26 @@ class NativeScans(Ops):
         b: Tensor,
         c: Tensor,
     ) -> Tensor:
+        """Run the Mamba-2 scan over one token of each of B sequences; see `state_space.scan_heads`.
+
+        All tensors except indices are float32.
+
+        Args:
+            states: [rows, H, P, N]; the recurrent states of the sequences are updated in place.
+            rows: [B] int64, index of the state of each sequence, none twice.
+            is_new: [B] bool, sequences that begin with the state 0, whatever `states` contains.
+            x: [B, H, P].
+            steps: [B, H] time steps.
+            decay: [H] negative.
+            b: [B, G, N].
+            c: [B, G, N].
+
+        Returns:
+            [B, H, P]
+
+        Raises:
+            IndexError: an index of a state is out of range.
+        """
         before = states.index_select(0, rows).masked_fill(is_new.view(-1, 1, 1, 1), 0.0)
         token, step = x[:, None], steps[:, None]
         y, after = scan_heads(token, step, decay, b[:, None], c[:, None], before)

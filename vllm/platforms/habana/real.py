@@ -7,7 +7,7 @@ Written from the published interface; it has not run on a card. Uses names and a
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from typing import Any
 
@@ -20,11 +20,11 @@ from vllm.platforms.habana.bridge import (
     OUT_OF_MEMORY_TEXT,
     DeviceCounters,
     DeviceEvent,
-    FusedKernels,
     MemoryInfo,
 )
-from vllm.platforms.habana.kernels import BridgeKernels
+from vllm.platforms.habana.kernels import FusedKernels
 from vllm.platforms.habana.parts import find_parts, log_absent
+from vllm.platforms.habana.trials import Runner, find_fault
 
 logger = init_logger(__name__)
 
@@ -58,9 +58,8 @@ class RealBridge:
         self._is_lazy: bool = htorch.utils.internal.is_lazy()
         self._found = find_parts()
         log_absent(self._found)
-        self._kernels = BridgeKernels(
-            self._found, self.device, lambda: self.device_name, is_lazy=self._is_lazy
-        )
+        fault = partial(find_fault, Runner(self.device, self._is_lazy))
+        self._kernels = FusedKernels(self._found, lambda: self.device_name, fault)
 
     @property
     def device(self) -> torch.device:

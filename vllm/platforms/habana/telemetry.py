@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from vllm.logger import init_logger
-from vllm.platforms.card_reading import CardReading
+from vllm.platforms.habana.card_reading import CardReading
 
 logger = init_logger(__name__)
 

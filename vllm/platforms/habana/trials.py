@@ -8,12 +8,12 @@ with plain torch in float32 on the host. It runs in the mode of the engine: reco
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from vllm.platforms.habana.bridge import COMPILE_BACKEND, FusedKernels
+from vllm.platforms.habana.bridge import COMPILE_BACKEND
+from vllm.platforms.habana.kernels import FusedKernels
 
 LIMIT = 2e-2
 """Largest error in bfloat16, as a fraction of the largest value. A kernel that leaves a key out, or
@@ -28,15 +28,6 @@ BLOCK = 128
 SLICE = 1024
 """Default length of the vendor's slices (PT_HPU_SDPA_BC_FACTOR). A kernel with a window may need
 lengths that are multiples of a block or of a slice."""
-
-
-class TriedKernels(FusedKernels, Protocol):
-    """Kernels, with the results of their trials."""
-
-    window_left: int
-    """Difference between a window of W tokens and the kernel's argument for it."""
-    window_multiple: int
-    """The number of tokens must be a multiple of this if a window is given."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +46,8 @@ class Runner:
             return function(*on_card).cpu().float()
 
 
-Trial = Callable[[Any, Runner], str | None]
-"""(`TriedKernels`, runner) -> what is wrong; None: the kernel can be used."""
+Trial = Callable[[FusedKernels, Runner], str | None]
+"""(kernels, runner) -> what is wrong; None: the kernel can be used."""
 
 
 def _reproducible(trial: Trial) -> Trial:
@@ -64,7 +55,7 @@ def _reproducible(trial: Trial) -> Trial:
     process.
     """
 
-    def run(kernels: Any, runner: Runner) -> str | None:
+    def run(kernels: FusedKernels, runner: Runner) -> str | None:
         state = torch.get_rng_state()
         torch.manual_seed(0)
         try:
@@ -96,7 +87,7 @@ def _difference(got: Tensor, want: Tensor, limit: float = LIMIT) -> str | None:
     return f"its values differ from the values of torch (error {error:.2g}, limit {limit:.0e})"
 
 
-def _try_sinks(kernels: TriedKernels, runner: Runner) -> str | None:
+def _try_sinks(kernels: FusedKernels, runner: Runner) -> str | None:
     """Try sinks (one additional key per head, whose value is zero): causal, and with a mask."""
     query, key, value = _queries_and_keys(num_tokens=BLOCK, num_heads=4, num_kv_heads=2)
     sinks = (torch.randn(4) + 1).bfloat16()
@@ -114,7 +105,7 @@ def _try_sinks(kernels: TriedKernels, runner: Runner) -> str | None:
     return None
 
 
-def _try_window(kernels: TriedKernels, runner: Runner) -> str | None:
+def _try_window(kernels: FusedKernels, runner: Runner) -> str | None:
     """Find out how a window is passed to the kernel, and for which lengths it works.
 
     The vendor's code shows that a window has a left and a right side; that some builds require the
@@ -139,7 +130,7 @@ def _try_window(kernels: TriedKernels, runner: Runner) -> str | None:
 
 
 def _try_length(
-    kernels: TriedKernels, runner: Runner, num_tokens: int, sinks: Tensor | None
+    kernels: FusedKernels, runner: Runner, num_tokens: int, sinks: Tensor | None
 ) -> str | None:
     window = BLOCK - 29
     query, key, value = _queries_and_keys(num_tokens, num_heads=4, num_kv_heads=2)
@@ -180,7 +171,7 @@ def _attention(
     return out
 
 
-def _try_fp8(kernels: TriedKernels, runner: Runner) -> str | None:
+def _try_fp8(kernels: FusedKernels, runner: Runner) -> str | None:
     """Check that scales mean what is documented: each is a different power of two, and the inputs
     are FP8 already. Causal with padding, and with a mask.
     """
@@ -211,7 +202,7 @@ def _try_fp8(kernels: TriedKernels, runner: Runner) -> str | None:
     return None
 
 
-def _try_block_softmax(kernels: TriedKernels, runner: Runner) -> str | None:
+def _try_block_softmax(kernels: FusedKernels, runner: Runner) -> str | None:
     """Try weights, maxima and sums of blocks, one of which is padding."""
     scores, bias, groups = _blocks()
     num_values = scores.shape[1] * scores.shape[2]
@@ -235,7 +226,7 @@ def _try_block_softmax(kernels: TriedKernels, runner: Runner) -> str | None:
     return next((text for text in differences if text), None)
 
 
-def _try_adjustment(kernels: TriedKernels, runner: Runner) -> str | None:
+def _try_adjustment(kernels: FusedKernels, runner: Runner) -> str | None:
     """Try the factors of the blocks of some requests. The sums of a block without visible keys are
     tiny.
     """
@@ -259,7 +250,7 @@ def _try_adjustment(kernels: TriedKernels, runner: Runner) -> str | None:
     return _difference(runner(run, maxima, sums, rows).view(shape), want)
 
 
-def _try_biased_experts(kernels: TriedKernels, runner: Runner) -> str | None:
+def _try_biased_experts(kernels: FusedKernels, runner: Runner) -> str | None:
     """Try four of six experts, with weights in both layouts and some inputs beyond the limit."""
     alpha, limit, first, hidden, size = 1.702, 7.0, 1, 64, 128
     x = (torch.randn(12, hidden) * 2).bfloat16()
@@ -306,3 +297,11 @@ TRIALS: dict[str, Trial] = {
     "mixture_of_experts with biases": _reproducible(_try_biased_experts),
 }
 """Name of a part -> trial."""
+
+
+def find_fault(runner: Runner, kernels: FusedKernels, name: str) -> str | None:
+    """Run the trial of a part. Returns why the part cannot be used; None if it can, or if it has no
+    trial.
+    """
+    trial = TRIALS.get(name)
+    return None if trial is None else trial(kernels, runner)

@@ -25,8 +25,8 @@ from vllm.entrypoints.openai.shared.chunks import json_response
 from vllm.entrypoints.openai.shared.prompts import request_id_of, trace_headers_of
 from vllm.entrypoints.shared import off_loop
 from vllm.entrypoints.shared.context import ServerContext, get_context
-from vllm.entrypoints.shared.errors import error_events
-from vllm.entrypoints.shared.sse import DONE, EventStream, event, run_until_disconnect
+from vllm.entrypoints.shared.errors import openai_stream
+from vllm.entrypoints.shared.sse import event, run_until_disconnect
 from vllm.errors import NotFoundError, RequestError
 from vllm.multimodal.interface.languages import LANGUAGE_NAMES
 from vllm.multimodal.interface.source import MediaSource
@@ -107,7 +107,7 @@ async def _answer(request: Request, kind: type[SpeechFields], task: Task) -> Res
     context.check_model(body.model)
     recording = await run_until_disconnect(request, _prepare(request, rules, body, task))
     if body.stream:
-        return EventStream(_stream(recording))
+        return openai_stream(_stream(recording))
     return await run_until_disconnect(request, _complete(recording, body, task))
 
 
@@ -184,20 +184,12 @@ def _usage(recording: Recording) -> dict[str, Any]:
 
 
 async def _stream(recording: Recording) -> AsyncGenerator[bytes, None]:
-    """Yield the events of the response. An error before the first one is raised."""
+    """Yield the events of the response."""
     text = StrippedText()
-    is_started = False
-    try:
-        async with aclosing(recording.texts()) as parts:
-            async for part in parts:
-                if delta := text.add(part):
-                    is_started = True
-                    yield event({"type": "transcript.text.delta", "delta": delta})
-    except Exception as error:
-        if not is_started:
-            raise
-        yield error_events(error)
-        return
+    async with aclosing(recording.texts()) as parts:
+        async for part in parts:
+            if delta := text.add(part):
+                yield event({"type": "transcript.text.delta", "delta": delta})
     num_input, num_output = recording.num_prompt_tokens, recording.num_output_tokens
     usage = {
         "type": "tokens",
@@ -206,7 +198,6 @@ async def _stream(recording: Recording) -> AsyncGenerator[bytes, None]:
         "total_tokens": num_input + num_output,
     }
     yield event({"type": "transcript.text.done", "text": text.whole, "usage": usage})
-    yield DONE
 
 
 class StrippedText:

@@ -39,8 +39,8 @@ from vllm.entrypoints.openai.shared.prompts import (
 from vllm.entrypoints.shared import off_loop
 from vllm.entrypoints.shared.body_route import BodyRoute
 from vllm.entrypoints.shared.context import ServerContext, get_context
-from vllm.entrypoints.shared.errors import error_events
-from vllm.entrypoints.shared.sse import DONE, EventStream, run_until_disconnect
+from vllm.entrypoints.shared.errors import openai_stream
+from vllm.entrypoints.shared.sse import run_until_disconnect
 from vllm.inputs import MODALITIES
 
 router = APIRouter(route_class=BodyRoute)
@@ -68,7 +68,7 @@ async def create_chat_completion(request: Request, body: ChatCompletionRequest) 
     )
     answer_format = _ChatFormat(context, body, turn, request_id)
     if body.stream:
-        return EventStream(_stream(answer_format))
+        return openai_stream(_stream(answer_format))
     return await run_until_disconnect(request, _complete(answer_format))
 
 
@@ -198,25 +198,18 @@ def _pieces(delta: TurnDelta) -> list[TurnDelta]:
 
 
 async def _stream(answer_format: _ChatFormat) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream. An error before the first one is raised."""
+    """Yield the events of a stream."""
     is_started = False
-    try:
-        async with aclosing(answer_format.turn.stream()) as deltas:
-            async for delta in deltas:
-                if not is_started:
-                    is_started = True
-                    for index in range(answer_format.num_answers):
-                        yield answer_format.first_chunk(index)
-                for chunk in answer_format.chunks(delta):
-                    yield chunk
-        if answer_format.includes_usage:
-            yield answer_format.usage_chunk()
-    except Exception as error:
-        if not is_started:
-            raise
-        yield error_events(error)
-        return
-    yield DONE
+    async with aclosing(answer_format.turn.stream()) as deltas:
+        async for delta in deltas:
+            if not is_started:
+                is_started = True
+                for index in range(answer_format.num_answers):
+                    yield answer_format.first_chunk(index)
+            for chunk in answer_format.chunks(delta):
+                yield chunk
+    if answer_format.includes_usage:
+        yield answer_format.usage_chunk()
 
 
 async def _complete(answer_format: _ChatFormat) -> Response:

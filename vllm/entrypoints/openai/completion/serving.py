@@ -41,8 +41,8 @@ from vllm.entrypoints.openai.shared.prompts import (
 from vllm.entrypoints.shared import off_loop
 from vllm.entrypoints.shared.body_route import BodyRoute
 from vllm.entrypoints.shared.context import ServerContext, get_context
-from vllm.entrypoints.shared.errors import error_events, refuse_failed
-from vllm.entrypoints.shared.sse import DONE, EventStream, run_until_disconnect
+from vllm.entrypoints.shared.errors import openai_stream, refuse_failed
+from vllm.entrypoints.shared.sse import run_until_disconnect
 from vllm.errors import RequestError
 from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -66,7 +66,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
         return json_response(await run_until_disconnect(request, completion.search_beams()))
     await off_loop.run(completion.make_params)
     if body.stream:
-        return EventStream(completion.stream())
+        return openai_stream(completion.stream())
     return await run_until_disconnect(request, completion.complete())
 
 
@@ -215,36 +215,27 @@ class _Completion:
     # ---- piece by piece -------------------------------------------------------------------
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events of the response. An error before the first one is raised."""
-        is_started = False
+        """Yield the events of the response."""
         writer = ChunkWriter(self._request_id, "text_completion", self.model)
         num_samples = self._body.num_samples
         texts = [CompletionText(prompt) for prompt in self._prompts for _ in range(num_samples)]
         held: list[list[CompletionOutput]] = [[] for _ in self._prompts]
-        try:
-            async with aclosing(self._run(RequestOutputKind.DELTA)) as results:
-                async for index, output in results:
-                    samples = output.outputs
-                    if self._prompts[index].is_waiting:
-                        held[index] += samples
-                        continue
-                    if held[index]:
-                        samples, held[index] = held[index] + samples, []
-                    for sample in samples:
-                        self._count([sample])
-                        usage = self._usage() if self._body.has_continuous_usage else None
-                        number = index * num_samples + sample.index
-                        is_started = True
-                        choice = {"index": number, **texts[number].read(sample)}
-                        yield writer.choice(choice, usage)
-            if includes_usage(self._context, self._body):
-                yield writer.usage(self._usage())
-        except Exception as error:
-            if not is_started:
-                raise
-            yield error_events(error)
-            return
-        yield DONE
+        async with aclosing(self._run(RequestOutputKind.DELTA)) as results:
+            async for index, output in results:
+                samples = output.outputs
+                if self._prompts[index].is_waiting:
+                    held[index] += samples
+                    continue
+                if held[index]:
+                    samples, held[index] = held[index] + samples, []
+                for sample in samples:
+                    self._count([sample])
+                    usage = self._usage() if self._body.has_continuous_usage else None
+                    number = index * num_samples + sample.index
+                    choice = {"index": number, **texts[number].read(sample)}
+                    yield writer.choice(choice, usage)
+        if includes_usage(self._context, self._body):
+            yield writer.usage(self._usage())
 
     # ---- the engine -----------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Linear layers with weights of quantized checkpoints, multiplied by the device's kernels.
 
 A format defines the checkpoint tensors and their meaning (`StoredWeight`); the device defines how
-to multiply (`Ops.prepare_weight`). Independent of files, formats and model families.
+to multiply (`NativeOps.prepare_weight`). Independent of files, formats and model families.
 """
 
 from abc import abstractmethod
@@ -25,9 +25,8 @@ from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear, Unqu
 from vllm.model_executor.layers.slice import WORD_BITS, CheckpointTensor, ParamTarget, dtype_name
 from vllm.model_executor.layers.stored.stored_scales import checked_scales
 from vllm.ops import get_ops
-from vllm.ops.native.operators import DenseWeight
+from vllm.ops.native.operators import DenseWeight, RoundedInputs
 from vllm.ops.prepared import PreparedTable, PreparedWeight
-from vllm.ops.rounded_inputs import RoundedInputs
 from vllm.ops.stored_weight import StoredWeight
 
 SCALES = (torch.float32, torch.float16, torch.bfloat16)

@@ -182,7 +182,7 @@ class Program:
             items: the slots that the T tokens see by cross-attention; None: no token sees any.
             token_types: [T] int64, for models with token types; None: all are 0.
             last_keys: [T] int32: the last key that each token sees, see
-                `Ops.paged_attention_prefill`; None: its own.
+                `NativeOps.paged_attention_prefill`; None: its own.
 
         Returns:
             [T, width]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.ops.attention_interface import FP8_DTYPES
+from vllm.ops.attention_options import FP8_DTYPES
 from vllm.ops.cpu.attention import cache_type, option_fields
 from vllm.ops.cpu.collectives import SharedMemoryCollectives
 from vllm.ops.cpu.operators.table import CPUOps

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.ops.attention_interface import FP8_DTYPES
-from vllm.ops.attention_options import NO_TENSORS, AttentionOptions, AttentionTensors
+from vllm.ops.attention_options import FP8_DTYPES, NO_TENSORS, AttentionOptions, AttentionTensors
 from vllm.ops.cpu.attention import (
     fp8_arguments,
     full_attention,
@@ -52,10 +51,10 @@ from vllm.ops.lora_weights import (
     PlainAdapter,
     PreparedAdapter,
 )
+from vllm.ops.native.attention import angles_at
 from vllm.ops.native.experts import check_choice
-from vllm.ops.native.operators import NativeOps, angles_at
+from vllm.ops.native.operators import NativeOps, is_rounding_inputs
 from vllm.ops.prepared import PreparedExperts, PreparedHeads, PreparedTable, PreparedWeight
-from vllm.ops.rounded_inputs import is_rounding_inputs
 from vllm.ops.stored_weight import StoredWeight
 from vllm.utils.background_work import Rest, no_rest
 

@@ -1,7 +1,7 @@
 """A mixture of experts on packed weights: one call of the kernel of csrc/cpu/moe.h.
 
-The contract is `Ops.moe`; `vllm.ops.cpu.weights.linear` packs the weights. Knows no router and no
-models.
+The contract is `NativeOps.moe`; `vllm.ops.cpu.weights.linear` packs the weights. Knows no router
+and no models.
 """
 
 import ctypes
@@ -45,7 +45,7 @@ class PackedExperts:
             up: E weights [I, H], in the format of the gates.
             down: E weights [H, I], all in the same format.
             biases: biases of the dtype of activations.
-            options: options; see `Ops.moe`.
+            options: options; see `NativeOps.moe`.
 
         Raises:
             ValueError: counts, shapes or formats do not fit, or a gate and its up have different
@@ -170,7 +170,7 @@ class PackedExperts:
         return self._weights[2][expert].linear(x)
 
     def forward(self, x: Any, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """Compute the experts of each token; see `Ops.moe`.
+        """Compute the experts of each token; see `NativeOps.moe`.
 
         Args:
             x: [T, hidden], float32 or bfloat16 (with float32 weights: float32); rows may be

@@ -52,7 +52,7 @@ def pack_stored_experts(
 ) -> PackedExperts | None:
     """Pack quantized experts for the kernels; None if no kernel supports them.
 
-    For the arguments see `Ops.prepare_experts`.
+    For the arguments see `NativeOps.prepare_experts`.
 
     Raises:
         ValueError: experts are stored in different formats, or their groups are wrong.

@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm.errors import ConfigError
 from vllm.messages import IntArray, ModelRunnerOutput, RunnerStats, SchedulerOutput
 from vllm.platforms.habana.bridge import HabanaBridge
-from vllm.utils.trace import get_trace
+from vllm.utils.trace import LAUNCH_COUNTERS, PaddingCounts, Trace, get_trace, launch_counters
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch, LaunchInput
 from vllm.worker.hpu.launches.block_moves import BlockMover, StateMover
@@ -26,14 +26,13 @@ from vllm.worker.hpu.launches.late_shapes import LateShapes
 from vllm.worker.hpu.launches.model import LaunchModel
 from vllm.worker.hpu.launches.planner import (
     HPULaunchPlanner,
-    ItemSlots,
+    ItemSlotSizes,
     PaddedLaunch,
     PaddedShape,
     launch_shapes,
 )
 from vllm.worker.hpu.launches.step_report import RecentLaunches, StepReport
 from vllm.worker.hpu.launches.tp_group_status import TPGroupStatus
-from vllm.worker.hpu.launches.trace import trace_launch
 from vllm.worker.parts.image_sight import ImageSight
 from vllm.worker.parts.row_parts import RowParts
 
@@ -114,7 +113,7 @@ class PaddedLaunches:
         whole_prompts: bool = False,
         single_tokens: bool = False,
         mover: BlockMover | None = None,
-        items: ItemSlots | None = None,
+        items: ItemSlotSizes | None = None,
         state_mover: StateMover | None = None,
     ) -> None:
         self.stage = model.model.stage
@@ -260,7 +259,7 @@ class PaddedLaunches:
         if not is_compiled:
             self._note_compiled(launch)
         if trace.is_on:
-            trace_launch(trace, launch, self.block_size)
+            _trace_launch(trace, launch, self.block_size)
 
     def build(self, launch: Launch) -> PaddedInput:
         """Pack the inputs of a forward pass, and send other inputs of a prefill to the card."""
@@ -430,3 +429,23 @@ class PaddedRunner(Protocol):
             sampling: which sampling follows it.
         """
         ...
+
+
+def _trace_launch(trace: Trace, launch: PaddedLaunch, block_size: int) -> None:
+    """Write the counters of a forward pass to a trace: requested sizes, and the bucket used."""
+    bucket = launch.bucket
+    is_prompt = bucket.phase is Phase.PREFILL
+    seq_lens = launch.num_computed_tokens + launch.num_scheduled_tokens
+    held = launch.num_computed_tokens if is_prompt else seq_lens
+    blocks = -(-held // block_size)
+    size = PaddingCounts(
+        phase="prompt" if is_prompt else "decode",
+        rows=len(launch.rows),
+        padded_rows=bucket.batch,
+        query_len=int(launch.num_scheduled_tokens.max(initial=1)),
+        tokens=int(launch.num_scheduled_tokens.sum()),
+        padded_tokens=bucket.num_tokens,
+        block_refs=int(blocks.max(initial=0) if is_prompt else blocks.sum()),
+        padded_blocks=bucket.blocks,
+    )
+    trace.counter(LAUNCH_COUNTERS, **launch_counters(size))

@@ -32,7 +32,8 @@ from vllm.lora.launches import DeviceSlots, SlottedAdapters
 from vllm.model_executor.layers.rotary import number_rotary_tables
 from vllm.model_executor.loader.stage import PPMissingLayer, present_layers
 from vllm.model_executor.models.interface import CausalLM, LayeredModel, PoolingModel
-from vllm.platforms.habana.bridge import FusedKernels, HabanaBridge
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.platforms.habana.kernels import FusedKernels
 from vllm.worker.drafts.stage_drafts import InnerLayers
 from vllm.worker.hpu.launches.device_tokens import DeviceTokens
 from vllm.worker.hpu.launches.embeddings import FIRST_GIVEN
@@ -189,7 +190,7 @@ def regions_of(model: LayeredModel) -> list[nn.Module]:
     return layers + outside_layers(model)
 
 
-class StateKeeper(Protocol):
+class HiddenStateKeeper(Protocol):
     """Stores hidden states of tokens on the card, as a part of the forward pass."""
 
     def keep(self, slots: Tensor, result: Tensor, inner: Sequence[Tensor]) -> None:
@@ -246,7 +247,7 @@ class HPUModel(LaunchModel):
     ) -> None:
         super().__init__(model, block_size, kernel, adapters, dtype)
         self._num_positions, self._sees_ahead = num_positions, sees_ahead
-        self.keeper: StateKeeper | None = None
+        self.keeper: HiddenStateKeeper | None = None
         self.embeddings: Tensor | None = None
         self.items: Tensor | None = None
         self.inner_layers = InnerLayers()

@@ -228,7 +228,7 @@ PieceEnd = Callable[[int, int, int], int]
 `ImageSight.piece_end`."""
 
 
-class ItemSlots(Protocol):
+class ItemSlotSizes(Protocol):
     """The item slots that requests read by cross-attention.
 
     Attributes:
@@ -277,7 +277,7 @@ class HPULaunchPlanner:
         has_states: bool = False,
         piece_end: PieceEnd | None = None,
         late: LateShapes[PaddedShape] | None = None,
-        item_slots: ItemSlots | None = None,
+        item_slots: ItemSlotSizes | None = None,
     ) -> None:
         self._item_slots = item_slots
         self._piece_end = piece_end

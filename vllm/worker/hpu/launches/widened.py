@@ -5,7 +5,7 @@ from torch import nn
 from vllm.bucketing import format_bytes
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.ops.attention_interface import FP8_DTYPES
+from vllm.ops.attention_options import FP8_DTYPES
 from vllm.ops.hpu.low_bit_weight import LowBitWeight
 from vllm.worker.kv_cache import cache_dtype
 

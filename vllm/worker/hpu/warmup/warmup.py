@@ -56,7 +56,7 @@ _Steps = Generator[WarmUpStep, str | None, None]
 ChooseFirst = Callable[[Catalog, StepLimits], Sequence[Bucket]]
 
 
-class PaddedEncoder(Protocol):
+class WarmedEncoder(Protocol):
     """An encoder of images or sounds that the warm-up can run.
 
     Attributes:
@@ -126,7 +126,7 @@ class WarmUp:
         limits: StepLimits,
         ledger: MemoryLedger,
         forecast: MemoryForecast | None = None,
-        encoder: PaddedEncoder | None = None,
+        encoder: WarmedEncoder | None = None,
         choose_first: ChooseFirst | None = None,
         on_disk: Collection[Bucket] = (),
     ) -> None:
@@ -275,7 +275,7 @@ class WarmUp:
 
     # ---- the encoder of images ------------------------------------------------------------
 
-    def _encode(self, encoder: PaddedEncoder) -> _Steps:
+    def _encode(self, encoder: WarmedEncoder) -> _Steps:
         """Run the encoder in each size, the largest first, as a smaller one needs no more
         memory.
         """
@@ -293,7 +293,7 @@ class WarmUp:
                 encoder.give_up(size, given_up)
         self._book_workspace(0)
 
-    def _encode_padding(self, encoder: PaddedEncoder, size: int) -> str | None:
+    def _encode_padding(self, encoder: WarmedEncoder, size: int) -> str | None:
         """Run a forward pass of the encoder; return the reason to give it up, or None."""
         with self._bridge.dry_run():
             attempted = attempt(
@@ -599,7 +599,7 @@ class WarmUp:
         self._used_bytes = max(0, used_bytes(self._bridge) - in_use)
         return step.refusal_of(self._used_bytes)
 
-    def _capture_encoder(self, encoder: PaddedEncoder) -> _Steps:
+    def _capture_encoder(self, encoder: WarmedEncoder) -> _Steps:
         """Capture the graphs of the encoder, the smallest first, in memory left over by other
         graphs.
 
@@ -633,7 +633,7 @@ class WarmUp:
         used = ledger.booked(cls) - used_before
         logger.info(encoder_graphs_line(captured, len(encoder.sizes), encoder.unit, used))
 
-    def _capture_size(self, encoder: PaddedEncoder, size: int, left_bytes: int) -> str | None:
+    def _capture_size(self, encoder: WarmedEncoder, size: int, left_bytes: int) -> str | None:
         """Capture a graph of the encoder; return why it needs too much memory, or None."""
         in_use = used_bytes(self._bridge)
         with self._bridge.dry_run():
