@@ -87,7 +87,7 @@ docs-site: ## build the pages as a web site in build/site, and check their links
 	.venv-site/bin/python -m pip install -q -r requirements-site.txt
 	.venv-site/bin/python tools/build_site.py
 
-# `build` first goes: setuptools puts modules that an earlier build left there into the wheel.
+# Remove `build` first: setuptools would put modules of an earlier build into the wheel.
 wheel: ## a wheel in dist/ with the CPU kernels of all instruction sets of this architecture
 	rm -rf build
 	REQUIRE_CPU_KERNELS=1 VLLM_TARGET_DEVICE=cpu $(PYTHON) -m pip wheel -q --no-deps --wheel-dir $(WHEELS) .

@@ -31,10 +31,10 @@ the plan says "outside of published data", and the band is a factor of two wider
 _HELD_OUT = """
 ## Errors of runs that the fit has not seen
 
-To measure the error, a random third of the cases is left out of the fit, and then predicted. This
+To measure the error, a random third of the cases is left out of the fit. Then it is predicted. This
 is done {splits} times. A case is a model with a number of cards, an input length and an output
 length. All its software versions and batches are left out together. Part of the error cannot be
-avoided: the same run has different speeds with Intel's different software versions.
+avoided, because the same run has different speeds with different versions of Intel's software.
 """
 
 _GROUPS = """

@@ -61,10 +61,11 @@ BOUNDS = {
     "all_reduce_us": (0.0, np.inf),
 }
 NOTES = {
-    "weights": "fixed at 80 % of the peak, not fitted: hundreds of requests hide its effect",
-    "layer_us": "the runs determine it badly, so it is limited to 20 to 100",
+    "weights": "fixed at 80 % of the peak, not fitted, because hundreds of requests hide its "
+    "effect",
+    "layer_us": "the published runs hardly determine this value, so it is limited to 20 to 100",
     "decode_matmuls": "a fit can balance a larger value with a smaller `layer_us`",
-    "link_bytes": "below 1 if a part of it runs during matmuls",
+    "link_bytes": "below 1 if a part of the exchange runs during matmuls",
 }
 
 

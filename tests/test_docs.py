@@ -138,3 +138,14 @@ def test_messages_that_a_page_explains_are_printed():
     assert unknown_messages(page, known) == []
     gone = "| `the KV cache holds N tokens and no longer this` | meaning |"
     assert len(unknown_messages(gone, known)) == 1
+
+
+def test_the_first_reading_is_short():
+    """CONTRIBUTING says what to read first; the map of the code fits on one screen."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    order = text[text.index("Read in this order:") :].partition("Then you know")[0]
+    pages = re.findall(r"\]\(([\w/]+\.md)\)", order)
+    assert {"README.md", "docs/design.md"} < set(pages)
+    words = sum(len((ROOT / page).read_text(encoding="utf-8").split()) for page in pages)
+    assert words < 5000
+    assert len((ROOT / "docs" / "design.md").read_text(encoding="utf-8").splitlines()) <= 60

@@ -46,12 +46,13 @@ def env_variables() -> Iterator[str]:
     yield _NOTE
     yield "# Environment variables"
     yield ""
-    yield 'Read once, when the package is first used. An empty value means "not set"; a value that'
-    yield "does not parse is an error; a `VLLM_` name that is not listed is a warning. A switch is"
-    yield "`1`, `true`, `t`, `yes`, `y`, `on` or `0`, `false`, `f`, `no`, `n`, `off`."
+    yield "The variables are read once, when the package is first used. An empty value means"
+    yield '"not set". A wrong value is an error. A `VLLM_` name that is not listed here causes a'
+    yield "warning. The values of a switch are `1`, `true`, `t`, `yes`, `y`, `on`, and `0`,"
+    yield "`false`, `f`, `no`, `n`, `off`."
     yield ""
-    yield "`VLLM_PROMPT_QUERY_BUCKET_*`, the names of the plugin, are read as"
-    yield "`VLLM_PROMPT_SEQ_BUCKET_*`; both with different values are an error."
+    yield "`VLLM_PROMPT_QUERY_BUCKET_*` are the names of the Gaudi plugin for"
+    yield "`VLLM_PROMPT_SEQ_BUCKET_*`. If both are set to different values, that is an error."
     types = typing.get_type_hints(Envs)
     for section, variables in groupby(fields(Envs), key=lambda field: field.metadata["section"]):
         yield from _table(section, "variable", "value", "default", "meaning")
@@ -65,23 +66,23 @@ def _compat_variables() -> Iterator[str]:
     yield from _table("Refused", "variable", "what is not available")
     yield from _compat_rows(available=False)
     yield ""
-    yield "An engine does not start while one of these is set: its results would differ from"
-    yield "what was requested. (A switch may be set to 0.)"
+    yield "If one of these is set, the engine does not start, because its results would differ"
+    yield "from what was requested. A switch may be set to 0."
     yield from _table("Recognised without effect", "variables", "why they have no effect")
     yield from _compat_rows(available=True)
     yield ""
-    yield "Variables of the vLLM 0.9 Gaudi fork, of its plugin, and of the vLLM they build on. One"
-    yield "that is set is a warning at the start, unless it is a switch that asks for what happens"
-    yield "anyway."
+    yield "These are variables of the vLLM 0.9 Gaudi fork, of its plugin, and of vLLM. Setting"
+    yield "one causes a warning at the start. There is no warning for a switch if the engine"
+    yield "does what it asks for anyway."
     yield from _table("Set for the Habana bridge", "variable", "value", "modes", "why", "source")
     for setting in BRIDGE_SETTINGS:
         value = f"`{setting.value}`"
         yield _row(f"`{setting.name}`", value, setting.modes, setting.why, setting.source)
     yield ""
-    yield "Every process that opens a card sets them before the bridge is imported, or once the"
-    yield "bridge says in which mode it is. A value of your own stays. The log and the command"
-    yield "`collect-env` show values, and whose choice each is. What they bring was not measured"
-    yield "on a card."
+    yield "Every process that opens a card sets these variables before it imports the bridge. A"
+    yield "variable that depends on the mode is set as soon as the mode is known. A value that"
+    yield "you set is not changed. The log and `vllm collect-env` show each value, and who has"
+    yield "chosen it. The effect of these variables was not measured on a card."
     yield from _table("Read by others", "reader", "variables", "note")
     for reader in OTHER_READERS:
         yield _row(reader.reader, _one_of(reader.names), reader.note)
@@ -115,10 +116,11 @@ def engine_arguments() -> Iterator[str]:
     yield _NOTE
     yield "# Engine arguments"
     yield ""
-    yield "Keywords of `LLM()` and `EngineArgs()`, and flags of the commands: `max_model_len` is"
-    yield "`--max-model-len` (underscores are accepted too), and a switch has a `--no-` form."
-    yield "Leaving an argument out, or `None`, gives the default. JSON needs quotes in a shell:"
-    yield "`--hf-overrides '{\"max_position_embeddings\": 8192}'`."
+    yield "These arguments are keywords of `LLM()` and `EngineArgs()`, and flags of the"
+    yield "commands: `max_model_len` is `--max-model-len`. Underscores are accepted in flags as"
+    yield "well. A switch also has a `--no-` form. If an argument is left out, or is `None`, its"
+    yield "default is used. In a shell, put JSON in quotes: `--hf-overrides"
+    yield "'{\"max_position_embeddings\": 8192}'`."
     for section in config_sections(VllmConfig).values():
         if not list(config_fields(section)):
             continue  # its values come from environment variables
@@ -140,12 +142,14 @@ def server_arguments() -> Iterator[str]:
     yield _NOTE
     yield "# Server arguments"
     yield ""
-    yield "Flags of `vllm serve [MODEL]` and of `python -m vllm.entrypoints.openai.api_server`,"
-    yield "besides those of [the engine](engine_arguments.md). A switch has a `--no-` form. A list"
-    yield "takes several words after one flag, or the flag several times."
+    yield "These are flags of `vllm serve [MODEL]` and of `python -m"
+    yield "vllm.entrypoints.openai.api_server`, in addition to the flags of [the"
+    yield "engine](engine_arguments.md). A switch also has a `--no-` form. For a list, write"
+    yield "several values after one flag, or repeat the flag."
     yield ""
-    yield "`--config FILE` names a YAML file of flags without their dashes, of server and engine."
-    yield "The command line has priority, and a name that is not a flag is an error:"
+    yield "`--config FILE` names a YAML file with flags of the server and the engine, without"
+    yield "their dashes. Flags on the command line have priority. An unknown name in the file is"
+    yield "an error. Example:"
     yield ""
     yield from ("```yaml", "model: /models/Llama-3.1-8B", "max-model-len: 16k", "port: 9000", "```")
     yield from _table("Flags", "flag", "value", "default", "meaning")
@@ -167,16 +171,17 @@ def _compat_section() -> Iterator[str]:
     yield ""
     yield "## Arguments of the vLLM 0.9 Gaudi fork"
     yield ""
-    yield "`rope_scaling` and `rope_theta` are taken as `hf_overrides`; `speculative_model`,"
+    yield "`rope_scaling` and `rope_theta` are accepted as parts of `hf_overrides`. These are"
+    yield "accepted as parts of `speculative_config`: `speculative_model`,"
     yield "`num_speculative_tokens`, `ngram_prompt_lookup_max`, `ngram_prompt_lookup_min` and"
-    yield "`speculative_disable_by_batch_size` as `speculative_config`."
+    yield "`speculative_disable_by_batch_size`."
     accepted = [a for a in COMPAT_ARGUMENTS.values() if a.available]
     missing = [a for a in COMPAT_ARGUMENTS.values() if not a.available]
     yield ""
-    yield "Accepted with a warning, without effect:"
+    yield "These arguments are accepted, but have no effect. A warning says so:"
     yield from _compat_table(accepted, "why it has no effect")
     yield ""
-    yield "Not available in this version; anything but the value given here is an error:"
+    yield "These features are not available. Any value other than the default is an error:"
     yield from _compat_table(missing, "what is not available")
 
 
@@ -199,7 +204,7 @@ def _one_of(choices: tuple[str, ...]) -> str:
 def _env_type(annotation: object) -> str:
     options = [a for a in typing.get_args(annotation) if a is not type(None)]
     type_: typing.Any = options[0] if options else annotation
-    return {bool: "`0` or `1`", int: "integer", float: "number", str: "text"}[type_]
+    return {bool: "`0` or `1`", int: "integer", float: "number", str: "string"}[type_]
 
 
 def _value(field: ConfigField) -> str:
@@ -208,9 +213,9 @@ def _value(field: ConfigField) -> str:
         "int": "integer",
         "size": "integer; also with k (1000), K (1024), m, M, g, G",
         "float": "number",
-        "str": "text",
-        "str_or_bool": "text, or a switch",
-        "strings": "one or more texts",
+        "str": "string",
+        "str_or_bool": "string, or a switch",
+        "strings": "one or more strings",
         "mapping": "JSON object, or a dict",
         "counts": "numbers by name, JSON object, or a dict",
     }
@@ -228,20 +233,21 @@ def _all_text(values: tuple[object, ...]) -> "typing.TypeGuard[tuple[str, ...]]"
 
 
 _TESTED = {
-    "modules": "run module by module on the CPU, tokens and log-probabilities are those of "
-    "transformers",
-    "program": "run as one call of C++, log-probabilities are those of transformers. So is a "
-    "forward pass on the CPU where weights are packed (bf16 and quantized)",
-    "bf16": "in bf16, by modules and by the program, log-probabilities are as near to those of "
-    "float32 as transformers in bf16 is",
-    "HPU graphs": "tokens and log-probabilities on the simulated card with HPU graphs are those of "
-    "transformers, and nothing compiles after the warm-up",
-    "torch.compile": "the same with torch.compile",
-    "2 ranks": "the parts that 2 ranks load of a checkpoint together give the results of one",
-    "4 ranks": "the same of 4 ranks",
-    "pipeline": "2 stages on the CPU give the tokens of one process",
-    "LoRA": "adapters give the outputs of peft",
-    "GGUF": "a GGUF file gives the logits of the same weights in transformers",
+    "modules": "the model runs module by module on the CPU. Tokens and log-probabilities are the "
+    "same as with transformers",
+    "program": "the model runs as one call of C++. Log-probabilities are the same as with "
+    "transformers, also with packed weights (bf16 and quantized)",
+    "bf16": "the model runs in bf16, by modules and as a program. Log-probabilities differ from "
+    "float32 by no more than those of transformers in bf16",
+    "HPU graphs": "the model runs on the simulated card with HPU graphs. Tokens and "
+    "log-probabilities are the same as with transformers, and nothing compiles after the warm-up",
+    "torch.compile": "as `HPU graphs`, but with torch.compile",
+    "2 ranks": "two ranks each load their part of the weights. Their combined results are the same "
+    "as with one rank",
+    "4 ranks": "as `2 ranks`, but with four",
+    "pipeline": "two pipeline stages on the CPU generate the same tokens as one process",
+    "LoRA": "outputs with adapters are the same as with peft",
+    "GGUF": "the model is loaded from a GGUF file. Its logits are the same as with transformers",
 }
 
 
@@ -250,58 +256,69 @@ def supported_models() -> Iterator[str]:
     yield _NOTE
     yield "# Supported models"
     yield ""
-    yield "A model runs if `architectures` in its config.json names one of these. Other models can"
-    yield "be added by a plug-in: `ModelRegistry.register_model(name, class)` in a program, or in a"
-    yield "function that an installed package names as an entry point of the group"
-    yield "`vllm.general_plugins`. Such functions run once at the start of every process of an"
-    yield "engine; `VLLM_PLUGINS` chooses among them. In the package's pyproject.toml:"
+    yield "A model runs if `architectures` in its config.json names an architecture of this"
+    yield "page. Older names of architectures and of keys are accepted (RWForCausalLM,"
+    yield "InternLMForCausalLM, ...). Any other model is refused, and the error names the most"
+    yield "similar architecture."
+    yield ""
+    yield "`python -m benchmarks.check_model_configs` shows which published models run. It"
+    yield "starts models with 395 configs, with small sizes and random weights. Most of these"
+    yield "configs were written from memory of the published ones."
+    yield ""
+    yield "Programs and plug-ins can add other models. A program calls"
+    yield "`ModelRegistry.register_model(name, class)`. A plug-in is an installed package with a"
+    yield "function that makes this call. The function is an entry point of the group"
+    yield "`vllm.general_plugins` in the package's pyproject.toml:"
     yield ""
     yield '    [project.entry-points."vllm.general_plugins"]'
     yield '    my_models = "my_package:register"'
     yield ""
-    yield "Any other model is refused with one line that says so, names the nearest architecture"
-    yield "and lists all of them, whatever its config.json has or lacks. Older names of an"
-    yield "architecture and of keys are read (RWForCausalLM, InternLMForCausalLM, ...)."
-    yield "`python -m benchmarks.check_model_configs` starts models with 395 configs, most of them"
-    yield "written from memory of published ones, with small sizes and random weights, and says"
-    yield "which of them run."
+    yield "These functions run once at the start of every process of an engine. `VLLM_PLUGINS`"
+    yield "chooses the plug-ins to load."
     yield ""
-    yield "Each decoder is compared with transformers on small random models, in float32: logits"
-    yield "of whole prompts, and 14 prompts with 16 tokens each, in chunks, with preemption and"
-    yield "prefix hits. A log-probability may differ by 0.0001 (Gemma 3: 0.0002). The columns are"
-    yield "read from the parameters of the tests: `yes` means that a small random model of the"
-    yield "architecture is tested so, an empty cell that it is not."
+    yield "## Tests"
+    yield ""
+    yield "For each decoder, small random models are compared with transformers in float32. The"
+    yield "tests compare the logits of whole prompts. They also run 14 prompts that generate 16"
+    yield "tokens each, in chunks, with preemption and prefix hits. A log-probability may differ"
+    yield "by 0.0001 (Gemma 3: 0.0002)."
+    yield ""
+    yield "In the table below, `yes` means that a small random model of the architecture is"
+    yield "tested in this way. An empty cell means that it is not. The columns:"
     yield ""
     for capability, meaning in _TESTED.items():
         yield f"- {capability}: {meaning}."
-    yield "- lines: of the family's file in vllm/model_executor/models, which may have others too."
+    yield "- lines: length of the file in vllm/model_executor/models that has the model class."
+    yield "  Several families may share a file."
     yield ""
-    yield "The simulated card computes on the CPU: these tests run nothing on a real card."
+    yield "The simulated card computes on the CPU. None of these tests has run on a real card."
     yield ""
-    yield "DeepSeek-MoE 16B and Ling, which transformers does not have, are compared on the CPU"
-    yield "with a Qwen 2 MoE or a GLM 4.5 of transformers with the same weights."
+    yield "A line without any `yes` is another name of a family, or one of these:"
     yield ""
-    yield "Every family with marks runs on the simulated card. Empty rows are other names of a"
-    yield "family, or these: Baichuan, ChatGLM and InternLM, which transformers does not have,"
-    yield "are compared on the CPU (Baichuan also on the simulated card) with what their own code"
-    yield "computes. Models with a part for images are their language models with other names of"
-    yield "tensors, and are compared with transformers on the CPU. They, ChatGLM and InternLM are"
-    yield "not run on the simulated card: what they compute there is what a GLM, a Llama or the"
-    yield "language model does. `TransformersForCausalLM` runs modules of transformers, and is"
-    yield "compared with them on the CPU and on the simulated card. Phi 3 with a context so long"
-    yield "that its rotations change is compared with transformers for whole prompts only,"
-    yield "because transformers changes them while a request grows."
-    yield "`TransformersForCausalLM` refuses models with `num_kv_shared_layers` above 0, because"
-    yield "layers of these models read the keys and values of earlier layers. Gemma 3n and Gemma 4"
-    yield "run with the modules of this package, which is the default."
+    yield "- **Baichuan, ChatGLM and InternLM**: transformers does not have them. They are"
+    yield "compared with the models' own code on the CPU, Baichuan also on the simulated card."
+    yield "- **DeepSeek-MoE 16B and Ling**: transformers does not have them. They are compared"
+    yield "on the CPU with a Qwen 2 MoE or a GLM 4.5 of transformers with the same weights."
+    yield "- **Models that read images**: their language models are compared with transformers"
+    yield "on the CPU. [Multimodal input](multimodal.md) describes the tests with images."
     yield ""
-    yield "Models with states (Mamba layers: Bamba, GraniteMoeHybrid, Mamba, Mamba2, Zamba2;"
-    yield "DeltaNet layers: Qwen3-Next, Qwen 3.5 and 3.6; short convolutions: LFM2) run without"
-    yield "programs and merged prefill. The prefix cache"
-    yield "keeps up to `num_kept_states` states: where prompts part, at the last full block"
-    yield "of a prompt, and at the newest full block of an output. `max_num_seqs` is 32 by default"
-    yield "for these models: the states of all requests are allocated at the start, and the log"
-    yield "says how large they are."
+    yield "ChatGLM and InternLM are not run on the simulated card. Their layers are the same as"
+    yield "in GLM and in Llama."
+    yield ""
+    yield "Three special cases:"
+    yield ""
+    yield "- `TransformersForCausalLM` runs the modules of transformers. It is compared with"
+    yield "transformers on the CPU and on the simulated card. It refuses models with"
+    yield "`num_kv_shared_layers` above 0, such as Gemma 3n and Gemma 4. These run with the"
+    yield "model classes of this package by default."
+    yield "- Phi 3 has different rotary frequencies for long contexts. For these, only whole"
+    yield "prompts are compared, because transformers changes the frequencies while a request"
+    yield "grows."
+    yield "- Models with a recurrent state run module by module and without merged prefill. They"
+    yield "have Mamba layers (Bamba, GraniteMoeHybrid, Mamba, Mamba2, Zamba2), DeltaNet layers"
+    yield "(Qwen3-Next, Qwen 3.5 and 3.6) or short convolutions (LFM2). `max_num_seqs` is 32 by"
+    yield "default, because the recurrent states of all requests are allocated at the start. The"
+    yield "prefix cache keeps up to `num_kept_states` recurrent states."
     for kind, title in ((CausalLM, "Text generation"), (PoolingModel, "Embeddings and scores")):
         yield ""
         yield f"## {title}"
@@ -325,8 +342,9 @@ def glossary() -> Iterator[str]:
     yield _NOTE
     yield "# Glossary"
     yield ""
-    yield "Messages, pages, docstrings and comments use the words of the field. `make lint` finds"
-    yield "the others with `tools/check_prose.py` ([CONTRIBUTING](../CONTRIBUTING.md))."
+    yield "Messages, pages, docstrings and comments use the usual words of the field. `make"
+    yield "lint` runs `tools/check_prose.py`, which finds the words that only this project uses"
+    yield "([CONTRIBUTING](../CONTRIBUTING.md#english))."
     yield from _table("Words", "write", "instead of", "meaning", "counts in")
     for term in Glossary.load(ROOT / GLOSSARY).terms:
         kinds = ", ".join(f"{kind}s" for kind in term["in"])
@@ -396,7 +414,8 @@ def _layers_of_package() -> Iterator[str]:
         ", ".join(f"`{_short(module)}`" for module in leaves.modules) + "."
     )
     yield ""
-    yield "Inside `entrypoints`, the highest first; modules of one line do not import each other:"
+    yield "The packages inside `entrypoints` have an order as well. A package may import only"
+    yield "packages of lower lines:"
     yield ""
     for layer in entrypoints.layers:
         yield "    " + ", ".join(m.removeprefix("vllm.entrypoints.") for m in layer.modules)

@@ -71,8 +71,9 @@ def messages_page(root: Path) -> Iterator[str]:
         folders[folder if rest else "Modules outside of folders"].append(message)
     yield "# Messages"
     yield ""
-    yield "Every error and log line of the package. Search for a part of a message that has no"
-    yield "values: `...` is a value. Advice is from [troubleshooting](troubleshooting.md)."
+    yield "This page lists every error and log line of the package. `...` stands for a value, so"
+    yield "search for a part of your message without values. The advice in the last column is from"
+    yield "[troubleshooting](troubleshooting.md)."
     for folder, messages in sorted(folders.items()):
         yield ""
         yield f"## {folder}"

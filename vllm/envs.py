@@ -189,12 +189,10 @@ class Envs:
     VLLM_CPU_OMP_THREADS_BIND: str = _cpu(
         "auto",
         "CPU cores on which the threads of the engine run, one thread per core, such as 0-3 or "
-        "0,2,4. For several workers, give one list that they share, or one list for each, "
-        "separated by |: 0-1|2-3. For several replicas, give one list that they divide, one for "
-        "each, or one for each worker. auto: the engine chooses the number of threads by the "
-        "usable cores, the CPU limit of the container and the model, and does not bind them; "
-        "several workers on several NUMA nodes each use their part of the cores. all or nobind: "
-        "OpenMP decides.",
+        "0,2,4. Workers share one list, and replicas divide it. For a list each, separate them "
+        "with |: 0-1|2-3. auto: the engine chooses the number of threads and does not bind them to "
+        "cores; workers on several NUMA nodes use the cores of their nodes. all or nobind: OpenMP "
+        "decides.",
     )
     OMP_NUM_THREADS: str | None = _cpu(
         None,
@@ -307,10 +305,10 @@ class Envs:
     )
     VLLM_MULTIMODAL_BUCKETS: str | None = _buckets(
         None,
-        "Sizes for which the image encoder is warmed up, separated by commas: numbers of images "
-        "or tiles if all have one size, otherwise numbers of patches. Sizes in patches are "
-        "rounded up to multiples of 16, and sizes for the largest image are added. None: chosen "
-        "by the engine, each a quarter larger than the one before.",
+        "Sizes for which the image encoder is warmed up, separated by commas. A size is a number "
+        "of images or tiles if they all have the same shape, otherwise a number of patches. "
+        "Patches are rounded up to multiples of 16, and the sizes of the largest image are added. "
+        "Default: sizes that grow by a quarter.",
     )
     VLLM_MERGED_PREFILL: bool = _buckets(
         False,
@@ -560,10 +558,10 @@ class Envs:
     )
     VLLM_HPU_SIM_STRICT: bool = _simulation(
         False,
-        "Simulated card: raise an error for a compilation, host sync or dynamic shape in a step "
-        "after the warm-up, for an index out of range, for inputs that a card would confuse with "
-        "the inputs of another graph, and for a collective in a graph without a mark_step before "
-        "it.",
+        "Raise an error if the simulated card finds one of these: a compilation, host sync or "
+        "dynamic shape in a step after the warm-up; an index out of range; inputs that a card "
+        "would confuse with the inputs of another graph; a collective in a graph without a "
+        "mark_step before it.",
     )
     VLLM_HPU_SIM_VENDOR: bool = _simulation(
         False,

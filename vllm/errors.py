@@ -75,8 +75,8 @@ class TextTooLongError(PromptTooLongError):
         RequestError.__init__(
             self,
             f"This model's maximum context length is {max_model_len} tokens. However, the prompt "
-            f"is a text of {num_bytes} bytes, which is longer than the prompt may be (at "
-            f"most {max_tokens} tokens). Please reduce the length of the prompt.",
+            f"has {num_bytes} bytes, which are more than {max_tokens} tokens, the most it may "
+            f"have. Please reduce the length of the prompt.",
             param="prompt",
             code=CONTEXT_LENGTH_EXCEEDED,
         )

@@ -301,7 +301,8 @@ class SimulatedCard:
         """
         if self.is_strict and self._step:
             raise SimulationError(
-                f"{name} after {len(self._step)} recorded operators: call mark_step before it"
+                f"{name} must not follow recorded operators in the same step, got "
+                f"{len(self._step)}: call mark_step before it"
             )
 
     @contextmanager

@@ -78,7 +78,9 @@ class CapturedGraph:
     @torch.inference_mode()
     def _compute(self, inputs: list[torch.Tensor]) -> None:
         if not self._is_recorded:
-            raise SimulationError("a graph whose operators were not recorded computes nothing")
+            raise SimulationError(
+                "a graph cannot be replayed, because its operators were not recorded"
+            )
         results = self._tape.replay(inputs)
         for output, result, is_alias in zip(self._static, results, self._is_alias, strict=True):
             if result is not None and not is_alias:
@@ -218,9 +220,14 @@ class _KnownInputs:
         form = _form_of(value)
         known = self._forms.setdefault(key, form)
         if known != form:
-            raise SimulationError(f"the graph captured for {known} would be replayed for {form}")
+            raise SimulationError(
+                f"the card would replay the graph of {known} for {form}, because the hashes of "
+                "both inputs are equal"
+            )
         if self._keys.setdefault(_hash(value, with_types=False), key) != key:
-            raise SimulationError(f"the inputs of two graphs differ only in a type: {form}")
+            raise SimulationError(
+                f"the inputs of two graphs must differ in more than a dtype, got {form}"
+            )
 
 
 def _form_of(value: Any) -> Any:

@@ -31,9 +31,15 @@ def _block_softmax(
     fp8_exp: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if attn.dim() != 5 or attn.dtype not in _MULTIPLES:
-        raise RuntimeError(f"block_softmax: attn is {attn.dtype} {list(attn.shape)}")
+        raise RuntimeError(
+            f"block_softmax: attn must have 5 dimensions and be one of "
+            f"{', '.join(map(str, _MULTIPLES))}, got {attn.dtype} {list(attn.shape)}"
+        )
     if output_scale != 1.0 or output_dtype is not None or fp8_exp:
-        raise NotImplementedError("the simulated kernel returns the type of its scores")
+        raise NotImplementedError(
+            "block_softmax: the simulated kernel does not support output_scale, output_dtype and "
+            "fp8_exp"
+        )
     scores = (attn + block_bias).float()
     highest = scores.amax(-1, keepdim=True)
     is_padding = (block_ind < 0).view(-1, 1, 1, 1, 1)
@@ -60,7 +66,10 @@ def _block_softmax_adjustment(
     is_staged: bool = False,
 ) -> Tensor:
     if attn_fused_mult is not None or output_scale != 1.0 or output_dtype is not None or is_staged:
-        raise NotImplementedError("the simulated kernel returns the factors alone, in one stage")
+        raise NotImplementedError(
+            "block_softmax_adjustment: the simulated kernel does not support attn_fused_mult, "
+            "output_scale, output_dtype and is_staged"
+        )
     if out_shape is None and block_maxes.dim() != 5:
         raise RuntimeError(
             "If no out_shape provided, block_maxes tensor must be 5-dimensional, got "

@@ -20,7 +20,10 @@ def weights_of_experts(
         counts: lengths of the lists of tensors; each must be the number of experts.
     """
     if set(counts) != {last - first + 1}:
-        raise RuntimeError(f"{counts} weights and scales of experts {first} to {last}")
+        raise RuntimeError(
+            f"each list of weights and scales must have one entry for each of the experts {first} "
+            f"to {last}, got {counts} entries"
+        )
     given = router_weights.float()
     return [
         given.masked_fill(table != expert, 0.0).sum(-1, keepdim=True)

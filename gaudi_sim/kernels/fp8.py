@@ -79,9 +79,9 @@ def _cast_to_fp8_v2(
     scale_shape: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     if stochastic_rounding:
-        raise RuntimeError("cast_to_fp8_v2: no stochastic rounding in simulation")
+        raise RuntimeError("cast_to_fp8_v2: the simulation does not support stochastic_rounding")
     if dtype is None or not is_fp8(dtype):
-        raise RuntimeError(f"cast_to_fp8_v2: dtype is {dtype}, not {_E4M3} or {_E5M2}")
+        raise RuntimeError(f"cast_to_fp8_v2: dtype must be {_E4M3} or {_E5M2}, got {dtype}")
     amax = input.abs().amax().float() if is_amax else torch.empty(0)
     scaled = input.float() if scale is None else input.float() * _shaped(scale, scale_shape)
     return saturate(scaled, dtype).to(dtype), amax
@@ -111,7 +111,9 @@ def _fp8_gemm_v2(
     B_scale_shape: list[int] | None = None,
 ) -> Tensor:
     if accumulate and D is None:
-        raise RuntimeError("fp8_gemm_v2: accumulate needs D")
+        raise RuntimeError(
+            "fp8_gemm_v2: accumulate=True needs the tensor D, to which the result is added"
+        )
     left, right = decode(A), decode(B)
     product = (left.mT if trans_A else left) @ (right.mT if trans_B else right)
     if A_scale_inv is not None:

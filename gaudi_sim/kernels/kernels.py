@@ -102,7 +102,9 @@ def _rotary_pos_embedding(
     input: Tensor, sin: Tensor, cos: Tensor, position_ids: Tensor | None, offset: int, mode: int
 ) -> Tensor:
     if offset:
-        raise NotImplementedError("the simulated kernel takes no offset into cos and sin")
+        raise NotImplementedError(
+            "rotary_pos_embedding: the simulated kernel supports only offset 0"
+        )
     if position_ids is not None:
         sin, cos = (_rows_at(table, position_ids, input) for table in (sin, cos))
     if torch.float32 in (input.dtype, sin.dtype, cos.dtype):
@@ -137,7 +139,9 @@ def _mixture_of_experts(
     experts_max: int,
 ) -> Tensor:
     if activation != "silu":
-        raise NotImplementedError("the simulated kernel has silu only")
+        raise NotImplementedError(
+            f"mixture_of_experts: the simulated kernel supports only silu, got {activation}"
+        )
     weights = weights_of_experts(
         expert_routing_table, router_weights, experts_min, experts_max, len(w12), len(w3)
     )
@@ -193,7 +197,10 @@ def _fp8_mixture_of_experts(
     per row.
     """
     if activation != "silu" or not permuted_weights:
-        raise NotImplementedError("the simulated kernel has silu and the layout of nn.Linear only")
+        raise NotImplementedError(
+            "mixture_of_experts.fp8: the simulated kernel supports only silu with "
+            f"permuted_weights=True, got {activation} with {permuted_weights}"
+        )
     x = sim_fp8.decode(hidden_states) * d_scale_hidden_states
     out = torch.zeros_like(x)
     counts = (len(w12), len(w3), len(d_scale_w12), len(d_scale_w3))
@@ -234,7 +241,7 @@ def _sdpa_recomp_fwd(
     own position; -1 means all.
     """
     if p:
-        raise NotImplementedError("the simulated kernel has no dropout")
+        raise NotImplementedError(f"attention: the simulated kernel has no dropout, got p={p}")
     group = q.shape[-3] // k.shape[-3]
     key, value = (x.float().repeat_interleave(group, -3) for x in (k, v))
     scores = q.float() @ key.transpose(-1, -2) * scale
@@ -307,7 +314,10 @@ def _fp8_sdpa_recomp_fwd(
     Scales multiply: d_* the rounded values, q_* the values before they are rounded.
     """
     if q_scale_o is not None or is_amax_s or is_amax_o:
-        raise NotImplementedError("the simulated kernel gives bfloat16, and no largest values")
+        raise NotImplementedError(
+            "attention in FP8: the simulated kernel does not support q_scale_o, is_amax_s and "
+            "is_amax_o"
+        )
 
     def round_weights(weights: Tensor) -> Tensor:
         scaled = weights if q_scale_s is None else weights * q_scale_s

@@ -33,9 +33,12 @@ SCHEMAS = {
 
 def _check(x: Tensor, *, block_size: int, permuted_weights: bool, is_fp4: bool) -> None:
     if block_size != _BLOCK or not permuted_weights or not is_fp4:
-        raise RuntimeError("experts in MXFP4 have blocks of 32 elements and weights of nn.Linear")
+        raise RuntimeError(
+            f"MXFP4 experts need block_size={_BLOCK}, permuted_weights=True and is_fp4=True, got "
+            f"{block_size}, {permuted_weights} and {is_fp4}"
+        )
     if x.dtype != torch.bfloat16:
-        raise RuntimeError(f"experts in MXFP4 take bfloat16, not {x.dtype}")
+        raise RuntimeError(f"MXFP4 experts need inputs in bfloat16, got {x.dtype}")
 
 
 def _dense(packed: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor]:
@@ -70,7 +73,9 @@ def _experts(
 ) -> Tensor:
     _check(hidden_states, block_size=block_size, permuted_weights=permuted_weights, is_fp4=is_fp4)
     if activation != "silu":
-        raise NotImplementedError("the simulated kernel has silu only")
+        raise NotImplementedError(
+            f"MXFP4 experts: the simulated kernel supports only silu, got {activation}"
+        )
     weights = weights_of_experts(
         *(expert_routing_table, router_weights, experts_min, experts_max, len(w12), len(w3))
     )

@@ -58,7 +58,8 @@ def _refuse_negative(indices: Sequence[Tensor | None]) -> None:
     for index in indices:
         if index is not None and index.dtype in (torch.int32, torch.int64) and (index < 0).any():
             raise IndexError(
-                "negative indices in a tensor are not supported: they are not counted from the end"
+                "an index tensor must not have negative indices: a card does not count them from "
+                "the end"
             )
 
 
@@ -86,7 +87,7 @@ def _is_inside(index: Tensor, size: int) -> Tensor:
     is_inside = (index >= 0) & (index < size)
     outside = index[~is_inside].tolist()
     if outside and active_card().is_strict:
-        raise IndexError(f"indices {outside} are outside of a dimension of {size}")
+        raise IndexError(f"indices must be from 0 to {size - 1} in this dimension, got {outside}")
     return is_inside
 
 

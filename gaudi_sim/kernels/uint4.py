@@ -21,12 +21,13 @@ def _convert_from_uint4(
     * W].
     """
     if input.dtype != torch.int32:
-        raise RuntimeError(f"convert_from_uint4: input is {input.dtype}, not torch.int32")
+        raise RuntimeError(f"convert_from_uint4: input must be torch.int32, got {input.dtype}")
     numbers = _nibbles(input)
     num_rows, num_columns = numbers.shape
     if scale.shape[1] != num_columns or num_rows % scale.shape[0]:
         raise RuntimeError(
-            f"convert_from_uint4: scales {list(scale.shape)} for numbers {list(numbers.shape)}"
+            f"convert_from_uint4: scales {list(scale.shape)} do not fit the dequantized shape "
+            f"{list(numbers.shape)}"
         )
     grouped = numbers.view(scale.shape[0], -1, num_columns)
     if zero_point is not None:

@@ -27,7 +27,7 @@ def env_setting(name: str, value: bool) -> Iterator[None]:
         ValueError: the flag has no effect in the simulation.
     """
     if name != _COMPILE_ONLY:
-        raise ValueError(f"the simulated card knows {_COMPILE_ONLY} only, not {name}")
+        raise ValueError(f"the simulated card supports only the flag {_COMPILE_ONLY}, got {name}")
     before = get_pt_compile_only_mode()
     set_pt_compile_only_mode(value)
     try:

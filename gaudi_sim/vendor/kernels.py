@@ -62,7 +62,9 @@ class FusedSDPA:
         if valid_seq_len is not None and not is_causal:
             raise RuntimeError("FusedSDPA: valid_seq_len needs is_causal")
         if dropout_p or return_dropout_mask or return_attn_probs:
-            raise RuntimeError("FusedSDPA: no dropout and no probabilities in simulation")
+            raise RuntimeError(
+                "FusedSDPA: the simulation supports neither dropout nor return_attn_probs"
+            )
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         out: Tensor = torch.ops.hpu.sdpa_recomp_fwd(
             q, k, v, attn_mask, 0.0, scale, is_causal, False, softmax_mode,

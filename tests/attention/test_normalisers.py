@@ -155,5 +155,5 @@ def test_a_row_far_below_becomes_zero_unless_its_own_maximum_is_taken(setting, i
 
 
 def test_unknown_name_is_refused():
-    with pytest.raises(ConfigError, match="'rowmax' is unknown; there are: amax, head_amax, wsum"):
+    with pytest.raises(ConfigError, match="'rowmax' is unknown; accepted: amax, head_amax, wsum"):
         parse_normaliser("wsum,rowmax")

@@ -61,9 +61,15 @@ GOOD = {"version": 1, "card": "gaudi2", "rates": {"launch_s": 1e-4}}
         (json.dumps(GOOD | {"card": "gaudi3"}), "has the rates of a gaudi3, but the plan is for"),
         (json.dumps(GOOD | {"rates": {}}), "has no rates"),
         (json.dumps(GOOD | {"rates": {"speed": 1}}), "'speed' is not a rate; accepted: matmul"),
-        (json.dumps(GOOD | {"rates": {"launch_s": 0}}), "launch_s is 0, and must be a number"),
-        (json.dumps(GOOD | {"rates": {"launch_s": "1"}}), "launch_s is 1, and must be a number"),
-        (json.dumps(GOOD | {"rates": {"launch_s": float("nan")}}), "launch_s is nan"),
+        (json.dumps(GOOD | {"rates": {"launch_s": 0}}), "launch_s must be a number above 0, got 0"),
+        (
+            json.dumps(GOOD | {"rates": {"launch_s": "1"}}),
+            "launch_s must be a number above 0, got 1",
+        ),
+        (
+            json.dumps(GOOD | {"rates": {"launch_s": float("nan")}}),
+            "launch_s must be a number above 0, got nan",
+        ),
         (json.dumps(GOOD | {"rates": {"launch_s": True}}), "launch_s is True"),
     ],
 )

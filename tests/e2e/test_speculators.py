@@ -226,7 +226,7 @@ WRONG = [
     ("eagle", {"num_hidden_layers": 2}, {"method": "eagle"}, "must be 1 for EAGLE, got 2"),
     ("eagle3", {"draft_vocab_size": 99}, {}, "99, more than the vocabulary of 16 tokens"),
     ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 5]}}, {},
-     r"layers \[0, 3, 5\] .* layer indices from 0 to 4"),
+     r"indices from 0 to 4, .* got \[0, 3, 5\]"),
     ("medusa", {"vocab_size": 99}, {}, "vocab_size is 99"),
     ("medusa", {"medusa_num_heads": "3"}, {}, "medusa_num_heads or num_heads must be 1 or more"),
     ("medusa", {}, {"num_speculative_tokens": 4}, "must be from 1 to 3, the number of heads"),

@@ -107,7 +107,7 @@ def test_what_cannot_be_split_is_refused(model_type, ranks, values, message, tmp
             {"layers.*.self_attn.q_proj": "strange"},
             "its plan splits layers.0.self_attn.q_proj in the",
         ),
-        ({"layers.*.self_attn.o_proj": "replicated"}, "a test run of it raises"),
+        ({"layers.*.self_attn.o_proj": "replicated"}, "a test run raised"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(change, message, tmp_path, monkeypatch):

@@ -217,7 +217,10 @@ def test_on_a_simulated_card_nothing_compiles_after_the_warm_up(family, mode, tm
         ([draw_frames(7)], "has 7 frames, and at most 6 are accepted"),
         ([draw_frames(1)] * 3, "a prompt may have at most 2 videos, got 3"),
         ([5], r"\['video'\]\[0\] must be the bytes of a file, an array or tensor"),
-        ([draw_frames(2)] * 2, "must have as many placeholders <|video_pad|> as videos: it has 1"),
+        (
+            [draw_frames(2)] * 2,
+            "must have one placeholder <|video_pad|> for each of the 2 videos, got 1",
+        ),
     ],
 )
 def test_other_videos_are_refused_in_one_sentence(llm, videos, message):

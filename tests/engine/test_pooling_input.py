@@ -130,7 +130,7 @@ def test_a_text_of_a_pair_may_be_empty(texts, tokenizer):
 
 @pytest.mark.parametrize("texts", [("\ud800", "w7"), ("w7", "\ud800")])
 def test_both_texts_of_a_pair_have_to_be_text(texts, tokenizer):
-    with pytest.raises(RequestError, match="a text to score is"):
+    with pytest.raises(RequestError, match="a string to score is"):
         make(tokenizer).pooling.tokenize_pair(*texts)
 
 

@@ -374,7 +374,7 @@ def test_a_layer_that_no_card_has_a_form_for_is_named_in_the_log(make_card):
     with captured_log() as messages:
         log_dequantized(model)
     assert messages == [
-        "1 quantized layers are dequantized in memory, as this device has no kernel for their "
+        "1 quantized layers are dequantized in memory, because this device has no kernel for their "
         "format: layer. They take as much memory as unquantized layers; docs/quantization.md lists "
         "the formats that stay small"
     ]

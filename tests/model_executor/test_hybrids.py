@@ -60,8 +60,16 @@ def test_layers_of_jamba_attend_by_their_period():
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("falcon_h1", {"mlp_multipliers": [1.0]}, "mlp_multipliers .* must be 2 numbers, got"),
-        ("falcon_h1", {"ssm_multipliers": [0.5] * 4}, "ssm_multipliers .* must be 5 numbers, got"),
+        (
+            "falcon_h1",
+            {"mlp_multipliers": [1.0]},
+            "mlp_multipliers .* must be a list of 2 numbers, got",
+        ),
+        (
+            "falcon_h1",
+            {"ssm_multipliers": [0.5] * 4},
+            "ssm_multipliers .* must be a list of 5 numbers, got",
+        ),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' .* supported: relu2"),
         ("jamba", {"attn_layer_period": 0}, "'attn_layer_period' must be an integer from 1"),
         ("lfm2", {"conv_L_cache": 0}, "conv_L_cache in config.json must be a positive number"),

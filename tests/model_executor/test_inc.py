@@ -472,9 +472,9 @@ def test_products_of_attention_follow_from_the_caches():
     [
         ("a.pkl", "x", "pickle files are not read"),
         ("a.txt", " \n", "the file contains no text"),
-        ("a.jsonl", '{"text": 3}\n', "line 1 must be a text, or an object with one of text, "),
+        ("a.jsonl", '{"text": 3}\n', "line 1 must be a string, or an object with one of text, "),
         ("a.jsonl", '"fine"\n{\n', "line 2 is not valid JSON"),
-        ("a.json", '{"text": "x"}', "it must be a list of texts"),
+        ("a.json", '{"text": "x"}', "it must be a list of strings"),
     ],
 )
 def test_a_wrong_dataset_is_one_line(name, content, message, tmp_path):

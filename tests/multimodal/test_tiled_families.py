@@ -550,7 +550,9 @@ def test_an_image_of_which_transformers_makes_too_few_tiles_is_refused(monkeypat
     family = llava_next()[0]
     tiles = np.zeros((2, 3, SIDE, SIDE), np.uint8)
     monkeypatch.setattr(family, "processor", lambda pixels: {"pixel_values": [tiles]})
-    with pytest.raises(RequestError, match=r"3 x 200 pixels .* makes 2 tiles of it, not 4"):
+    with pytest.raises(
+        RequestError, match=r"3 x 200 pixels .* needs 4 tiles, but .* transformers makes 2"
+    ):
         family.process(make_pixels(200, 3))
 
 

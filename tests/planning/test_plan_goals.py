@@ -81,9 +81,9 @@ def test_pipeline_stages_have_no_throughput(flags, capsys):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--goal-ttft", "0"], "--goal-ttft is 0, and must be a number above 0, in ms"),
-        (["--goal-tpot", "-3"], "--goal-tpot is -3, and must be a number above 0, in ms"),
-        (["--goal-tokens-per-s", "nan"], "--goal-tokens-per-s is nan, and must be a number"),
+        (["--goal-ttft", "0"], "--goal-ttft must be a number above 0, in ms, got 0"),
+        (["--goal-tpot", "-3"], "--goal-tpot must be a number above 0, in ms, got -3"),
+        (["--goal-tokens-per-s", "nan"], "--goal-tokens-per-s must be a number above 0"),
         (["--goal-ttft", "5", "--input-len", "0"], "--input-len must be at least 1, got 0"),
         (["--goal-ttft", "5", "--output-len", "2000"], "1024 + 2000 tokens are longer than"),
         (

@@ -281,7 +281,7 @@ def test_operators_without_kernels_are_those_of_torch():
 def test_names_of_parts_and_releases_are_read():
     assert parse_release("1.24") == (1, 24)
     assert parse_names(" FusedSDPA , metrics,") == ["FusedSDPA", "metrics"]
-    with pytest.raises(ConfigError, match="VLLM_HPU_SIM_ABSENT: 'SDPA' is unknown; there are: Fus"):
+    with pytest.raises(ConfigError, match="VLLM_HPU_SIM_ABSENT: 'SDPA' is unknown; accepted: Fus"):
         parse_names("SDPA")
 
 

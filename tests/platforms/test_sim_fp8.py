@@ -89,7 +89,7 @@ def test_a_product_with_plain_numbers_is_added_to_what_is_there(largest):
     expected = a.float().cpu() @ b.float().cpu() * 0.5 * 2.0 + d
     args = (a, False, b, False, d.to("hpu"), torch.float32, 0.5, 2.0, None, True)
     torch.testing.assert_close(torch.ops.hpu.fp8_gemm_v2(*args).cpu(), expected)
-    with pytest.raises(RuntimeError, match="accumulate needs D"):
+    with pytest.raises(RuntimeError, match="accumulate=True needs the tensor D"):
         torch.ops.hpu.fp8_gemm_v2(*args[:4], None, *args[5:])
 
 

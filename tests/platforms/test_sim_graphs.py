@@ -191,10 +191,14 @@ def test_strict_lets_a_known_graph_run_and_refuses_a_new_one(strict):
 @pytest.mark.parametrize(
     ("first", "second", "reason"),
     [
-        (1, True, r"\('int', 1\).* would be replayed for .*\('bool', True\)"),
-        (2, 2.0, "would be replayed"),
-        (-1, -2, "would be replayed"),
-        (lambda: filled(1).bfloat16(), lambda: filled(1).half(), "differ only in a type"),
+        (1, True, r"would replay the graph of .*\('int', 1\).* for .*\('bool', True\)"),
+        (2, 2.0, "would replay"),
+        (-1, -2, "would replay"),
+        (
+            lambda: filled(1).bfloat16(),
+            lambda: filled(1).half(),
+            "must differ in more than a dtype",
+        ),
     ],
 )
 def test_strict_refuses_inputs_that_a_card_confuses(strict, first, second, reason):

@@ -84,15 +84,16 @@ def compatibility() -> Iterator[str]:
     rows = read_table()
     yield "# Compatibility"
     yield ""
-    yield "What five documents about vLLM on Gaudi say, statement by statement, and what proves it"
-    yield "here. No proof has run on a real card; what needs one runs on the simulated."
+    yield "This page lists the statements of five documents about vLLM on Gaudi. For each one it"
+    yield "says whether it is true for this engine, and which test proves that. Tests that need a"
+    yield "card ran on a simulated card, never on a real one."
     yield ""
     yield "The documents:"
     yield ""
     yield from (f"- {letter}: {name}" for letter, name in DOCUMENTS.items())
     yield ""
     same = sum(not row.because for row in rows)
-    counts = [f"{same} hold as they are"]
+    counts = [f"{same} are true for this engine"]
     for kind in KINDS:
         number = sum(row.because.startswith(kind) for row in rows)
         counts.append(f'{number} are marked "{kind.removesuffix(": ")}"')

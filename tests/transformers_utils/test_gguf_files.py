@@ -267,7 +267,7 @@ def test_words_are_split_as_the_metadata_says(tmp_path, pre, text, words):
             r"ggml\.scores' must be a list of float with a value for each of the \d+ tokens",
         ),
         ({"tokenizer__ggml__token_type": [1, 2]}, "a value for each of the 4096 tokens"),
-        ({"tokenizer__ggml__merges": ["a b c"]}, "must be a list of texts, each with two tokens"),
+        ({"tokenizer__ggml__merges": ["a b c"]}, "must be a list of strings, each of two tokens"),
     ],
 )
 def test_a_tokenizer_that_is_not_supported_is_named_when_it_is_needed(tmp_path, changes, message):

@@ -44,7 +44,7 @@ class LoRAConfig:
         if self.num_in_host_memory < self.num_slots:
             raise ConfigError(
                 f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras "
-                f"({self.max_loras})"
+                f"({self.max_loras}). Raise the first or lower the second"
             )
 
     @property

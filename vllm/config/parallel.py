@@ -113,8 +113,9 @@ class ParallelConfig:
         most = size - self.num_local_replicas
         if not 0 <= self.data_parallel_start_rank <= most:
             raise ConfigError(
-                f"data_parallel_start_rank must be from 0 to {most}, as {self.num_local_replicas} "
-                f"of {size} replicas are on this machine, got {self.data_parallel_start_rank}. "
+                f"data_parallel_start_rank must be from 0 to {most}, because "
+                f"{self.num_local_replicas} of {size} replicas are on this machine, got "
+                f"{self.data_parallel_start_rank}. "
                 "Set data_parallel_size_local to the number of replicas on it"
             )
         if not 1 <= self.data_parallel_rpc_port <= 65535:

@@ -34,11 +34,11 @@ class SchedulerConfig:
     off."""
 
     max_step_ms: int | None = field(default=None, metadata={"auto": True})
-    """Time limit of a step, in milliseconds. A step that computes prompt tokens while other
-    requests generate is planned, by the measured times of earlier steps, to take at most this long,
-    so that no request waits much longer for its next token. 0: no limit. Default: 300 for a server
-    on cpu. 0 on hpu, where the buckets decide the length of a step; for LLM, `vllm run-batch` and
-    pooling; without chunked prefill; and with distributed_executor_backend=external_launcher."""
+    """Time limit of a step, in milliseconds. While requests generate, a step computes only as many
+    prompt tokens as fit into this time, so that requests do not wait long for their next tokens.
+    The time is predicted from earlier steps. 0: no limit. Default: 300 for a server on cpu, unless
+    it pools or chunked prefill is off; otherwise 0. On hpu the buckets decide the length of a
+    step."""
 
     enable_chunked_prefill: bool = True
     """Split a prompt over several steps if it has more tokens than fit into one step
@@ -107,12 +107,13 @@ class SchedulerConfig:
         if self.max_long_partial_prefills > self.max_num_partial_prefills:
             raise ConfigError(
                 f"max_long_partial_prefills ({self.max_long_partial_prefills}) must not exceed "
-                f"max_num_partial_prefills ({self.max_num_partial_prefills})"
+                f"max_num_partial_prefills ({self.max_num_partial_prefills}). Lower the first or "
+                f"raise the second"
             )
         if self.long_prefill_token_threshold > self.max_model_len:
             raise ConfigError(
                 f"long_prefill_token_threshold ({self.long_prefill_token_threshold}) must not "
-                f"exceed max_model_len ({self.max_model_len})"
+                f"exceed max_model_len ({self.max_model_len}). Lower it"
             )
 
     @property

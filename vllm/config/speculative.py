@@ -109,7 +109,7 @@ class DraftOptions:
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"prompt_lookup_min ({self.prompt_lookup_min}) must not exceed prompt_lookup_max "
-                f"({self.prompt_lookup_max})"
+                f"({self.prompt_lookup_max}). Lower the first or raise the second"
             )
 
     def _check_model(self) -> None:

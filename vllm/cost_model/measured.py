@@ -160,5 +160,5 @@ def read_measured(path: Path, card: str) -> Measured:
             raise ConfigError(f"{path}: {name!r} is not a rate; accepted: {', '.join(RATES)}")
         is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
         if not (is_number and math.isfinite(rate) and rate > 0):
-            raise ConfigError(f"{path}: {name} is {rate}, and must be a number above 0")
+            raise ConfigError(f"{path}: {name} must be a number above 0, got {rate}")
     return Measured(card, data.get("is_simulated") is True, rates)

@@ -79,8 +79,8 @@ class KVEventPublisher:
         except queue.Full:
             if self._num_dropped % _DROPS_PER_WARNING == 0:
                 logger.warning(
-                    "%d batches of KV cache events were dropped, as %d are waiting to be published "
-                    "(max_queue_size of kv_events_config)",
+                    "%d batches of KV cache events were dropped, because %d batches wait to be "
+                    "published already (max_queue_size of kv_events_config)",
                     self._num_dropped + 1,
                     self._queue.maxsize,
                 )

@@ -242,7 +242,7 @@ class KVTransfer:
         )
         self._num_hits += num_loaded * size
         if num_loaded:
-            logger.debug("loaded %d KV blocks of %s", num_loaded, request.request_id)
+            logger.debug("loaded %d KV blocks for the request %s", num_loaded, request.request_id)
 
     def _write(self, block_ids: list[int], blocks: list[BlockData]) -> bool:
         self.save_freed()
@@ -260,8 +260,8 @@ def _log_size(config: KVTransferConfig, block_bytes: int) -> None:
     """Log which blocks are kept and how much memory they take."""
     num_blocks = int(config.kv_buffer_size / block_bytes)
     logger.info(
-        "KV blocks are also kept outside of the KV cache: %s, %s, %.2f GB of host memory for at "
-        "most %d blocks",
+        "KV blocks are also kept outside of the KV cache: connector %s, role %s, %.2f GB of host "
+        "memory for at most %d blocks",
         config.kv_connector,
         config.kv_role,
         config.kv_buffer_size / 1e9,

@@ -325,8 +325,8 @@ class LLMEngine:
         """
         if self.metrics is None:
             raise RequestError(
-                "get_metrics: this engine collects no metrics, as disable_log_stats is True (the "
-                "default of LLM). Create the engine with disable_log_stats=False"
+                "get_metrics: this engine collects no metrics, because disable_log_stats is True "
+                "(the default of LLM). Create the engine with disable_log_stats=False"
             )
         return read_metrics(self.metrics)
 

@@ -49,7 +49,7 @@ _IMAGE_SIZES = (
     "every image has a padded size that is warmed up, chosen by the model or by "
     "VLLM_MULTIMODAL_BUCKETS"
 )
-_IMAGE_CACHE = "--mm-processor-cache-gb is the memory for processed images"
+_IMAGE_CACHE = "set --mm-processor-cache-gb instead"
 _VIDEO = "videos are always decoded by PyAV (FFmpeg)"
 _IMAGE_WARM_UP = "the warm-up always runs every padded size of the image encoder"
 _IMAGE_SOFTMAX = "image encoders always use fused attention with the exact softmax"
@@ -80,7 +80,7 @@ _WINDOW_OF_KERNEL = (
 )
 _DEFRAGMENTED = (
     "the blocks of running requests are compacted if decodes read slices of the KV cache; "
-    "VLLM_CONTIGUOUS_PA=0 turns both off"
+    "set VLLM_CONTIGUOUS_PA=0 to turn this off"
 )
 _RUNS_AHEAD = (
     "steps are scheduled ahead if that saves time, see --async-scheduling; outputs are the same"
@@ -125,7 +125,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     ),
     *_ignored(_WINDOW_OF_KERNEL, "VLLM_FUSEDSDPA_SLIDE_THLD VLLM_FUSEDSDPA_SLIDE_RIGHT"),
     *_ignored(
-        "all slices of fused attention belong to the graph of their forward pass",
+        "the graph of a forward pass always contains all slices of fused attention",
         "VLLM_HPU_FSDPA_SLICE_WITH_GRAPH_BREAKS",
         same_as=False,
     ),

@@ -89,7 +89,9 @@ def exchange(rank_text: str, world_size_text: str, store: str) -> None:
             f"{gathered[::64].tolist()}"
         )
     if not torch.equal(summed, ranks.sum().expand(64)):
-        raise RuntimeError(f"the sum over {world_size} cards is wrong: {summed[0].item()}")
+        raise RuntimeError(
+            f"the sum over {world_size} cards must be {ranks.sum().item()}, got {summed[0].item()}"
+        )
 
 
 def send_on(link: Link, mine: torch.Tensor, rank: int, world_size: int) -> None:

@@ -114,8 +114,8 @@ class GivenEmbeddings:
         shape, width = tensor.shape, self._width
         if len(shape) not in (2, 3) or shape[-1] != width or 0 in shape:
             raise RequestError(
-                f"{IMAGE_EMBEDS}: the tensor has shape {list(shape)}, and must have "
-                f"[embeddings, {width}] or [images, embeddings, {width}]"
+                f"{IMAGE_EMBEDS}: the tensor must have the shape [embeddings, {width}] or "
+                f"[images, embeddings, {width}], got {list(shape)}"
             )
         array = np.asarray(as_array(tensor), np.float32)
         return [array] if array.ndim == 2 else list(array)

@@ -131,8 +131,10 @@ class _Writer:
         if value in _ENDS and at_end:
             return "$" if self._keep_anchors else ""
         if value in _STARTS | _ENDS:
-            raise RegexError("^ and $ are supported at the beginning and at the end only")
-        raise RegexError("word boundaries are not supported")
+            raise RegexError(
+                "^ is supported only at the beginning of a pattern, and $ only at its end"
+            )
+        raise RegexError("word boundaries (\\b and \\B) are not supported")
 
     def _group(self, value: Any, *, at_start: bool, at_end: bool) -> str:
         _, more_flags, fewer_flags, items = value

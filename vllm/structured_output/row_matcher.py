@@ -120,8 +120,8 @@ class RowMatcher:
         self._spent_s += seconds
         if self._spent_s > _BUDGET_S + _BUDGET_PER_TOKEN_S * self._num_tokens:
             raise BackendError(
-                f"following the grammar took {self._spent_s:.1f} s for {self._num_tokens} tokens: "
-                f"it is too ambiguous"
+                f"following the grammar took {self._spent_s:.1f} s for {self._num_tokens} tokens, "
+                f"because it is too ambiguous. Simplify it"
             )
 
     def _read(self) -> None:

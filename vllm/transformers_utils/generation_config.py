@@ -45,7 +45,10 @@ def load_generation_defaults(model_config: ModelConfig) -> dict[str, Any]:
     elif (Path(source).expanduser() / _FILE_NAME).is_file():
         chosen = _read_file(Path(source).expanduser())
     else:
-        raise ConfigError(f"generation_config={source!r}: that folder has no {_FILE_NAME}")
+        raise ConfigError(
+            f"generation_config={source!r}: that folder has no {_FILE_NAME}. Give auto, vllm, or a "
+            f"folder that contains one"
+        )
     sampling = _read_sampling({**chosen, **overrides})
     if sampling:
         _log_once(", ".join(f"{name}={value}" for name, value in sampling.items()))

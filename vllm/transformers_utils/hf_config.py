@@ -191,7 +191,7 @@ _TYPE_NAMES: Mapping[Any, str] = {
     bool: "true or false",
     int: "an integer",
     float: "a number",
-    str: "a text",
+    str: "a string",
     list[int]: "a list of integers",
     NoneType: "null",
 }

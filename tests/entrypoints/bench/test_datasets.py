@@ -147,7 +147,7 @@ def test_what_does_not_fit_the_model_is_left_out(tmp_path):
         ("sharegpt", "{}", "contains no prompt in the format sharegpt"),
         ("text", "\n \n", "contains no prompt in the format text"),
         ("jsonl", '{"prompt": "a"}\n{', "line 2: not JSON"),
-        ("jsonl", '{"prompt": ["a"]}', "line 1: 'prompt' must be a text or a list of token ids"),
+        ("jsonl", '{"prompt": ["a"]}', "line 1: 'prompt' must be a string or a list of token ids"),
         ("jsonl", '{"prompt": [true]}', "line 1: 'prompt' must be"),
         ("jsonl", '{"text": "a"}', "line 1: 'prompt' must be"),
         ("jsonl", '{"prompt": "a", "output_len": 0}', "line 1: 'output_len' must be a number abo"),

@@ -104,7 +104,7 @@ MESSAGES: list[tuple[str, Any, str]] = [
     (
         "/score",
         {"text_1": "a", "text_2": ["b", None]},
-        "text_2 must be text or a list of texts; entry 1 is null",
+        "text_2 must be a string or a list of strings; entry 1 is null",
     ),
     (
         "/rerank",

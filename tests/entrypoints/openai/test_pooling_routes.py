@@ -180,9 +180,9 @@ def test_documents_come_best_first(path, post, models):
             "score",
             "/score",
             {"text_1": "w7", "text_2": []},
-            "text_2 must have at least one text, got none",
+            "text_2 must have at least one string, got none",
         ),
-        ("score", "/score", {"text_1": [], "text_2": "w7"}, "text_1 must have at least one text"),
+        ("score", "/score", {"text_1": [], "text_2": "w7"}, "text_1 must have at least one string"),
         *[
             (
                 "embed",

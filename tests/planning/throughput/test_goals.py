@@ -108,8 +108,6 @@ def test_goals_that_nothing_meets_say_what_misses():
     ],
 )
 def test_a_goal_that_is_no_number_above_zero_is_refused(name, flag, value):
-    with pytest.raises(
-        ConfigError, match=f"{flag} is .*, and must be a number above 0, in "
-    ) as error:
+    with pytest.raises(ConfigError, match=f"{flag} must be a number above 0, in ") as error:
         replace(Goals(), **{name: value})
     assert "\n" not in str(error.value)

@@ -78,6 +78,6 @@ def parse_normaliser(names: str) -> Normaliser:
     for name in stripped:
         if name not in NORMALISERS:
             known = ", ".join(NORMALISERS)
-            raise ConfigError(f"softmax normaliser {name!r} is unknown; there are: {known}")
+            raise ConfigError(f"VLLM_PA_SOFTMAX_IMPL: {name!r} is unknown; accepted: {known}")
     steps = [NORMALISERS[name] for name in stripped]
     return steps[0] if len(steps) == 1 else in_sequence(*steps)

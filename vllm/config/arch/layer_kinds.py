@@ -130,7 +130,7 @@ def read_layer_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     if unknown:
         raise ConfigError(
             f"hybrid_override_pattern in config.json has {', '.join(map(repr, unknown))}; "
-            f"supported: {', '.join(map(repr, _PATTERN))}"
+            f"supported: {', '.join(map(repr, _PATTERN))}. Correct the file"
         )
     return tuple(_PATTERN[letter] for letter in pattern)
 
@@ -186,5 +186,5 @@ def _check_covers(layer_types: Sequence[Any], num_layers: int) -> None:
     if len(layer_types) < num_layers:
         raise ConfigError(
             f"config.json: layer_types has {len(layer_types)} entries; it must have one for each "
-            f"layer (num_hidden_layers: {num_layers})"
+            f"layer (num_hidden_layers: {num_layers}). Correct the file"
         )

@@ -112,8 +112,8 @@ class ModelArch:
         num_kv_heads = _read_num_kv_heads(config, num_heads)
         if num_heads % num_kv_heads:
             raise ConfigError(
-                f"num_attention_heads ({num_heads}) is not a multiple of "
-                f"num_key_value_heads ({num_kv_heads})"
+                f"config.json: num_attention_heads ({num_heads}) must be a multiple of "
+                f"num_key_value_heads ({num_kv_heads}). Correct the file"
             )
         num_layers = _read_num_layers(config)
         windows = read_windows(config, num_layers)
@@ -240,7 +240,9 @@ class ModelArch:
         """
         value = self.hf_config.get(name)
         if type(value) is not int or value < 1:
-            raise ConfigError(f"{name} in config.json must be a positive number, got {value!r}")
+            raise ConfigError(
+                f"{name} in config.json must be a positive integer, got {value!r}. Correct the file"
+            )
         return value
 
     def config_count(self, name: str) -> int:
@@ -279,7 +281,9 @@ class ModelArch:
         if value is None:
             return default
         if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
-            raise ConfigError(f"{name} in config.json must be a number, got {value!r}")
+            raise ConfigError(
+                f"{name} in config.json must be a number, got {value!r}. Correct the file"
+            )
         return float(value)
 
     def for_length(self, max_model_len: int) -> "ModelArch":
@@ -418,8 +422,8 @@ def _read_intermediate_size(config: Mapping[str, Any]) -> Any:
 def _divide(hidden_size: int, num_heads: int) -> int:
     if hidden_size % num_heads:
         raise ConfigError(
-            f"hidden_size ({hidden_size}) must be a multiple of num_attention_heads "
-            f"({num_heads}), or config.json must have head_dim"
+            f"config.json: hidden_size ({hidden_size}) must be a multiple of num_attention_heads "
+            f"({num_heads}), or the file must have head_dim. Correct the file"
         )
     return hidden_size // num_heads
 
@@ -547,7 +551,8 @@ def _read_sections(given: Any, rotary_dim: int) -> tuple[int, ...]:
     if not is_list or sum(given) != rotary_dim // 2:
         raise ConfigError(
             "mrope_section in config.json must be a list of positive numbers whose sum is "
-            f"{rotary_dim // 2}, half of the rotated elements of a head; got {given!r}"
+            f"{rotary_dim // 2}, half of the rotated elements of a head; got {given!r}. Correct "
+            f"the file"
         )
     return tuple(given)
 

@@ -161,11 +161,11 @@ def check_kinds(config: Mapping[str, Any]) -> None:
         ConfigError: names the key, its value, and the accepted values.
     """
     given = {key: value for key, value in config.items() if value is not None}
-    for keys, kind, accepted in ((_OBJECTS, Mapping, "an object"), (_TEXTS, str, "a text")):
+    for keys, kind, accepted in ((_OBJECTS, Mapping, "an object"), (_TEXTS, str, "a string")):
         for key in keys:
             if key in given and not isinstance(given[key], kind):
                 raise _wrong(key, given[key], accepted)
-    _check_lists(given, _LISTS_OF_TEXTS, str, "a list of texts")
+    _check_lists(given, _LISTS_OF_TEXTS, str, "a list of strings")
     _check_lists(given, _LISTS_OF_LAYERS, int, "a list of layers")
     for key, value in given.items():
         if isinstance(value, float) and math.isnan(value):
@@ -190,7 +190,7 @@ def _check_rope(path: str, rope: Mapping[str, Any]) -> None:
     _check_parts(path, rope)
     for key in ("rope_type", "type"):
         if not isinstance(rope.get(key, ""), str | None):
-            raise _wrong(path + key, rope[key], "a text")
+            raise _wrong(path + key, rope[key], "a string")
     original = rope.get("original_max_position_embeddings")
     if original is not None and not _is_whole(original, 2, MAX_POSITIONS):
         raise _wrong(f"{path}original_max_position_embeddings", original, "a number of tokens")

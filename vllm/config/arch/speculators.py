@@ -98,9 +98,9 @@ def _read_eagle3(file: SpeculatorFile) -> SpeculatorArch:
     if len(layers) != 3 or not all(type(x) is int and 0 < x < num_layers for x in layers):
         given = [x - 1 if type(x) is int else x for x in layers]
         raise ConfigError(
-            f"{file.path}: it reads the outputs of the layers {given} of the model; accepted: 3 "
-            f"layer indices from 0 to {num_layers - 2}, as the model '{file.target_name}' has "
-            f"{num_layers} layers"
+            f"{file.path}: it must read the outputs of 3 layers with indices from 0 to "
+            f"{num_layers - 2}, because the model '{file.target_name}' has {num_layers} layers; "
+            f"got {given}"
         )
     return found
 

@@ -197,8 +197,9 @@ class PoolingInput:
             return
         if not pooler.is_matryoshka:
             raise RequestError(
-                f"dimensions={dimensions}: the embeddings of this model cannot be shortened, as "
-                f"its config.json has neither is_matryoshka nor matryoshka_dimensions. Leave "
+                f"dimensions={dimensions}: the embeddings of this model cannot be shortened, "
+                f"because its config.json has neither is_matryoshka nor matryoshka_dimensions. "
+                f"Leave "
                 f"dimensions out",
                 param="dimensions",
             )
@@ -235,7 +236,7 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"a text to score is not valid text: {error.reason} at character {error.start}"
+            f"a string to score is not valid Unicode: {error.reason} at character {error.start}"
         ) from error
 
 

@@ -152,8 +152,8 @@ def _lora(settings: Mapping[str, Any], model: ModelConfig) -> LoRAConfig:
     lora = _section(LoRAConfig, settings)
     if lora.enable_lora and model.pooler is not None:
         raise ConfigError(
-            f"enable_lora=True needs a model that generates; '{model.model}' runs with pooling. "
-            "Leave it out"
+            f"enable_lora=True needs a model that generates text, but '{model.model}' is a pooling "
+            "model. Leave enable_lora out"
         )
     return lora
 
@@ -303,8 +303,8 @@ def check_settings(settings: Mapping[str, Any], platform: Platform | None = None
 def _check_prompt_embeds(model: ModelConfig) -> None:
     if model.enable_prompt_embeds and model.pooler is not None:
         raise ConfigError(
-            f"enable_prompt_embeds=True needs a model that generates; '{model.model}' runs with "
-            "pooling. Leave it out"
+            f"enable_prompt_embeds=True needs a model that generates text, but '{model.model}' is "
+            "a pooling model. Leave enable_prompt_embeds out"
         )
 
 

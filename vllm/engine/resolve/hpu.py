@@ -177,8 +177,8 @@ def _prompt_attention(settings: envs.Envs) -> PromptAttention:
         return "fused" if settings.VLLM_PROMPT_USE_FUSEDSDPA else "naive"
     if settings.VLLM_PROMPT_USE_FUSEDSDPA:
         raise ConfigError(
-            "VLLM_PROMPT_USE_FLEX_ATTENTION=1 needs VLLM_PROMPT_USE_FUSEDSDPA=0, as prompts can "
-            "use only one of them"
+            "VLLM_PROMPT_USE_FLEX_ATTENTION=1 needs VLLM_PROMPT_USE_FUSEDSDPA=0, because prompts "
+            "can use only one of them"
         )
     return "flex"
 

@@ -27,8 +27,9 @@ def resolve_parallel(
     arch = model.resolved_arch
     if arch.is_one_stage:
         raise ConfigError(
-            f"pipeline_parallel_size={size}: {arch.architecture} needs 1, as its last layers read "
-            "earlier layers, embeddings or an encoder. Use tensor_parallel_size"
+            f"pipeline_parallel_size must be 1 for {arch.architecture}, got {size}: its last "
+            "layers need results of earlier layers, embeddings or an encoder, which stages do not "
+            "send to each other. Use tensor_parallel_size instead"
         )
     num_layers = arch.num_layers
     partition = _asked_partition(size, num_layers) or even_partition(num_layers, size)

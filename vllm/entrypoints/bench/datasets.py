@@ -221,7 +221,7 @@ def _read_jsonl(path: str, text: str) -> Iterator[_Item]:
         is_ids = isinstance(prompt, list) and all(type(token_id) is int for token_id in prompt)
         if not prompt or not (isinstance(prompt, str) or is_ids):
             raise ConfigError(
-                f"dataset {path!r}, line {number}: 'prompt' must be a text or a list of token ids"
+                f"dataset {path!r}, line {number}: 'prompt' must be a string or a list of token ids"
             )
         if output is not None and (type(output) is not int or output < 1):
             raise ConfigError(

@@ -48,7 +48,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Add the flags that both benchmarks have, and the flags of the engine."""
     group = parser.add_argument_group("requests")
     group.add_argument("--n", type=int, default=1, metavar="N", help="outputs per prompt")
-    add_number(group, "--temperature", "(default: 0, greedy)", 0.0)
+    add_number(group, "--temperature", "sampling temperature (default: 0, greedy)", 0.0)
     add_switch(group, "--disable-detokenize", "do not detokenise the outputs")
     add_text(parser, "--output-json", "write the result as JSON; - is stdout", metavar="FILE")
     EngineArgs.add_cli_args(parser)

@@ -74,7 +74,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="further HTTP header; may be repeated",
+        help="additional HTTP header; may be repeated",
     )
     add_switch(group, "--insecure", "do not verify the TLS certificate")
     add_number(
@@ -104,27 +104,35 @@ def _add_request_flags(parser: argparse.ArgumentParser) -> None:
     add_number(group, "--seed", "seed of random prompts and of the times when they are sent", 0)
     add_text(group, "--tokenizer", "tokenizer that makes the random prompts (default: the model's)")
     group.add_argument(
-        "--tokenizer-mode", choices=("auto", "slow"), default="auto", help="(default: auto)"
+        "--tokenizer-mode",
+        choices=("auto", "slow"),
+        default="auto",
+        help="how the tokenizer is loaded (default: auto)",
     )
-    add_switch(group, "--trust-remote-code", "run code that comes with the tokenizer")
+    add_switch(group, "--trust-remote-code", "run Python code that comes with the tokenizer")
     add_number(
         group,
         "--random-vocab-size",
-        "make random prompts of the token ids 0 to N - 1, without a tokenizer; not with "
-        "openai-chat",
+        "make random prompts from the token ids 0 to N - 1, without a tokenizer (not with "
+        "--backend openai-chat)",
     )
     add_switch(
         group, "--ignore-eos", "ignore the end token, so that outputs have the requested length"
     )
-    add_number(group, "--temperature", "(default: 0, greedy)", 0.0)
-    add_number(group, "--top-p", "nucleus sampling", kind=float)
+    add_number(group, "--temperature", "sampling temperature (default: 0, greedy)", 0.0)
+    add_number(
+        group,
+        "--top-p",
+        "sample from the most likely tokens whose probabilities add up to this; 1: all",
+        kind=float,
+    )
     add_number(group, "--top-k", "sample from this many of the most likely tokens; 0: all")
     add_number(group, "--logprobs", "log-probabilities per token")
     group.add_argument(
         "--extra-body",
         default="{}",
         metavar="JSON",
-        help="further fields of every request body, as JSON",
+        help="additional fields in the body of every request, as a JSON object",
     )
 
 

@@ -26,7 +26,8 @@ def read_texts(path: str) -> list[str]:
     """
     if path.endswith((".pkl", ".pickle")):
         raise ConfigError(
-            f"--dataset {path}: pickle files are not read, as they can run code. Write the texts "
+            f"--dataset {path}: pickle files are not read, because they can run code. Write the "
+            f"texts "
             'to a .jsonl file with lines such as {"text": "..."}'
         )
     try:
@@ -50,7 +51,7 @@ def _texts(path: str, content: str) -> list[str]:
     elif path.endswith(".json"):
         parsed = _parsed(path, content)
         if not isinstance(parsed, list):
-            raise ConfigError(f"--dataset {path}: it must be a list of texts")
+            raise ConfigError(f"--dataset {path}: it must be a list of strings")
         entries = [(f"entry {n}", entry) for n, entry in enumerate(parsed, start=1)]
     else:
         return [content]
@@ -69,7 +70,7 @@ def _text_of(place: str, entry: Any) -> str:
         entry = next((entry[key] for key in _KEYS if key in entry), None)
     if not isinstance(entry, str):
         raise ConfigError(
-            f"--dataset {place} must be a text, or an object with one of {', '.join(_KEYS)}"
+            f"--dataset {place} must be a string, or an object with one of {', '.join(_KEYS)}"
         )
     return entry
 
@@ -98,10 +99,7 @@ def split_samples(
             if len(sample) >= _MIN_TOKENS:
                 samples.append(sample)
     if not samples:
-        raise ConfigError(
-            "--dataset: all of its texts have fewer than two tokens; at least one longer text is "
-            "needed"
-        )
+        raise ConfigError("--dataset must have at least one text of two or more tokens")
     random.Random(_SEED).shuffle(samples)
     num_held_out = max(1, round(_SHARE_HELD_OUT * min(num_samples, len(samples))))
     if len(samples) == 1:

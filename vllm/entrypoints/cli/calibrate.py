@@ -42,8 +42,8 @@ def add_parser(
     parser = subparsers.add_parser(
         "calibrate",
         description=(
-            "Measure a model on texts, and write the scales with which it runs in FP8. A run that "
-            "was stopped continues where it stopped."
+            "Measure a model on texts, and write the scales that it needs to run in FP8. If a run "
+            "was stopped, the next one continues at the same step."
         ),
         usage="vllm calibrate --model MODEL --dataset FILE --out FOLDER [flags]",
     )
@@ -52,8 +52,8 @@ def add_parser(
         "-d",
         "--dataset",
         metavar="FILE",
-        help="texts: .jsonl or .json with texts or objects that have a text, prompt or question; "
-        "else plain text",
+        help="calibration texts: a .jsonl or .json file of strings, or of objects with text, "
+        "prompt or question; any other file is read as plain text",
     )
     group.add_argument("-o", "--out", metavar="FOLDER", required=True, help="folder for the files")
     group.add_argument(
@@ -96,20 +96,21 @@ def add_parser(
         *("-r", "--unify-ranks"),
         type=int,
         metavar="N",
-        help="make the scales for N devices, fewer than were measured",
+        help="make the scales for N devices, which are fewer than were measured",
     )
     group.add_argument(
         *("-u", "--unify-experts"),
         action="store_true",
-        help="each measured device had other experts (default: on with --enable-expert-parallel)",
+        help="the measured devices had different experts, not parts of the same experts (default: "
+        "on with --enable-expert-parallel)",
     )
     group.add_argument(
         *("-w", "--expand-ranks"),
         type=int,
         metavar="N",
         help=(
-            "make the scales for N devices, more than were measured, which divide the experts "
-            "among them"
+            "make the scales for N devices, which are more than were measured; the experts are "
+            "divided among them"
         ),
     )
     group.add_argument(

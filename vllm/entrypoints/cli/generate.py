@@ -41,7 +41,12 @@ def add_parser(
     )
     add_number(sampling, "--max-tokens", "output tokens", 128)
     add_number(sampling, "--temperature", "sampling temperature; 0: greedy", kind=float)
-    add_number(sampling, "--top-p", "nucleus sampling", kind=float)
+    add_number(
+        sampling,
+        "--top-p",
+        "sample from the most likely tokens whose probabilities add up to this; 1: all",
+        kind=float,
+    )
     add_number(sampling, "--top-k", "sample from this many of the most likely tokens; 0: all")
     add_number(sampling, "--n", "outputs per prompt")
     # No --seed: the engine's flag already makes the whole run reproducible.

@@ -48,8 +48,8 @@ def add_parser(
     parser = subparsers.add_parser(
         "hpu-check",
         description="Check memory, kernels, attention, a decoder layer, sampling, graphs and "
-        "compilation of a Gaudi card, in the mode that PT_HPU_LAZY_MODE gives. Exit code: 0 no "
-        "check failed, 1 a check failed, 2 there is no card.",
+        "compilation of a Gaudi card, in the mode that PT_HPU_LAZY_MODE gives. Exit code: 0 if no "
+        "check failed, 1 if a check failed, 2 if there is no card.",
     )
     add_switch(parser, "--json", "print one JSON object")
     add_text(

@@ -234,8 +234,8 @@ def _at_rate(traffic: "Traffic | None", rate: float) -> "RequestLengths":
         )
     if not _LEAST_RATE <= rate <= _MOST_RATE:
         raise ConfigError(
-            f"--request-rate is {rate:g}, and must be a number of requests per second between "
-            f"{_LEAST_RATE:g} and {_MOST_RATE:g}"
+            f"--request-rate must be a number of requests per second between "
+            f"{_LEAST_RATE:g} and {_MOST_RATE:g}, got {rate:g}"
         )
     return traffic.at_rate(rate)
 

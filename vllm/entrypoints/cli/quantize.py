@@ -42,7 +42,8 @@ def add_parser(
     add_switch(
         parser,
         "--desc-act",
-        "gptq: round the inputs with the largest activations first; more exact",
+        "gptq: quantize the input features with the largest activations first (act-order), which "
+        "is more accurate",
     )
     for name, default, text in (
         ("--num-samples", 128, "samples to measure"),

@@ -68,7 +68,7 @@ class _SafeNamespace(Namespace):
 def _refuse_private(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise SecurityError(
-            f"a namespace must not have the attribute {name!r}, as it begins with _"
+            f"a namespace must not have the attribute {name!r}, because its name begins with _"
         )
 
 

@@ -49,7 +49,8 @@ def add_arguments(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     add_text(
         group,
         ("-o", "--output-file"),
-        "output: a file, - for standard output, or an http(s) URL, which gets a PUT",
+        "output: a file, - for standard output, or an http(s) URL to which the answers are sent "
+        "with PUT",
         metavar="FILE",
         required=True,
     )

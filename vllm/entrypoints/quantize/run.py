@@ -64,7 +64,9 @@ def quantize(args: argparse.Namespace) -> int:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {args.out} exists and is not empty; name a new folder")
     if args.method in ("awq", "gptq") and args.dataset is None:
-        raise ConfigError(f"--method {args.method} needs --dataset FILE, texts to measure with")
+        raise ConfigError(
+            f"--method {args.method} needs --dataset FILE, the texts on which the model is measured"
+        )
     folder = resolve_model_folder(args.model)
     config = read_hf_config(folder, {})
     if config.get("quantization_config"):

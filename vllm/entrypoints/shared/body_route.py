@@ -4,6 +4,7 @@ FastAPI would read and validate any body in the event loop.
 """
 
 import json
+import sys
 from collections.abc import Callable, Coroutine
 from functools import cached_property, partial
 from typing import Any
@@ -87,7 +88,9 @@ class BodyRoute(APIRoute):
         except UnicodeDecodeError as error:
             raise _not_json(error.start, f"not {error.encoding}") from None
         except ValueError:  # Python limits the number of digits
-            raise _not_json(0, "an integer has too many digits") from None
+            raise _not_json(
+                0, f"an integer must have at most {sys.get_int_max_str_digits()} digits"
+            ) from None
         except RecursionError:
             raise _not_json(0, "nested too deeply") from None
         if isinstance(body, dict):

@@ -20,14 +20,14 @@ def pair_up(
     second = [text_2] if isinstance(text_2, str) else list(text_2)
     for name, texts in (("text_1", first), ("text_2", second)):
         if not texts:
-            raise RequestError(f"{name} must have at least one text, got none", param=name)
+            raise RequestError(f"{name} must have at least one string, got none", param=name)
         if not all(isinstance(text, str) for text in texts):
-            raise RequestError(f"{name} must be a text or a list of texts", param=name)
+            raise RequestError(f"{name} must be a string or a list of strings", param=name)
     if len(first) == 1:
         first *= len(second)
     if len(first) != len(second):
         raise RequestError(
-            f"text_1 must have one text, or as many as text_2 ({len(second)}), got {len(first)}",
+            f"text_1 must have one string, or as many as text_2 ({len(second)}), got {len(first)}",
             param="text_1",
         )
     return first, second

@@ -284,7 +284,11 @@ class ServerArgs:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be 0 to 65535, got {self.port}")
         if self.enable_auto_tool_choice and not self.tool_call_parser:
-            raise ConfigError("enable_auto_tool_choice needs tool_call_parser")
+            raise ConfigError(
+                "enable_auto_tool_choice needs tool_call_parser: add "
+                "--tool-call-parser NAME (`--tool-call-parser help` lists the names), or leave "
+                "--enable-auto-tool-choice out"
+            )
         if self.enable_reasoning and not self.reasoning_parser:
             raise ConfigError(
                 "enable_reasoning needs reasoning_parser, which says how the model writes its "
@@ -292,11 +296,19 @@ class ServerArgs:
                 "names), or leave --enable-reasoning out"
             )
         if self.allow_credentials and "*" in self.allowed_origins:
-            raise ConfigError("allow_credentials needs allowed_origins to name the origins, not *")
+            raise ConfigError(
+                "allow_credentials cannot be used with allowed_origins *: name the "
+                "origins in allowed_origins"
+            )
         if self.ssl_keyfile and not self.ssl_certfile:
-            raise ConfigError("ssl_keyfile needs ssl_certfile")
+            raise ConfigError(
+                "ssl_keyfile needs ssl_certfile, the certificate of this key: give both, or neither"
+            )
         if self.ssl_ca_certs and not self.ssl_certfile:
-            raise ConfigError("ssl_ca_certs needs ssl_certfile")
+            raise ConfigError(
+                "ssl_ca_certs needs ssl_certfile, because only a server with TLS "
+                "checks clients: add --ssl-certfile, or leave --ssl-ca-certs out"
+            )
         if self.ssl_cert_reqs not in (0, 1, 2):
             raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}")
         if self.shutdown_timeout < 0:

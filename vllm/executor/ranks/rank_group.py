@@ -235,7 +235,7 @@ class RankGroup:
             if stopped := [each.name for each in late if each.is_stopped]:
                 raise RankError(
                     f"{', '.join(stopped)} is stopped (SIGSTOP), and did not answer {method} "
-                    f"within {look_s} s"
+                    f"within {look_s} s. Continue it with `kill -CONT PID`, or restart the engine"
                 )
             warn_of_wait(logger, method, ranks, look_s)
 

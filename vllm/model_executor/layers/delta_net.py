@@ -80,7 +80,7 @@ class DeltaNetSizes:
         if self.num_value_heads % self.num_key_heads:
             raise ConfigError(
                 f"config.json: linear_num_value_heads ({self.num_value_heads}) must be a multiple "
-                f"of linear_num_key_heads ({self.num_key_heads})"
+                f"of linear_num_key_heads ({self.num_key_heads}). Correct the file"
             )
 
     @property

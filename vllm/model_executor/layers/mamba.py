@@ -182,7 +182,7 @@ class Mamba2Sizes:
         if self.num_heads % self.num_groups:
             raise ConfigError(
                 f"config.json: the number of Mamba heads ({self.num_heads}) must be a multiple of "
-                f"the number of their groups ({self.num_groups})"
+                f"the number of their groups ({self.num_groups}). Correct the file"
             )
 
     @property

@@ -132,7 +132,10 @@ def rotary_frequencies(rope: RopeConfig, max_positions: int) -> tuple[Tensor, fl
 def _parameter(rope: RopeConfig, name: str) -> float:
     value = rope.scaling.get(name)
     if value is None:
-        raise ConfigError(f"rope type {rope.rope_type!r} needs the parameter {name!r}")
+        raise ConfigError(
+            f"config.json: rope type {rope.rope_type!r} needs the parameter "
+            f"{name!r}. Add it to rope_parameters (or rope_scaling)"
+        )
     return float(value)
 
 
@@ -231,7 +234,7 @@ def _longrope(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
     if given is None or len(given) != rope.rotary_dim // 2:
         raise ConfigError(
             f"rope type 'longrope' needs {name} with {rope.rotary_dim // 2} numbers, one for each "
-            f"pair of rotated elements, got {given}"
+            f"pair of rotated elements, got {given}. Correct config.json"
         )
     factors = torch.tensor([float(factor) for factor in given], dtype=torch.float32)
     sharpness = rope.scaling.get(f"{length}_mscale", rope.scaling.get("attention_factor"))

@@ -248,7 +248,7 @@ def log_dequantized(model: nn.Module) -> None:
     ]
     if names:
         logger.warning(
-            "%d quantized layers are dequantized in memory, as this device has no kernel for "
+            "%d quantized layers are dequantized in memory, because this device has no kernel for "
             "their format: %s%s. They take as much memory as unquantized layers; "
             "docs/quantization.md lists the formats that stay small",
             *(len(names), ", ".join(names[:3]), ", ..." if len(names) > 3 else ""),

@@ -101,7 +101,10 @@ def _read_header(path: Path, fd: int) -> dict[str, _Place]:
     places = {}
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
         if entry["dtype"] not in _DTYPES:
-            raise WeightLoadError(f"tensor {name} of {path} has the unknown dtype {entry['dtype']}")
+            raise WeightLoadError(
+                f"tensor {name} of {path} has the unknown dtype {entry['dtype']}; supported: "
+                f"{', '.join(_DTYPES)}"
+            )
         start = _LENGTH.size + length + entry["data_offsets"][0]
         places[name] = (start, _DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
     return places

@@ -45,7 +45,8 @@ class BloomForCausalLM(DecoderForCausalLM):
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         if arch.hf_config.get("apply_residual_connection_post_layernorm"):
             raise ConfigError(
-                "apply_residual_connection_post_layernorm is not supported for BloomForCausalLM"
+                "apply_residual_connection_post_layernorm in config.json must be false for "
+                "BloomForCausalLM, got true"
             )
         options = DecoderOptions(
             norm=layer_norm,

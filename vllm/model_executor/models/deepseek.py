@@ -231,7 +231,8 @@ def expert_groups(arch: ModelArch, key: str) -> ExpertGroups:
     num_experts, num_groups = arch.config_size(key), arch.config_count("n_group") or 1
     if num_experts % num_groups:
         raise ConfigError(
-            f"{key} ({num_experts}) in config.json is not a multiple of n_group ({num_groups})"
+            f"{key} ({num_experts}) in config.json must be a multiple of n_group ({num_groups}). "
+            f"Correct the file"
         )
     return ExpertGroups(num_groups, min(num_groups, arch.config_count("topk_group") or 1))
 

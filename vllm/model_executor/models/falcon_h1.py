@@ -123,5 +123,8 @@ def _multipliers(config: Mapping[str, Any], name: str, count: int) -> list[float
     except (TypeError, ValueError):
         found = []
     if len(found) != count:
-        raise ConfigError(f"{name} in config.json must be {count} numbers, got {given!r}")
+        raise ConfigError(
+            f"{name} in config.json must be a list of {count} numbers, got "
+            f"{given!r}. Correct the file"
+        )
     return found

@@ -44,7 +44,8 @@ class GPT2LMHeadModel(DecoderForCausalLM):
         config = arch.hf_config
         if config.get("scale_attn_by_inverse_layer_idx"):
             raise ConfigError(
-                f"scale_attn_by_inverse_layer_idx is not supported for {arch.architecture}"
+                f"scale_attn_by_inverse_layer_idx in config.json must be false for "
+                f"{arch.architecture}, got true"
             )
         options = DecoderOptions(
             norm=layer_norm,

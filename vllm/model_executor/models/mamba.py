@@ -186,6 +186,6 @@ def _limits(config: Mapping[str, Any]) -> tuple[float, float]:
         low, high = map(float, given)
     except (TypeError, ValueError):
         raise ConfigError(
-            f"time_step_limit in config.json must be two numbers, got {given!r}"
+            f"time_step_limit in config.json must be two numbers, got {given!r}. Correct the file"
         ) from None
     return low, high

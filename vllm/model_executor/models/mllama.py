@@ -35,7 +35,7 @@ def cross_attention_layers(arch: ModelArch) -> tuple[int, ...]:
     if not is_list or not all(0 <= index < arch.num_layers for index in given):
         raise ConfigError(
             f"{key} in config.json must be a list of indices of the {arch.num_layers} layers, got "
-            f"{given!r}"
+            f"{given!r}. Correct the file"
         )
     return tuple(given)
 

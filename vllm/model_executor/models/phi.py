@@ -28,7 +28,10 @@ class PhiForCausalLM(DecoderForCausalLM):
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         if arch.hf_config.get("qk_layernorm"):
-            raise ConfigError("qk_layernorm is not supported for PhiForCausalLM")
+            raise ConfigError(
+                "qk_layernorm in config.json must be false for PhiForCausalLM, got true: this "
+                "engine does not normalise queries and keys of this model"
+            )
         options = DecoderOptions(
             norm=layer_norm,
             qkv_bias=True,

@@ -94,7 +94,7 @@ class TransformersForCausalLM(CausalLM):
         self.inner.set_input_embeddings(table)
         head = self.inner.get_output_embeddings()
         if not isinstance(head, nn.Linear):
-            raise self._refusal("its output head is not a linear layer")
+            raise self._refusal("its output head must be a linear layer")
         lm_head = ParallelLMHead(
             head.out_features, head.in_features, tp, has_bias=head.bias is not None
         )
@@ -214,7 +214,7 @@ class TransformersForCausalLM(CausalLM):
             raise self._refusal(str(error)) from error
         except Exception as error:  # modules of an unknown architecture may raise anything
             raise self._refusal(
-                f"a test run of it raises {type(error).__name__}: {' '.join(str(error).split())}"
+                f"a test run raised {type(error).__name__}: {' '.join(str(error).split())}"
             ) from error
         finally:
             for hook in hooks:
@@ -375,9 +375,9 @@ class TransformersForCausalLM(CausalLM):
         }
         if num_shared := self.arch.hf_config.get("num_kv_shared_layers"):
             raise ConfigError(
-                f"num_kv_shared_layers in config.json is {num_shared}: so many of its layers read "
-                "the keys and values of earlier layers, which its modules in transformers cannot "
-                "do with the KV cache of this engine. Use model_impl='vllm' if that supports it"
+                f"num_kv_shared_layers in config.json must be 0, got {num_shared}: layers of "
+                "transformers that share keys and values do not work with this engine's KV cache. "
+                "Use model_impl='vllm' if that supports the model"
             )
         if len(found) != self.arch.num_layers:
             raise ConfigError(
@@ -387,8 +387,8 @@ class TransformersForCausalLM(CausalLM):
         for path, module in found.items():
             if not getattr(module, "is_causal", True) or hasattr(module, "sinks"):
                 raise ConfigError(
-                    "this engine has no kernel for its kind of attention (not causal, or with "
-                    "sinks)"
+                    "its attention is not causal, or has attention sinks, which this engine does "
+                    "not support for models of transformers"
                 )
             heads = plan.heads_of(path, module, self.arch)
             module.vllm_attention = self._attention_of(module, *heads)
@@ -535,7 +535,7 @@ def _attend(
     """
     attention: Any = module.vllm_attention
     if attention_mask is not None:
-        raise ConfigError("its attention uses its own mask")
+        raise ConfigError("its attention uses its own mask, and only the causal mask is supported")
     heads = (attention.num_heads, attention.num_kv_heads, attention.num_kv_heads)
     given = [tuple(part.shape[1::2]) for part in (query, key, value)]
     if given != [(count, attention.head_size) for count in heads]:
@@ -553,7 +553,7 @@ def _attend(
         attention.options, attention.has_run = asked, True
     elif asked != built:
         raise ConfigError(
-            f"the options of its attention change between calls: {asked}, before {built}"
+            f"the options of its attention must be the same in each call, got {built}, then {asked}"
         )
     rows = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
     return attention(*rows)[None], None

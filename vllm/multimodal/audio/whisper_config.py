@@ -47,8 +47,8 @@ class WhisperEncoderConfig:
             raise wrong_setting(
                 "chunk_length",
                 settings.chunk_length,
-                f"the length of {self.num_frames} frames (twice max_source_positions of "
-                f"config.json), but it is the length of {settings.chunk_frames} frames",
+                f"as long as {self.num_frames} frames (2 x max_source_positions of config.json), "
+                f"and is as long as {settings.chunk_frames} frames",
             )
 
 

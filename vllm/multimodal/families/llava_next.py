@@ -80,9 +80,9 @@ class LlavaNextFamily(RepeatedToken):
         if len(tiles) != layout.num_tiles:
             height, width = pixels.shape[:2]
             raise RequestError(
-                f"an image of {width} x {height} pixels cannot be used: the installed transformers "
-                f"makes {len(tiles)} tiles of it, not {layout.num_tiles}. Crop or pad the image, "
-                f"so that its sides differ less"
+                f"an image of {width} x {height} pixels cannot be used: the model needs "
+                f"{layout.num_tiles} tiles, but the installed transformers makes {len(tiles)}. "
+                f"Crop or pad the image, so that its sides differ less"
             )
         return self._input(tiles, layout)
 

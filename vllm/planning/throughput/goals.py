@@ -58,7 +58,7 @@ class Goals:
             goal = getattr(self, name)
             if goal is not None and not (math.isfinite(goal) and goal > 0):
                 raise ConfigError(
-                    f"{kind.flag} is {goal:g}, and must be a number above 0, in {kind.unit}"
+                    f"{kind.flag} must be a number above 0, in {kind.unit}, got {goal:g}"
                 )
 
     @property

@@ -149,7 +149,7 @@ def parse_names(text: str) -> list[str]:
     for name in names:
         if name not in PARTS:
             raise ConfigError(
-                f"VLLM_HPU_SIM_ABSENT: {name!r} is unknown; there are: {', '.join(PARTS)}"
+                f"VLLM_HPU_SIM_ABSENT: {name!r} is unknown; accepted: {', '.join(PARTS)}"
             )
     return names
 

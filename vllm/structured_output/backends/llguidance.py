@@ -163,8 +163,8 @@ def _structural_tag(source: Any, options: dict[str, Any]) -> str:
         triggers = [t for t in source["format"]["triggers"] if begin.startswith(t)]
         if not triggers:
             raise BackendError(
-                f"the structural tag has no trigger that is a prefix of {begin!r}, the 'begin' "
-                "of a structure"
+                f"'triggers' must have a string with which the tag {begin!r} begins, got "
+                f"{source['format']['triggers']}"
             )
         schema = {**tag["content"]["json_schema"], "x-guidance": options}
         tags.append(

@@ -169,7 +169,10 @@ class _Reader:
         places = [self._tensor_place() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT:
-            raise _damaged(self.path, f"general.alignment is {alignment!r}")
+            raise _damaged(
+                self.path,
+                f"general.alignment must be from 1 to {_MAX_ALIGNMENT}, got {alignment!r}",
+            )
         first = -(-self.place // alignment) * alignment
         tensors: dict[str, StoredTensor] = {}
         for name, offset, block_type, shape in places:
@@ -193,7 +196,9 @@ class _Reader:
         name = self._string()
         (num_dims,) = self._numbers("<I")
         if not 0 < num_dims <= _MAX_DIMS:
-            raise _damaged(self.path, f"tensor {name} has {num_dims} dimensions")
+            raise _damaged(
+                self.path, f"tensor {name} must have 1 to {_MAX_DIMS} dimensions, got {num_dims}"
+            )
         shape = tuple(reversed(self._numbers(f"<{num_dims}Q")))
         kind, offset = self._numbers("<IQ")
         block_type = BLOCK_TYPES.get(kind)
@@ -205,7 +210,10 @@ class _Reader:
             )
         if 0 in shape or shape[-1] % block_type.block_size:
             raise _damaged(
-                self.path, f"tensor {name} has the shape {list(shape)} of {block_type.name}"
+                self.path,
+                f"the last dimension of tensor {name} must be a multiple of "
+                f"{block_type.block_size} ({block_type.name}), and none may be 0, got "
+                f"{list(shape)}",
             )
         return name, offset, block_type, shape
 
@@ -221,7 +229,9 @@ class _Reader:
             self._check_count(count, 8, f"strings in {name!r}")
             return [self._string() for _ in range(count)]
         if kind not in _NUMBERS:
-            raise _damaged(self.path, f"the metadata {name!r} is an array of the type {kind}")
+            raise _damaged(
+                self.path, f"the metadata {name!r} is an array of the unknown type {kind}"
+            )
         return self._array(kind, count)
 
     def _array(self, kind: int, count: int) -> list[Any]:

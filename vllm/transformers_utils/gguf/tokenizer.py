@@ -182,8 +182,8 @@ def _merges(model: GGUFModel) -> list[tuple[str, str]]:
     pairs = [(first, second) for first, _, second in parts]
     if any(not first or not second or " " in second for first, second in pairs):
         raise ConfigError(
-            "the metadata 'tokenizer.ggml.merges' must be a list of texts, each with two tokens "
-            "and a space between them"
+            "the metadata 'tokenizer.ggml.merges' must be a list of strings, each of two tokens "
+            "with a space between them"
         )
     return pairs
 

@@ -56,6 +56,8 @@ _REBUILD_PARAMETER = "torch._utils _rebuild_parameter"
 _ORDERED_DICT = "collections OrderedDict"
 _GLOBALS = {_REBUILD_TENSOR, _REBUILD_PARAMETER, _ORDERED_DICT, *_STORAGE_DTYPES}
 
+_UNKNOWN = "does not describe its tensor as torch.save does: save the tensor again with torch.save"
+
 
 class TensorFileError(ValueError):
     """The file does not contain one tensor of a supported type. The message says what it
@@ -134,7 +136,7 @@ def _read_torch(data: bytes) -> RawTensor:
         if folder + "byteorder" in archive.namelist():
             order = _read_entry(archive, folder + "byteorder", 16)
             if order != b"little":
-                raise TensorFileError("must be little-endian")
+                raise TensorFileError("must be little-endian: save it on a little-endian machine")
         stored = _read_entry(archive, f"{folder}data/{view.storage.key}", len(data))
     return _gather(view, stored)
 
@@ -187,7 +189,7 @@ def _read_safetensors(data: bytes) -> RawTensor:
     except SafetensorError as error:
         raise ValueError from error
     if len(found) != 1:
-        raise TensorFileError(f"holds {len(found)} tensors, and must hold one")
+        raise TensorFileError(f"must hold one tensor, got {len(found)}")
     ((_, tensor),) = found
     dtype = _SAFETENSORS_DTYPES.get(tensor["dtype"])
     if dtype is None:
@@ -200,7 +202,7 @@ def _check_dimensions(count: int) -> None:
     """Refuse more dimensions than numpy supports. They would also fill the error message."""
     if count > _MAX_DIMENSIONS:
         raise TensorFileError(
-            f"holds a tensor of {count} dimensions, and must have at most {_MAX_DIMENSIONS}"
+            f"must hold a tensor of at most {_MAX_DIMENSIONS} dimensions, got {count}"
         )
 
 
@@ -214,7 +216,7 @@ def _read_description(data: bytes) -> _View:
     tuples are supported; a call is read as a description of its result.
     """
     if b"\\" in data:  # escape sequences are refused: names of tensors do not need them
-        raise TensorFileError("describes its tensor in an unknown way")
+        raise TensorFileError(_UNKNOWN)
     reader = _DescriptionReader()
     for operation, argument, _ in pickletools.genops(data):
         if operation.name == "STOP":
@@ -222,7 +224,7 @@ def _read_description(data: bytes) -> _View:
         reader.run(operation.name, argument)
     (found,) = reader.stack
     if not isinstance(found, _View):
-        raise TensorFileError(f"holds {_name(found)}, and must hold one dense tensor")
+        raise TensorFileError(f"must hold one dense tensor, got {_name(found)}")
     return found
 
 
@@ -273,13 +275,13 @@ class _DescriptionReader:
 
     def _global(self, name: str) -> None:
         if name not in _GLOBALS:
-            raise TensorFileError(f"holds {name.replace(' ', '.')!r}, and must hold a dense tensor")
+            raise TensorFileError(f"must hold one dense tensor, got {name.replace(' ', '.')!r}")
         self.stack.append(_Global(name))
 
     def _stack_global(self, _: Any) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         if not isinstance(name, str) or not isinstance(module, str):
-            raise TensorFileError("has a function whose name is not a string")
+            raise TensorFileError(_UNKNOWN)
         self._global(f"{module} {name}")
 
     def _persistent_id(self, _: Any) -> None:
@@ -320,7 +322,7 @@ def _storage_of(saved_id: Any) -> _Storage:
 def _result_of(function: Any, arguments: Any) -> Any:
     """Return what a call of one of the functions in `_GLOBALS` describes."""
     if not isinstance(function, _Global):
-        raise TensorFileError("has a damaged description of its tensor")
+        raise TensorFileError(_UNKNOWN)
     if function == _ORDERED_DICT and arguments == ():
         return _Global(_ORDERED_DICT)  # a dict without hooks
     if function == _REBUILD_PARAMETER and isinstance(arguments[0], _View):
@@ -331,7 +333,7 @@ def _result_of(function: Any, arguments: Any) -> Any:
         )
     storage, offset, shape, strides, *rest = arguments
     if not isinstance(storage, _Storage) or len(rest) > 2 or not _are_sizes((offset,)):
-        raise TensorFileError("describes its tensor in an unknown way")
+        raise TensorFileError(_UNKNOWN)
     # Only lists of integers are shown in errors: tuples that contain each other may never end.
     if not _are_sizes(shape) or not _are_sizes(strides):
         raise TensorFileError("describes a tensor whose shape or strides are not valid sizes")

@@ -169,14 +169,14 @@ def card_items(
     counts = sorted({1, num_items})
     num_slots = [round_up(n * model.media_encoder.max_states, _MULTIPLE) for n in counts]
     logger.info(
-        "Cross-attention on a card is padded to %d hidden states for each request, enough for "
-        "%d %s (--limit-mm-per-prompt)",
+        "Cross-attention pads each request to %d hidden states, which is enough for %d %s "
+        "(--limit-mm-per-prompt)",
         *(num_slots[-1], num_items, encoder.reads),
     )
     if len(num_slots) > 1:
         logger.info(
-            "Cross-attention reads only %d slots while no request of a batch has more than one "
-            "image or sound",
+            "While each request of a batch has at most one image or sound, cross-attention pads "
+            "only to %d hidden states",
             num_slots[0],
         )
     return DeviceItems(media, pool, config.scheduler.max_num_seqs, num_slots, bridge)

@@ -760,7 +760,7 @@ class HPUWorker(WorkerBase):
             )
         else:
             logger.info(
-                "Ready: all %d buckets are warmed up, as --first-buckets is %d",
+                "Ready: all %d buckets are warmed up (--first-buckets is %d)",
                 num_wanted,
                 hpu.first_buckets,
             )

@@ -307,8 +307,8 @@ class EncodedMedia:
     def _keep(self, item: MediaItem, embeddings: Tensor) -> None:
         if embeddings.shape != (item.num_embeddings, self.width):
             raise ValueError(
-                f"this item must have embeddings [{item.num_embeddings}, {self.width}], got "
-                f"{list(embeddings.shape)}"
+                f"the embeddings of this item must have the shape [{item.num_embeddings}, "
+                f"{self.width}], got {list(embeddings.shape)}"
             )
         self._kept[item.key] = embeddings
 

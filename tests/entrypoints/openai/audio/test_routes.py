@@ -337,7 +337,7 @@ def test_wrong_files_are_refused_in_a_sentence() -> None:
         (
             b"--x\r\nContent-Disposition: form-data; name=file\r\n\r\nabc\r\n--x--\r\n",
             "multipart/form-data; boundary=x",
-            "file must be an uploaded file, got a text",
+            "file must be an uploaded file, got a string",
         ),
         (
             b"--x\r\nContent-Disposition: form-data; name=language; filename=a\r\n\r\nen\r\n"

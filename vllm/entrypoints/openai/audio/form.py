@@ -53,7 +53,7 @@ def read_form(kind: type[Body], data: bytes, content_type: str) -> Body:
         if is_file and name in kind.model_fields and name != FILE:
             raise RequestError(f"{name} must be a string, got an uploaded file", param=name)
     if not isinstance(given.get(FILE), UploadedFile):
-        what = "a text" if FILE in given else "no such part"
+        what = "a string" if FILE in given else "no such part"
         raise RequestError(f"{FILE} must be an uploaded file, got {what}", param=FILE)
     try:
         return kind(**given)
@@ -135,4 +135,4 @@ def _text_of(data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:
-        raise RequestError("the names and texts of the form must be UTF-8") from None
+        raise RequestError("the names and values of the form must be UTF-8") from None

@@ -95,7 +95,7 @@ async def _prompts(context: ServerContext, body: EmbeddingRequest) -> list[Promp
         )
         if "media" in prompt:
             raise RequestError(
-                "messages: media are not accepted here, as pooling reads text only. Send text",
+                "messages: a pooling model reads text only, so media are not accepted. Send text",
                 param="messages",
             )
         return [prompt]

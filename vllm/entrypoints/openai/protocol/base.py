@@ -73,7 +73,8 @@ class RequestBody(RequestModel):
         for name, value in (self.model_extra or {}).items():
             if name in _ELSEWHERE and value:  # an empty value changes nothing
                 raise field_error(
-                    name, f"must be left out, as this route has no such field: {_ELSEWHERE[name]}"
+                    name,
+                    f"must be left out, because this route has no such field: {_ELSEWHERE[name]}",
                 )
         return self
 

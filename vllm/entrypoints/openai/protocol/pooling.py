@@ -22,7 +22,7 @@ from vllm.entrypoints.shared.request_limits import DOCUMENTS, MESSAGES, PROMPTS,
 
 Truncation = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Texts = Annotated[str | ListOf[str], accepts("text or a list of texts")]
+Texts = Annotated[str | ListOf[str], accepts("a string or a list of strings")]
 Inputs = Annotated[
     str | ListOf[str] | ListOf[TokenId] | ListOf[ListOf[TokenId]],
     accepts("text, token ids, or a list of either"),

@@ -309,7 +309,9 @@ class Inc(Quantization):
         try:
             write_file(self._scale_path, self._used, "Scale")
         except ConfigError as error:
-            logger.warning("computing scales at each start, as they cannot be saved: %s", error)
+            logger.warning(
+                "computing scales at each start, because they cannot be saved: %s", error
+            )
 
 
 def _largest(name: str, weight: Tensor) -> float:

@@ -345,7 +345,9 @@ class Recorder(CPUOps):
         The zeros are computed from x, so where x is NaN, NaN may be appended instead.
         """
         if tuple(pad[:1]) != (0,) or len(pad) != 2 or mode != "constant" or value:
-            raise NotFusibleError(f"pad: only zeros after a dimension can be recorded, got {pad}")
+            raise NotFusibleError(
+                f"pad: only zeros at the end of the last dimension can be recorded, got {pad}"
+            )
         *heads, size = x.sizes
         out = self._new_rows((*heads, size + pad[1]))
         zeros = self._relu(self.clip(x, 0.0))
@@ -359,7 +361,7 @@ class Recorder(CPUOps):
 
     def _relu(self, x: Any, inplace: bool = False) -> Rows:
         if inplace:
-            raise NotFusibleError("relu in place cannot be recorded")
+            raise NotFusibleError("relu: inplace=True cannot be recorded")
         return self.row_operation("relu", x)
 
     def add(self, x: Any, y: Any) -> Rows:

@@ -229,7 +229,7 @@ class PackedExperts:
             )
         if status != -1:
             raise MemoryError(
-                f"not enough memory for {len(x)} tokens of {self.num_experts} experts"
+                f"not enough memory to run {self.num_experts} experts for {len(x)} tokens"
             )
         return out
 

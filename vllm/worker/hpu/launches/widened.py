@@ -29,6 +29,6 @@ def log_widened(config: VllmConfig, model: nn.Module) -> None:
         found.append(f"the KV cache in {str(dtype).removeprefix('torch.')}")
     if found:
         logger.info(
-            "Before each matmul, a forward pass converts to %s: %s",
-            *(config.model.dtype_name, " and ".join(found)),
+            "Each forward pass converts %s to %s before a matmul uses them",
+            *(" and ".join(found), config.model.dtype_name),
         )
