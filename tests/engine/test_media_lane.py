@@ -1,4 +1,4 @@
-"""Media that several requests wait for, and the cache of what was read."""
+"""Test media that several requests wait for, and the cache of read media."""
 
 import asyncio
 
