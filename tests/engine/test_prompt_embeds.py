@@ -45,7 +45,11 @@ def to_base64(tensor) -> str:
     "form",
     [
         *(EMBEDS, EMBEDS.numpy(), EMBEDS[None], EMBEDS.clone().requires_grad_(), EMBEDS.t().t()),
-        *(to_base64(EMBEDS), base64.b64encode(safetensors.torch.save({"x": EMBEDS})).decode()),
+        *(
+            to_base64(EMBEDS),
+            to_base64(EMBEDS).rstrip("=").replace("A", "A\n"),
+            base64.b64encode(safetensors.torch.save({"x": EMBEDS})).decode(),
+        ),
     ],
     ids=lambda form: type(form).__name__,
 )
@@ -95,6 +99,8 @@ def test_other_embeddings_never_share_the_prefix_cache():
         (to_base64(EMBEDS.long()), "the file holds a tensor of the unsupported dtype int64; it"),
         ("no base64!", "is not base64"),
         ("é", "is not base64"),
+        (b"\xff\xff", "is not base64: it has a character that is not of the standard"),
+        ("AA__", "is not base64: it has URL-safe base64"),
         ("AAAA", "the file is neither a torch.save"),
         ("A" * 10**6, "characters long, more than any prompt"),
         (EMBEDS.tolist(), "must be a tensor or an array, got list"),

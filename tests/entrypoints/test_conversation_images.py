@@ -347,8 +347,22 @@ def test_a_program_may_name_a_relative_path():
             {"type": "image_url", "image_url": "iVBO" * 20},
             "got base64 without such a beginning (80 characters)",
         ),
+        (
+            {"type": "image_url", "image_url": "_9j-" * 20},
+            "got base64 without such a beginning (80 characters)",
+        ),
+        (
+            {"type": "image_url", "image_url": f"b'{'iVBO' * 80}'"},
+            "or file://, got a text of 323 characters",
+        ),
         ({"type": "image", "image": "/9j/" * 20}, "such as 'data:image/png;base64,...'"),
         (image(A, detail=5), "detail must be one of auto, low, high, original, got 5"),
+        (image(A, max_pixels=9), ".max_pixels must be left out: it has an effect only in mm_proc"),
+        (
+            {"type": "image_url", "image_url": {"url": A, "min_pixels": 4}},
+            ".image_url.min_pixels must be left out: it has an effect only in mm_processor_kwargs",
+        ),
+        (image(A, fps=2), ".fps must be left out: it has an effect only in --media-io-kwargs"),
         (image(A, uuid=""), ".uuid must be a string of 1 to 256 characters"),
         (
             {"type": "input_image", "file_id": "file-1"},

@@ -14,8 +14,8 @@ TONE = np.sin(np.arange(80) / 5).astype(np.float32) / 2
 
 
 def source(modality, item, **fields):
-    given = {"where": "here", "uuid": None, "overrides": {}, "sampling_rate": 16000, **fields}
-    return as_source(modality, item, **given)
+    given = {"where": "here", "uuid": None, "overrides": {}, "sampling_rate": 16000}
+    return as_source(modality, item, **{**given, "background": (255, 0, 0), **fields})
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,19 @@ def test_several_items_are_a_list():
     assert len(as_list("audio", [TONE.tolist(), TONE.tolist()])) == 2
     assert len(as_list("video", [FRAMES, FRAMES])) == 2
     assert len(as_list("video", [list(FRAMES), list(FRAMES)])) == 2
-    assert len(as_list("image", list(FRAMES))) == 3
+    for several in (list(FRAMES), FRAMES, torch.from_numpy(FRAMES.transpose(0, 3, 1, 2))):
+        found = [source("image", each).pixels for each in as_list("image", several)]
+        np.testing.assert_array_equal(found, FRAMES)
+
+
+CLEAR = pillow.new("RGBA", (5, 4), (0, 0, 0, 0))
+
+
+@pytest.mark.parametrize(("modality", "item"), [("image", CLEAR), ("video", [CLEAR] * 2)])
+def test_clear_pixels_of_pillow_images_have_the_color_of_the_background(modality, item):
+    found = source(modality, item, background=(1, 2, 3))
+    pixels = found.pixels if modality == "image" else found.frames.pixels
+    assert (pixels == (1, 2, 3)).all()
 
 
 @pytest.mark.parametrize(

@@ -285,11 +285,11 @@ class AsyncLLM:
             self._traffic_file = TrafficFile(Path(recorded), self.metrics)
         recorder = StatsRecorder(*replicas)
         self.output_processor = OutputProcessor(tokenizer, recorder)
-        if tokenizer is not None and config.model.pooler is None:
-            # Import the grammar libraries while the core loads its weights, so that no request
-            # waits for these imports.
-            self.input_processor.grammar_compiler.start()
+        # Import the readers of media and the grammar libraries while the core loads its weights, so
+        # that no request waits for these imports.
         self._preparation.prepare()
+        if tokenizer is not None and config.model.pooler is None:
+            self.input_processor.grammar_compiler.start()
         self._requests = RequestsInFlight(
             self._core,
             self.output_processor,

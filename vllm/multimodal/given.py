@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm.errors import RequestError
-from vllm.multimodal.images.image import to_rgb
+from vllm.multimodal.images.image import Color, to_rgb
 from vllm.multimodal.interface.family import EncoderInput, VideoFrames
 from vllm.multimodal.interface.source import MediaSource
 
@@ -43,9 +43,12 @@ class NamedItem:
 def as_list(modality: str, given: Any) -> list[Any]:
     """Return the items of one modality: the elements of a list, or anything else as one item.
 
-    A list of samples, or a pair of samples and their rate, is one sound. In a list of videos, a
-    list of images is the frames of one video.
+    An array or tensor of four dimensions is several images of one size. A list of samples, or a
+    pair of samples and their rate, is one sound. In a list of videos, a list of images is the
+    frames of one video.
     """
+    if modality == "image" and getattr(given, "ndim", None) == 4:
+        return list(given)
     if not isinstance(given, (list, tuple)):
         return [given]
     is_one = False
@@ -64,6 +67,7 @@ def as_source(
     uuid: str | None,
     overrides: Mapping[str, Any],
     sampling_rate: int,
+    background: Color,
 ) -> MediaSource:
     """Convert an object, or the content of a file, that a program passes to a `MediaSource`.
 
@@ -74,6 +78,7 @@ def as_source(
         uuid: id of the item from the client.
         overrides: settings of the processor for the request.
         sampling_rate: sampling rate of samples whose rate is not given.
+        background: color of transparent pixels of Pillow images.
 
     Raises:
         RequestError: it has an unsupported type or shape, or values out of range.
@@ -88,12 +93,12 @@ def as_source(
     if isinstance(item, bytes):
         fields = {"data": item}
     elif modality == "image":
-        pixels = _as_pixels(item, where)
+        pixels = _as_pixels(item, where, background)
         fields = None if pixels is None else {"pixels": pixels}
     elif modality == "audio":
         fields = _as_samples(item, sampling_rate)
     else:
-        frames = _as_frames(item)
+        frames = _as_frames(item, background)
         fields = None if frames is None else {"frames": frames}
     if fields is None:
         raise RequestError(
@@ -119,10 +124,10 @@ def kind_of(item: Any) -> str:
     return f"{type(item).__name__} {list(shape)} of {dtype}"
 
 
-def _as_pixels(image: Any, where: str) -> NDArray[np.uint8] | None:
+def _as_pixels(image: Any, where: str, background: Color) -> NDArray[np.uint8] | None:
     """Return the pixels [H, W, 3] of an image; None if its shape or type is not supported."""
     if _is_pillow(image):
-        return np.asarray(to_rgb(image, where=where), np.uint8)
+        return np.asarray(to_rgb(image, background, where), np.uint8)
     found = _as_array(image)
     return None if found is None or found.ndim != 3 else _as_bytes(found)
 
@@ -149,7 +154,7 @@ def _as_samples(sound: Any, sampling_rate: int) -> dict[str, Any] | None:
     return {"samples": samples, "sampling_rate": int(sampling_rate)}
 
 
-def _as_frames(video: Any) -> VideoFrames | None:
+def _as_frames(video: Any, background: Color) -> VideoFrames | None:
     """Return frames with their times; None if shape or type is not supported."""
     fps: Any = DEFAULT_FPS
     if _is_pair(video, Mapping):
@@ -158,7 +163,7 @@ def _as_frames(video: Any) -> VideoFrames | None:
     if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not _FPS[0] <= fps <= _FPS[1]:
         return None
     if isinstance(video, (list, tuple)):
-        several = [_frame_of(each) for each in video]
+        several = [_frame_of(each, background) for each in video]
         found = [frame for frame in several if frame is not None]
         if len(found) != len(several) or len({frame.shape for frame in found}) != 1:
             return None
@@ -171,8 +176,8 @@ def _as_frames(video: Any) -> VideoFrames | None:
     return VideoFrames(pixels, np.arange(len(pixels), dtype=np.float64) / fps)
 
 
-def _frame_of(image: Any) -> NDArray[np.uint8] | None:
-    return _as_pixels(image, "a frame") if _is_frame(image) else None
+def _frame_of(image: Any, background: Color) -> NDArray[np.uint8] | None:
+    return _as_pixels(image, "a frame", background) if _is_frame(image) else None
 
 
 def _is_frame(item: Any) -> bool:

@@ -390,6 +390,10 @@ def test_images_are_not_in_the_log(caplog):
         "/v1/chat/completions?": chat({"type": "image_embeds", "image_embeds": [secret]}),
         "/v1/completions?": {"prompt": "", "prompt_embeds": [secret], "max_tokens": 1},
         "/v1/completions": {"prompt": "data: is a plural, they say", "max_tokens": 1},
+        "/v1/chat/completions??": chat(*parts(secret)),
+        "/v1/chat/completions???": chat(*parts(f"b'{secret[:400]}\\n{secret[400:]}'")),
+        "/v1/completions??": {"prompt": f"![](data:;base64,{secret})", "max_tokens": 1},
+        "/v1/chat/completions????": chat({"type": "input_audio", "input_audio": {"data": secret}}),
     }
     _, client = serve(log_requests=True)
     with caplog.at_level("DEBUG"):
@@ -404,6 +408,7 @@ def test_images_are_not_in_the_log(caplog):
     assert '"image_embeds": ["... (800 characters)"]' in lines[3]
     assert '"prompt_embeds": ["... (800 characters)"]' in lines[4]
     assert "data: is a plural, they say" in lines[5]
+    assert '"url": "... (800 characters)"' in lines[6]
 
 
 def test_the_example_asks_about_its_own_drawing(monkeypatch, capsys):

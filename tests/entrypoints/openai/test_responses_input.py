@@ -93,7 +93,8 @@ def test_every_item_gets_an_id_and_keeps_one_it_has():
 
 def test_images_become_parts_that_name_their_place():
     image = {"type": "input_image", "image_url": "http://a/b.png"}
-    output = [{"type": "input_text", "text": "2"}, {**image, "detail": "low"}]
+    as_in_chats = {"type": "input_image", "image_url": {"url": "http://a/b.png", "detail": "low"}}
+    output = [{"type": "input_text", "text": "2"}, {**image, "detail": "low"}, as_in_chats]
     messages = as_messages(
         None,
         read_input([{"role": "user", "content": [image]}, CALL, {**RESULT, "output": output}]),
@@ -103,6 +104,7 @@ def test_images_become_parts_that_name_their_place():
     assert messages[2]["content"] == [
         {"type": "text", "text": "2"},
         part | {"detail": "low", "where": "input[2].output[1]"},
+        part | {"detail": "low", "where": "input[2].output[2]"},
     ]
 
 
@@ -134,6 +136,10 @@ def test_places_are_those_of_the_request_that_continues_another():
         (
             [{"role": "user", "content": [{"type": "input_image"}]}],
             "input[0].content[0].image_url",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "input_image", "image_url": {"url": 5}}]}],
+            "input[0].content[0].image_url.url",
         ),
         (
             [{"role": "system", "content": [{"type": "input_image", "image_url": "x"}]}],

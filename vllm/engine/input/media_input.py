@@ -189,6 +189,7 @@ class MediaInput:
                     uuid=name,
                     overrides=overrides,
                     sampling_rate=self.family.sampling_rate,
+                    background=self._config.background,
                 )
                 for index, (item, name) in enumerate(zip(several, names, strict=True))
             ]

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -90,6 +90,14 @@ def size_of(given: EncoderInput) -> int:
     return sum(tensor.nbytes for tensor in given.tensors.values())
 
 
+@dataclass
+class _Reading:
+    """An item that is being read, for one or several requests."""
+
+    task: asyncio.Task[EncoderInput]
+    num_waiting: int = 0
+
+
 class MediaLane:
     """Reads the images, audio and videos of all requests of a server.
 
@@ -101,7 +109,7 @@ class MediaLane:
         self._source = source
         self._workers: MediaWorkers | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="media-keys")
-        self._reading: dict[str, asyncio.Task[EncoderInput]] = {}
+        self._reading: dict[str, _Reading] = {}
         self._files: WeakValueDictionary[str, MediaFile] = WeakValueDictionary()
         """Key of an item -> its file, while requests with the item run."""
         self.cache = PixelCache(0)
@@ -146,7 +154,12 @@ class MediaLane:
         loop = asyncio.get_running_loop()
         # In a thread: hashing large files takes milliseconds.
         sources = await loop.run_in_executor(self._thread, self._find_sources, given)
-        found = await asyncio.gather(*(self._read_one(key, source) for key, source in sources))
+        tasks = [asyncio.create_task(self._read_one(key, source)) for key, source in sources]
+        try:
+            found = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # if one item cannot be read, the others need not be
+                task.cancel()
         items = [
             ReadMedia.of(source, key, each)
             for (key, source), each in zip(sources, found, strict=True)
@@ -200,14 +213,19 @@ class MediaLane:
         if found is not None:
             return found
         assert self._workers is not None
-        task = self._reading.get(key)
-        if task is None:
+        reading = self._reading.get(key)
+        if reading is None:
             task = asyncio.create_task(self._timed(source.modality, self._workers.run(source)))
-            self._reading[key] = task
-            task.add_done_callback(lambda _: self._reading.pop(key, None))
-        # Shielded: another request may wait for the same item, so cancelling this one must not stop
-        # it.
-        given = await asyncio.shield(task)
+            reading = self._reading[key] = _Reading(task)
+        reading.num_waiting += 1
+        try:
+            # Shielded: another request may wait for the same item.
+            given = await asyncio.shield(reading.task)
+        finally:
+            reading.num_waiting -= 1
+            if not reading.num_waiting:
+                reading.task.cancel()  # no effect on a finished task
+                del self._reading[key]
         self.cache.keep(key, given)
         return given
 

@@ -42,11 +42,20 @@ MEDIA_TYPES = frozenset((*_KINDS, *_REFUSED))
 _DETAILS = ("auto", "low", "high", "original")
 _SCHEMES = ("http://", "https://", "data:", "file://")
 _MAX_SCHEME_CHARS = max(map(len, _SCHEMES))
+_ELSEWHERE = {
+    "mm_processor_kwargs of the request, such as {'max_pixels': 1003520}": (
+        *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"),
+    ),
+    "--media-io-kwargs, a flag of the server": ("fps", "nframes", "num_frames"),
+}
+"""Field or flag for settings -> names of the settings, which some clients send in parts."""
 _MAX_UUID_CHARS = 256
-_BASE64 = re.compile(r"[A-Za-z0-9+/=\s]+")
+_BASE64 = re.compile(r"[A-Za-z0-9+/=_\s-]+")
 _MIN_BASE64_CHARS = 64
 """Shortest text that is taken for base64. The path of a file has other characters, such as dots."""
 _LOOKED_AT_CHARS = 4096
+_MAX_SHOWN_CHARS = 256
+"""Longest text without a scheme that is shown: a longer one may be the content of a file."""
 _MEDIA_TYPES = {"image": "image/png", "audio": "audio/wav", "video": "video/mp4"}
 _MAX_WHERE_CHARS = 100
 _MAX_FORMAT_CHARS = 32
@@ -211,7 +220,9 @@ def _read_part(where: str, kind: str, part: Mapping[str, Any], is_local: bool) -
     if isinstance(given, MediaPart):  # it was already read, and perhaps fetched
         return given
     name = f"{where}.{key}"
+    _check_fields(where, part)
     if key.endswith("_url") and isinstance(given, Mapping):
+        _check_fields(name, given)
         given, detail, name = given.get("url"), given.get("detail", detail), f"{name}.url"
     if detail is not None and detail not in _DETAILS:
         raise RequestError(
@@ -231,6 +242,21 @@ def _read_part(where: str, kind: str, part: Mapping[str, Any], is_local: bool) -
     else:
         source = _read_source(name, key, modality, given, is_local)
     return MediaPart(modality, source, where, uuid, None if detail == "auto" else detail)
+
+
+def _check_fields(name: str, part: Mapping[str, Any]) -> None:
+    """Refuse settings that would have no effect in a part.
+
+    Raises:
+        RequestError: there is one; says where it belongs.
+    """
+    for owner, settings in _ELSEWHERE.items():
+        for setting in settings:
+            if part.get(setting) is not None:
+                raise RequestError(
+                    f"{name}.{setting} must be left out: it has an effect only in {owner}",
+                    param="messages",
+                )
 
 
 def _read_base64(name: str, given: Any) -> str:
@@ -281,8 +307,10 @@ def _read_source(name: str, key: str, modality: str, given: Any, is_local: bool)
             )
         if key in ("path", modality) and (is_local or given.startswith("/")):
             return Path(given).absolute().as_uri()
+        is_short = len(given) <= _MAX_SHOWN_CHARS
+        shown = f"{given!r:.80}" if is_short else f"a text of {len(given)} characters"
         raise RequestError(
-            f"{name} must begin with http://, https://, data: or file://, got {given!r:.80}",
+            f"{name} must begin with http://, https://, data: or file://, got {shown}",
             param="messages",
         )
     if key in (modality, "image_pil") and _is_object(modality, given, is_local):

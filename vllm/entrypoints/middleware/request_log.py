@@ -18,6 +18,8 @@ _TENSORS = frozenset(("image_embeds", "image_grid_thw", "prompt_embeds"))
 """Keys whose texts, and lists of texts, are base64 of tensors."""
 _MEDIA_KEYS = frozenset(("media_type", "format"))
 """Keys of an object whose `data` is base64: of an image of Anthropic's API, and of a sound."""
+_BASE64 = re.compile(r"(?:[A-Za-z0-9+/_-]{60,}[\r\n]{0,2}){2,}")
+"""Text that no language has: base64, in one line or in lines as MIME has them."""
 _DATA_URL = re.compile(r"\s*(data:[^,\s]{0,100},)", re.IGNORECASE)
 
 
@@ -62,16 +64,23 @@ class RequestLog:
 def without_media(value: Any) -> Any:
     """Replace the base64 content of images and audio at any depth of a JSON value by its length.
 
+    Other long texts of only letters, digits and the signs of base64 are replaced as well: some
+    clients send base64 in wrong fields, and the log must not have the content of a file.
+
     >>> without_media({"url": "data:image/png;base64,AAAA"})
     {'url': 'data:image/png;base64,... (26 characters)'}
     >>> without_media({"media_type": "image/png", "data": "AAAA"})
     {'media_type': 'image/png', 'data': '... (4 characters)'}
     >>> without_media({"image_embeds": {"image_embeds": ["AAAA"]}})
     {'image_embeds': {'image_embeds': ['... (4 characters)']}}
+    >>> without_media(["see " + "AAAA" * 40 + "==", "AAAA"])
+    ['see ... (160 characters)==', 'AAAA']
     """
     if isinstance(value, str):
         head = _DATA_URL.match(value)
-        return value if head is None else f"{head[1]}... ({len(value)} characters)"
+        if head is not None:
+            return f"{head[1]}... ({len(value)} characters)"
+        return _BASE64.sub(lambda found: f"... ({len(found[0])} characters)", value)
     if isinstance(value, list):
         return [without_media(item) for item in value]
     if not isinstance(value, dict):

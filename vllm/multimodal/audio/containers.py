@@ -61,6 +61,7 @@ _MP3_DIVISORS = (4, 0, 2, 1)
 
 _UNKNOWN = 2**31 - 2**12
 """Programs that write to a pipe state a size of their own from here on; no file is as large."""
+_SEVERAL = "it must be one recording, got several, one after the other"
 _OGG_HEADER_BYTES, _OGG_IS_FIRST, _OGG_IS_LAST = 27, 2, 4
 _SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
 _LENGTH_MARKS = (b"Xing", b"Info", b"VBRI")
@@ -135,16 +136,20 @@ def _end_of_tags(data: bytes) -> int:
 
 
 def _check_wav(data: bytes) -> None:
-    at = 12
+    at, has_samples = 12, False
     while at + 8 <= len(data):
         kind, size = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")
-        if kind == b"data" and 0 < size < _UNKNOWN:
+        if kind == b"RIFF" and has_samples:  # FFmpeg would read only the first file
+            raise IncompleteError(_SEVERAL)
+        if kind == b"data" and not has_samples:
+            if not 0 < size < _UNKNOWN:
+                return
             _check_end(at + 8 + size, data)
-            return
-        if kind == b"data":
-            return
-        at += 8 + size + size % 2
-    raise IncompleteError("its header must be followed by samples, got the end of the file")
+            has_samples = True
+        odd = size % 2 if data[at + 8 + size : at + 12 + size] != b"RIFF" else 0
+        at += 8 + size + odd
+    if not has_samples:
+        raise IncompleteError("its header must be followed by samples, got the end of the file")
 
 
 def _check_ogg(data: bytes) -> None:
@@ -157,7 +162,7 @@ def _check_ogg(data: bytes) -> None:
         payload = sizes + data[sizes - 1]
         _check_end(payload, data)
         if data[at + 5] & _OGG_IS_FIRST and not is_first:  # FFmpeg may stop decoding at this page
-            raise IncompleteError("it must be one recording, got several, one after the other")
+            raise IncompleteError(_SEVERAL)
         is_first = bool(data[at + 5] & _OGG_IS_FIRST)
         is_last = bool(data[at + 5] & _OGG_IS_LAST)
         at = payload + sum(data[sizes:payload])

@@ -5,7 +5,14 @@ the machine, the cloud's metadata service, or machines of the intranet.
 """
 
 import re
-from ipaddress import AddressValueError, IPv4Address, IPv6Address, IPv6Network, ip_address
+from ipaddress import (
+    AddressValueError,
+    IPv4Address,
+    IPv4Network,
+    IPv6Address,
+    IPv6Network,
+    ip_address,
+)
 
 Address = IPv4Address | IPv6Address
 
@@ -14,6 +21,13 @@ _NUMERIC_LABEL = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _GLOBAL_UNICAST = IPv6Network("2000::/3")
 _NAT64 = IPv6Network("64:ff9b::/96")
 """Addresses by which a network without IPv4 reaches the IPv4 address in their last 32 bits."""
+_RESERVED = (
+    IPv4Network("192.0.0.0/24"),  # protocols of the IETF
+    IPv4Network("192.88.99.0/24"),  # relays of 6to4
+    IPv6Network("3fff::/20"),  # documentation
+)
+"""Reserved networks, some or all of which `ipaddress` regards as global, depending on the release
+of Python."""
 _MAX_NAME_CHARS = 253
 
 
@@ -73,4 +87,5 @@ def is_public(address: str) -> bool:
             found = inner
         elif found not in _GLOBAL_UNICAST:
             return False
-    return found.is_global and not found.is_multicast and not found.is_reserved
+    is_reserved = found.is_reserved or any(found in network for network in _RESERVED)
+    return found.is_global and not found.is_multicast and not is_reserved

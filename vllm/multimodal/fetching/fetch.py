@@ -19,7 +19,7 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 
 from vllm.errors import ConfigError
 from vllm.multimodal.fetching.addresses import is_public, normalize_host
-from vllm.multimodal.fetching.base64_text import read_data_url
+from vllm.multimodal.fetching.data_url import read_data_url
 from vllm.multimodal.fetching.http_get import Budget, HTTPError, Target, get
 from vllm.multimodal.fetching.local_file import local_path, read_below
 from vllm.multimodal.interface.media_times import MediaTimes

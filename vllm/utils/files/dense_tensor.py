@@ -4,14 +4,13 @@ with one tensor.
 Does not import torch, and calls only methods of the given tensor.
 """
 
-import base64
-import binascii
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from vllm.utils.base64_text import Base64Error, decode_base64
 from vllm.utils.files.tensor_file import FLOATS, RawTensor, TensorFileError, read_tensor_file
 
 _LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
@@ -67,9 +66,9 @@ def as_array(tensor: RawTensor) -> npt.NDArray[Any]:
 
 def _decode(value: str | bytes, dtypes: Sequence[str]) -> RawTensor:
     try:
-        data = base64.b64decode(value, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise TensorFileError(f"is not base64: {error}") from None
+        data = decode_base64(value if isinstance(value, str) else value.decode("latin-1"))
+    except Base64Error as error:
+        raise TensorFileError(f"is not base64: it {error}") from None
     try:
         return read_tensor_file(data, dtypes)
     except TensorFileError as error:

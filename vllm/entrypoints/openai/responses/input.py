@@ -440,8 +440,13 @@ def _read_image(where: str, part: Mapping[str, Any]) -> Part:
             "image_url, a URL or a data: URL",
             param=f"{where}.file_id",
         )
-    url = read_string(where, part, "image_url")
-    return {"type": _IMAGE_PART, "detail": part.get("detail") or "auto", "image_url": url}
+    given, detail = part.get("image_url"), part.get("detail")
+    if isinstance(given, Mapping):  # the form of the chat API, which some clients send
+        url = read_string(f"{where}.image_url", given, "url")
+        detail = given.get("detail") or detail
+    else:
+        url = read_string(where, part, "image_url")
+    return {"type": _IMAGE_PART, "detail": detail or "auto", "image_url": url}
 
 
 def _as_chat_part(where: str, part: Mapping[str, Any]) -> Part:
