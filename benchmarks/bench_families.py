@@ -174,6 +174,8 @@ class Steps:
             features=np.zeros(n, np.int32),
             params=np.zeros((8, n), np.float32),
             keys=np.zeros(n, np.uint64),
+            masks=np.zeros((n, 0), np.int32),
+            first_times=np.zeros(n, np.int32),
         )
         self._step = FusedDecodeStep(*programs, self.arrays, known_features=0, random_feature=1)
         self._rows, self._ones = np.arange(n, dtype=np.int32), np.ones(n, np.int32)

@@ -378,14 +378,25 @@ def draw_image(seed: int, height: int = 40, width: int = 48) -> np.ndarray:
     return (0.8 * pixels + 0.2 * np.linspace(0, 255, width)[None, :, None]).astype(np.uint8)
 
 
-@torch.inference_mode()
 def expected_outputs(
     folder: Path,
     prompts: Sequence[tuple[list[int], list[np.ndarray]]],
     max_tokens: int,
     videos: Sequence[Sequence[tuple[np.ndarray, float]]] = (),
 ) -> list[list[int]]:
-    """Return the greedy outputs of transformers.
+    """Return the greedy outputs of transformers; see `expected_generations`."""
+    found = expected_generations(folder, prompts, max_tokens, videos)
+    return [token_ids for token_ids, _ in found]
+
+
+@torch.inference_mode()
+def expected_generations(
+    folder: Path,
+    prompts: Sequence[tuple[list[int], list[np.ndarray]]],
+    max_tokens: int,
+    videos: Sequence[Sequence[tuple[np.ndarray, float]]] = (),
+) -> list[tuple[list[int], list[float]]]:
+    """Return the greedy outputs of transformers, with the log-probability of each token.
 
     Args:
         folder: folder of the model.
@@ -436,9 +447,13 @@ def expected_outputs(
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_tokens,
             do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
             **given,
         )
-        outputs.append(out[0, len(token_ids) :].tolist())
+        generated = out.sequences[0, len(token_ids) :]
+        logprobs = torch.cat(out.logits).log_softmax(-1).gather(1, generated[:, None])
+        outputs.append((generated.tolist(), logprobs[:, 0].tolist()))
     return outputs
 
 

@@ -4,8 +4,9 @@
 // decodes, until a row finishes.
 //
 // It serves the steady state: each row runs its newest token, with or without draft tokens after
-// it, and samples after each of these tokens. Requests that need more (prompts, penalties, masks,
-// log-probabilities) are refused before anything is changed. One call replaces about fifty calls
+// it, and samples after each of these tokens. Tokens may be forbidden by masks. Requests that need
+// more (prompts, penalties, grammars) are refused before anything is changed. The logits can be
+// given to the caller, who computes log-probabilities. One call replaces about fifty calls
 // from Python. Each of these would wait for memory, because between two forward passes of a small
 // model the caches of a core contain nothing of the interpreter.
 //
@@ -17,6 +18,7 @@
 #include "decode_step_args.h"
 #include "program.h"
 #include "sampling.h"
+#include "sampling_masks.h"
 
 namespace VLLM_ISA {
 
@@ -122,7 +124,8 @@ class DecodeStep {
  private:
   bool is_plain() {
     int64_t num_tokens = 0;
-    if (launch_.given != nullptr && launch_.num_decodes > 1) return false;
+    const bool is_single = launch_.given != nullptr || launch_.logits != nullptr;
+    if (is_single && launch_.num_decodes > 1) return false;
     for (int64_t i = 0; i < launch_.n; ++i) {
       const int64_t row = launch_.rows[i], index = launch_.num_computed[i];
       const int64_t count = launch_.num_scheduled[i];
@@ -134,10 +137,19 @@ class DecodeStep {
       if (last / decoder_.block_size >= rows_.max_blocks) return false;
       if ((rows_.features[row] & ~rows_.known_features) != 0) return false;
       is_random_ |= (rows_.features[row] & rows_.random_feature) != 0;
+      if (has_mask(row)) {
+        is_masked_ = true;
+        if (has_times(row) && (count > 1 || launch_.num_decodes > 1)) return false;
+      }
       num_tokens += count;
     }
     return num_tokens == launch_.num_tokens && (num_tokens == launch_.n || launch_.num_decodes == 1);
   }
+
+  bool has_mask(int64_t row) const { return (rows_.features[row] & rows_.mask_features) != 0; }
+
+  // Whether a row with a mask has rules for time tokens.
+  bool has_times(int64_t row) const { return rows_.first_times[row] < head_.out_width; }
 
   // Returns the index of the newest token of row i.
   int64_t index_of(int64_t i) const { return launch_.num_computed[i] + launch_.num_done; }
@@ -217,20 +229,26 @@ class DecodeStep {
   // the result.
   void* hidden() const { return launch_.hidden != nullptr ? launch_.hidden : buffers_.hidden; }
 
+  // Returns the memory for the result of the head, as `hidden` for the decoder.
+  T* logits() const {
+    return launch_.logits != nullptr ? static_cast<T*>(launch_.logits) : buffers_.logits;
+  }
+
   int64_t compute() {
     const int team_size = is_small(decoder_, forward_) ? 1 : num_threads_;
     int64_t status = run_program<T>(decoder_, forward_, team_size);
     if (status != 0) return blame(status, forward_.bad_index);
     ProgramLaunch head_launch = {};
     head_launch.given = hidden();
-    head_launch.out = buffers_.logits;
+    head_launch.out = logits();
     head_launch.adapted = launch_.adapted;
     head_launch.scratch = buffers_.program;
     head_launch.num_tokens = launch_.num_tokens;
     status = run_program<T>(head_, head_launch, num_threads_);
     if (status != 0) return blame(status, head_launch.bad_index);
+    if (is_masked_) mask_logits();
     SampleArgs<T> args = {};
-    args.logits = buffers_.logits;
+    args.logits = logits();
     if (is_random_) {
       args.params = buffers_.params;
       args.keys = buffers_.keys;
@@ -244,6 +262,20 @@ class DecodeStep {
     args.num_draws = args.vocab_size / kVocabBlock + 1 + kVocabBlock;
     const auto no_memory = static_cast<int64_t>(ProgramStatus::kNoMemory);
     return sample(args, num_threads_) != 0 ? no_memory : 0;
+  }
+
+  // Forbids the tokens that rows with masks may not sample.
+  void mask_logits() {
+    const int64_t vocab_size = head_.out_width, stride = stride_of_result(head_);
+    parallel_rows(launch_.n, vocab_size / 4, num_threads_, [&](int64_t i) {
+      const int64_t row = launch_.rows[i];
+      if (!has_mask(row)) return;
+      for (int64_t t = buffers_.query_starts[i]; t < buffers_.query_starts[i + 1]; ++t) {
+        T* const at = logits() + t * stride;
+        apply_mask(rows_.masks + row * rows_.num_words, vocab_size, at);
+        if (has_times(row)) prefer_times(rows_.first_times[row], vocab_size, at);
+      }
+    });
   }
 
   // Stores the row and token that a status refers to, and returns the status.
@@ -308,7 +340,7 @@ class DecodeStep {
   const int num_threads_;
   const DecodeStepBuffers<T> buffers_;
   ProgramLaunch forward_ = {};
-  bool is_random_ = false;
+  bool is_random_ = false, is_masked_ = false;
 };
 
 // Runs a decode step. Returns 0, a ProgramStatus, or kNotPlain. After a ProgramStatus other than

@@ -24,9 +24,15 @@ VLLM_STRUCT(DecodeStepRows,
   const int32_t* features;     // [num_rows] bits: sampling features of a row
   const float* params;         // [8, num_params] in the order of Param; num_params >= num_rows
   const uint64_t* keys;        // [num_rows] keys of the random numbers
-  int64_t num_rows, max_tokens, max_blocks, num_params, num_ends;
+  const int32_t* masks;        // [num_rows, num_words] tokens that each row may sample after its
+                               // first token, one bit per token
+  const int32_t* first_times;  // [num_rows] first of the time tokens of rows that have a mask, which
+                               // the mask then allows for only one decode; from the size of the
+                               // vocabulary on: none
+  int64_t num_rows, max_tokens, max_blocks, num_params, num_ends, num_words;
   int64_t known_features;  // features that this step supports
   int64_t random_feature;  // the bit of a row with random sampling
+  int64_t mask_features;   // the bits of a row that has a mask
 );
 
 // A step of n rows. Each row runs its newest token followed by its draft tokens (in this order in
@@ -45,10 +51,13 @@ VLLM_STRUCT(DecodeStepLaunch,
   const AdaptedRows* adapted;    // adapters of the tokens; null: no token has one
   void* hidden;                  // [num_tokens, width of the decoder's result] output; null: not
                                  // needed
+  void* logits;                  // [num_tokens, width of the head's result] output: logits, with -inf
+                                 // for tokens that masks forbid; null: not needed. Only with one
+                                 // decode
   void* const* taps;             // taps of the decoder, as in ProgramLaunch
   char* scratch;                 // decode_step_scratch_bytes bytes, aligned to 64 bytes
   int64_t n, num_tokens;  // number of rows, and of their tokens; equal if there are no drafts
-  int64_t num_decodes;    // 1 with drafts and with `given`
+  int64_t num_decodes;    // 1 with drafts, with `given` and with `logits`
   int64_t num_done;       // output: number of decodes that have run
   int64_t num_new;        // output: number of entries of token_ids
   int64_t num_invalid;    // output: number of rows whose first token is -1

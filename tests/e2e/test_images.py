@@ -1,12 +1,13 @@
-"""Test images in prompts: the engine gives the tokens of transformers in any batch."""
+"""Test images in prompts: tokens and log-probabilities are those of transformers in any batch."""
 
+import numpy as np
 import pytest
 import torch
 
 from tests.engine.test_resolve_config import resolve
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.reach import runner_of, scheduler_of, worker_of
-from tests.tiny_images import FAMILIES, draw_image, expected_outputs, make_tiny_images
+from tests.tiny_images import FAMILIES, draw_image, expected_generations, make_tiny_images
 from vllm import LLM, SamplingParams
 from vllm.distributed import Stage, TPGroup
 from vllm.errors import ConfigError
@@ -51,7 +52,7 @@ def tokens_of(outputs):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_are_those_of_transformers(family, tmp_path):
+def test_tokens_and_logprobs_are_those_of_transformers(family, tmp_path):
     if is_version_4() and family in ("idefics3", "smolvlm", "qwen3_vl_moe"):
         pytest.skip("this transformers computes other positions of patches, or other experts")
     folder = make_tiny_images(family, tmp_path)
@@ -60,14 +61,22 @@ def test_tokens_are_those_of_transformers(family, tmp_path):
         (output.prompt_token_ids, images_of(seeds))
         for output, (_, seeds) in zip(outputs, PROMPTS, strict=True)
     ]
-    expected = expected_outputs(folder, prompts, GREEDY.max_tokens)
-    assert tokens_of(outputs) == expected
+    expected, logprobs = zip(*expected_generations(folder, prompts, GREEDY.max_tokens), strict=True)
+    assert tokens_of(outputs) == list(expected)
     assert len({tuple(tokens) for tokens in expected}) > 3, "images make no difference"
     # Prompts run in chunks that end inside of images, except where image tokens see later ones
     # (Gemma 3).
     num_tokens = 23 if family == "gemma3" else 8
     llm = LLM(str(folder), **ENGINE, max_num_batched_tokens=num_tokens)
-    assert tokens_of(llm.generate(requests_of(family), GREEDY)) == expected
+    params = GREEDY.clone()
+    params.logprobs = 0
+    outputs = llm.generate(requests_of(family), params)
+    assert tokens_of(outputs) == list(expected)
+    for output, values in zip(outputs, logprobs, strict=True):
+        sample = output.outputs[0]
+        pairs = zip(sample.logprobs, sample.token_ids, strict=True)
+        found = [entries[token].logprob for entries, token in pairs]
+        np.testing.assert_allclose(found, values, atol=2e-4, rtol=0)
     assert not scheduler_of(llm).media.holders
 
 
@@ -84,6 +93,8 @@ def expected(llava):
 @pytest.mark.parametrize(
     "settings",
     [
+        # prompts are cut at every token of an image
+        {"max_num_batched_tokens": 1, "max_num_seqs": 1},
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 256},
         # a cache of 9 blocks, so that requests are preempted
         {"enable_prefix_caching": False, "max_model_len": 128, "num_gpu_blocks_override": 9},

@@ -22,6 +22,8 @@ from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.input.media_lane import MediaLane
 from vllm.errors import ConfigError, RequestError
 from vllm.lora.request import LoRARequest
+from vllm.ops.cpu.operators import load_cpu_kernels
+from vllm.ops.cpu.operators.decode_step import FusedDecodeStep
 from vllm.sampling_params import BeamSearchParams
 from vllm.worker.parts.item_rows import KeptItems
 
@@ -79,9 +81,18 @@ def assert_equal(outputs, sounds, reference, num_tokens=NUM_TOKENS):
 
 
 @pytest.mark.parametrize("text", [TRANSCRIBE, WITH_TIMES, f"<|startofprev|> so far{TRANSCRIBE}"])
-def test_several_sounds_in_one_batch_are_those_of_transformers(llm, reference, text):
+def test_several_sounds_in_one_batch_are_those_of_transformers(llm, reference, text, monkeypatch):
+    run, in_one_call = FusedDecodeStep.run, []
+
+    def noted(self, *args, **options):
+        found = run(self, *args, **options)
+        in_one_call.append(found is not None)
+        return found
+
+    monkeypatch.setattr(FusedDecodeStep, "run", noted)
     outputs = llm.generate([ask(sound, text) for sound in SOUNDS], GREEDY)
     assert_equal(outputs, SOUNDS, reference)
+    assert in_one_call == [True] * (NUM_TOKENS - 1) or load_cpu_kernels() is None
     assert len({tuple(tokens_of(output)) for output in outputs}) == len(SOUNDS)
 
 

@@ -29,11 +29,14 @@ from vllm.ops.cpu.operators.recorder import Recorder
 from vllm.ops.cpu.sampling import RowNumbers, load_sampling_kernels
 from vllm.ops.cpu.weights.linear import PackedWeight
 from vllm.ops.cpu.weights.weight_format import WeightFormat
+from vllm.sample.restrictions.masks import TokenMasks, bit_values
+from vllm.sample.restrictions.output_rules import NO_TIMES, LogitRules
 
 pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 
 NUM_ROWS, MAX_BLOCKS = 7, 4
-RANDOM, KNOWN, UNKNOWN = 1, 1 | 8, 64
+RANDOM, MASKED, KNOWN, UNKNOWN = 1, 128, 1 | 8 | 128, 64
+NUM_WORDS = 4
 GREEDY_PARAMS, RANDOM_PARAMS = (1, 0, 0, 1, 0, 0, 1, 1), (0.7, 0, 20, 0.9, 0, 0, 1, 0)
 
 
@@ -61,6 +64,7 @@ class Setting:
             self.arrays,
             known_features=KNOWN,
             random_feature=RANDOM,
+            mask_features=MASKED,
             **options,
         )
 
@@ -90,8 +94,14 @@ class Setting:
         )
         out = torch.empty(len(rows), dtype=torch.int32), torch.empty(len(rows), dtype=torch.int32)
         draws = (arrays.num_tokens - arrays.num_prompt_tokens)[chosen].astype(np.int64)
+        logits = self.head.linear(hidden)
+        if len(masked := np.flatnonzero(arrays.features[chosen] & MASKED)):
+            words = torch.from_numpy(arrays.masks[chosen[masked]])
+            masks = TokenMasks(masked, words, bit_values(words.device))
+            first_times = torch.from_numpy(arrays.first_times[chosen[masked]])
+            logits = LogitRules(masks, first_times).apply(logits)
         load_sampling_kernels().sample(
-            self.head.linear(hidden),
+            logits,
             out,
             params=torch.from_numpy(np.ascontiguousarray(arrays.params[:, chosen])),
             numbers=RowNumbers(arrays.keys[chosen], draws),
@@ -128,6 +138,8 @@ def make_setting(num_random: int = 3) -> Setting:
             features=features,
             params=np.ascontiguousarray(params.T),
             keys=rng.integers(0, 2**63, NUM_ROWS + 1, np.uint64),
+            masks=np.full((NUM_ROWS + 1, NUM_WORDS), -1, np.int32),
+            first_times=np.full(NUM_ROWS + 1, NO_TIMES, np.int32),
         ),
     )
 
@@ -237,6 +249,84 @@ def test_the_cache_is_written_as_by_the_decoder():
         assert torch.equal(layer.value_cache, twin.value_cache)
 
 
+def forbid(arrays: RowArrays, row: int, *ranges: tuple[int, int]) -> None:
+    """Give a row a mask that forbids these ranges of tokens."""
+    arrays.features[row] |= MASKED
+    bits = np.unpackbits(arrays.masks[row].view(np.uint8), bitorder="little")
+    for begin, end in ranges:
+        bits[begin:end] = 0
+    arrays.masks[row] = np.packbits(bits, bitorder="little").view(np.int32)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_rows_with_masks_sample_no_forbidden_token(num_threads):
+    """Greedy rows and random ones, rows whose masks hold for all tokens, and rules for times."""
+    torch.set_num_threads(num_threads)
+    rows, plain = list(range(NUM_ROWS)), single_steps(list(range(NUM_ROWS)), 1)
+    setting = make_setting()
+    arrays, seen = setting.arrays, set()
+    for row in (0, 4):  # what they would sample is forbidden
+        forbid(arrays, row, (plain[row][0], plain[row][0] + 1))
+    forbid(arrays, 1, (0, 31), (33, VOCAB_SIZE))
+    for row in (2, 3, 5):
+        forbid(arrays, row, (5, 9))
+    for first_time in range(8, VOCAB_SIZE, 3):
+        arrays.first_times[[2, 3, 5]] = first_time
+        want = setting.tokens_of_parts(rows)
+        start = arrays.num_tokens.copy()
+        got, _ = setting.step().run(*setting.launch(rows))
+        assert got.tolist() == want.tolist()
+        assert got[0] != plain[0][0] and got[4] != plain[4][0] and got[1] in (31, 32)
+        assert got[6] == plain[6][0]
+        seen |= set((got[[2, 3, 5]] < first_time).tolist())
+        arrays.num_tokens[:] = start
+    assert seen == {False, True}
+
+
+def test_a_mask_holds_for_drafts_and_several_decodes_but_not_with_rules_for_times():
+    rows = [4, 5]
+
+    def masked() -> Setting:
+        setting = make_setting()
+        for row in rows:
+            forbid(setting.arrays, row, (0, 20))
+        return setting
+
+    setting = masked()
+    step = setting.step()
+    want = [step.run(*setting.launch(rows))[0].tolist() for _ in range(3)]
+    setting = masked()
+    got, _ = setting.step().run(*setting.launch(rows), num_decodes=3)
+    assert got.tolist() == [token for row in zip(*want, strict=True) for token in row]
+    for options, scheduled in (({"num_drafts": 2}, 3), ({"num_decodes": 3}, 1)):
+        setting = masked()
+        arrays, (chosen, computed, _) = setting.arrays, setting.launch(rows)
+        at = arrays.num_tokens[5]
+        arrays.token_ids[5, at : at + 2] = [want[0][1], want[1][1]]
+        launch = chosen, computed, np.array([1, scheduled], np.int32)
+        arrays.first_times[5] = 40
+        assert setting.step().run(*launch, **options) is None
+        arrays.first_times[5] = NO_TIMES
+        got, counts = setting.step().run(*launch, **options)
+        assert got[counts[0] :].tolist() == [tokens[1] for tokens in want]
+
+
+def test_logits_are_given_with_what_masks_forbid():
+    setting = make_setting()
+    forbid(setting.arrays, 3, (0, 30))
+    step = setting.step()
+    got, _ = step.run(*setting.launch([1, 3]), gives_logits=True)
+    logits = step.logits.clone()
+    assert logits.shape == (2, VOCAB_SIZE) and logits[0].isfinite().all()
+    assert logits[1].isinf().nonzero().flatten().tolist() == list(range(30))
+    assert logits[1].argmax() == got[1]  # a greedy row
+    before = setting.snapshot()
+    assert step.run(*setting.launch([1, 3]), num_decodes=2, gives_logits=True) is None
+    assert all(map(np.array_equal, before, setting.snapshot()))
+    assert step.run(*setting.launch([3])) is not None
+    assert torch.equal(step.logits, logits), "not asked for"
+
+
 def change(name: str, value: int) -> Any:
     def apply(setting: Setting) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         launch = setting.launch([3, 5])
@@ -321,6 +411,9 @@ def test_what_does_not_fit_is_refused():
             arrays = dataclasses.replace(setting.arrays, **{name: wrong})
             with pytest.raises(ValueError, match=f"^{name} "):
                 dataclasses.replace(setting, arrays=arrays).step()
+    short = dataclasses.replace(setting.arrays, masks=setting.arrays.masks[:, :1].copy())
+    with pytest.raises(ValueError, match="masks must have a bit for each of the 50 tokens"):
+        dataclasses.replace(setting, arrays=short).step()
     with pytest.raises(ValueError, match="must have the dtype and hidden size of the decoder"):
         dataclasses.replace(setting, head=packed(VOCAB_SIZE, HIDDEN * 2)).step()
     with pytest.raises(

@@ -156,6 +156,28 @@ def test_a_card_forbids_the_same_tokens():
     assert tokens[:3].tolist() == expected[:3].argmax(-1).tolist()
 
 
+def test_known_masks_forbid_what_follows_the_output():
+    """A decode step in one call reads them for tokens after the first one."""
+    state = make_state()
+    rows = np.arange(4, dtype=np.int32)
+    state.add(0, make_request(WITHOUT_TIMES), [])
+    state.add(1, make_request(WITH_TIMES), [FIRST_TIME])
+    state.add(2, make_request(None, allowed_token_ids=[4, 149]), [])
+    state.add(3, make_request(None), [])
+    state.record(rows[1:2], np.array([4], np.int32))
+    for output in ([FIRST_TIME, 4], [FIRST_TIME, 4, FIRST_TIME + 9]):
+        state.update_masks(rows)
+        bits = np.unpackbits(state.row_arrays.masks.view(np.uint8), axis=1, bitorder="little")
+        allowed = [set(np.flatnonzero(row[:VOCAB]).tolist()) for row in bits]
+        rules = RowRules(WITH_TIMES, output, VOCAB).allowed(len(output)).view(np.uint8)
+        expected = np.flatnonzero(np.unpackbits(rules, bitorder="little")[:VOCAB]).tolist()
+        assert allowed[:3] == [set(range(VOCAB)) - set(NEVER), set(expected), {4, 149}]
+        state.record(rows[1:2], np.array([FIRST_TIME + 9], np.int32))
+    assert (state.row_arrays.first_times == FIRST_TIME).nonzero()[0].tolist() == [1]
+    state.remove(1)
+    assert (state.row_arrays.first_times > VOCAB).all()
+
+
 def test_drafts_are_followed():
     rules = RowRules(WITH_TIMES, [FIRST_TIME, 4], VOCAB)
 

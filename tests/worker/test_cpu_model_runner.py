@@ -64,8 +64,8 @@ def test_tokens_and_logprobs_are_those_of_the_modules(family, tmp_path, monkeypa
 @pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
 def test_decodes_in_one_call_give_the_tokens_of_several(family, tmp_path, monkeypatch):
-    """Requests are random and greedy, some need more of the sampler, some are preempted, and some
-    find their prefix in the cache.
+    """Requests are random and greedy, some want log-probabilities or allowed tokens only, some need
+    more of the sampler, some are preempted, and some find their prefix in the cache.
     """
     make_tiny_model(family, tmp_path)
     params = [
@@ -76,6 +76,8 @@ def test_decodes_in_one_call_give_the_tokens_of_several(family, tmp_path, monkey
             top_k=30 if i == 4 else 0,
             min_p=0.05 if i == 5 else 0,
             presence_penalty=0.5 if i == 7 else 0,
+            logprobs={1: 2, 3: 0}.get(i),
+            allowed_token_ids=list(range(i, 100, 3)) if i in (2, 6) else None,
         )
         for i in range(len(PROMPTS))
     ]
@@ -90,8 +92,9 @@ def test_decodes_in_one_call_give_the_tokens_of_several(family, tmp_path, monkey
 
     def tokens_of(llm):
         return [
-            [o.outputs[0].token_ids for o in llm.generate(PROMPTS, p, use_tqdm=False)]
-            for p in (params, [*params[:7], params[0]])
+            (output.outputs[0].token_ids, output.outputs[0].logprobs)
+            for chosen in (params, [*params[:7], params[0]])
+            for output in llm.generate(PROMPTS, chosen, use_tqdm=False)
         ]
 
     monkeypatch.setattr(FusedDecodeStep, "run", counted)

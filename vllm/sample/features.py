@@ -26,6 +26,8 @@ class Feature:
     """A top_k above `SMALL_TOP_K`."""
     RULES = 2048
     """Rules of the model for its outputs, which change logits before everything else."""
+    GRAMMAR = 4096
+    """Structured output: the mask of `MASK` is another one after each token."""
 
 
 SMALL_TOP_K = 128
@@ -67,6 +69,8 @@ class Param(IntEnum):
 NEUTRAL = tuple(param.neutral for param in Param)
 DISTRIBUTION = reduce(or_, (param.bit for param in Param), Feature.LARGE_TOP_K) & ~Feature.PENALTIES
 """Features that turn logits into a distribution, and do not change logits."""
+MASKS = Feature.MASK | Feature.RULES
+"""Features that forbid tokens by a mask."""
 PLAIN_PARAMS = tuple(
     (param, param.name.lower())
     for param in Param

@@ -8,7 +8,7 @@ and cost nothing if unused.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,7 @@ from vllm.sample.restrictions.masks import (
     TokenMasks,
     TokenMatcher,
     bit_values,
+    num_words,
     pack_allowed,
 )
 from vllm.sample.restrictions.output_rules import NO_TIMES, LogitRules, RowRules
@@ -56,6 +57,26 @@ _DEFAULTS = np.array(NEUTRAL, np.float32)
 
 _EXTREME = 1e30
 """Larger numbers, or smaller ones than its inverse, have the same effect but overflow a float32."""
+
+
+class SamplingArrays(NamedTuple):
+    """Views of the arrays of a `SamplingState`, which only it writes and never replaces.
+
+    Their length is the number of requests + 1.
+    """
+
+    features: FeatureArray
+    """[requests + 1] `Feature` bits."""
+    params: FloatArray
+    """[params, requests + 1] in the order of `Param`."""
+    keys: KeyArray
+    """[requests + 1] of random numbers."""
+    masks: IntArray
+    """[requests + 1, W] for requests with allowed_token_ids or rules: the tokens that they may
+    generate after their first token. With rules for time tokens, a mask holds for the next token,
+    after `update_masks`."""
+    first_times: IntArray
+    """[requests + 1] the first time token of requests with rules for them, else `NO_TIMES`."""
 
 
 class SamplingState:
@@ -108,6 +129,9 @@ class SamplingState:
         self._params: FloatArray = np.repeat(_DEFAULTS[:, None], max_num_seqs + 1, 1)
         self._keys = np.zeros(max_num_seqs + 1, np.uint64)
         self._num_logprobs: IntArray = np.zeros(max_num_seqs + 1, np.int32)
+        # Memory is only taken for requests that have masks.
+        self._known_masks = np.zeros((max_num_seqs + 1, num_words(vocab_size)), np.int32)
+        self._first_times: IntArray = np.full(max_num_seqs + 1, NO_TIMES, np.int32)
         self._counts = TokenCounts(max_num_seqs + 1, vocab_size)
         self._constraints: dict[int, RowConstraints] = {}
         self._bias_tables = BiasTables(vocab_size)
@@ -121,6 +145,7 @@ class SamplingState:
         self._taken: set[int] = set()
         self._recorded: set[int] = set()
         """Rows whose sampling depends on their generated tokens."""
+        self._with_logprobs: set[int] = set()
 
     @property
     def padding_row(self) -> int:
@@ -130,13 +155,11 @@ class SamplingState:
         return self._padding_row
 
     @property
-    def row_arrays(self) -> tuple[FeatureArray, FloatArray, KeyArray]:
-        """Read-only views of this object's arrays, which are never replaced.
-
-        They are `Feature` bits [requests + 1], parameters [params, requests + 1] in the order of
-        `Param`, and keys of random numbers [requests + 1].
-        """
-        return self._features, self._params, self._keys
+    def row_arrays(self) -> SamplingArrays:
+        """The arrays over requests; see `SamplingArrays`."""
+        return SamplingArrays(
+            self._features, self._params, self._keys, self._known_masks, self._first_times
+        )
 
     @property
     def has_processors(self) -> bool:
@@ -176,17 +199,20 @@ class SamplingState:
             if constraints.needs_output:
                 self._recorded.add(row)
         if matcher is not None:
-            features |= Feature.MASK
+            features |= Feature.MASK | Feature.GRAMMAR
             self._filler.add(row, matcher)
             self._recorded.add(row)
         elif params.allowed_token_ids is not None:
             features |= Feature.MASK
-            self._masks[row] = self._allowed_mask(params.allowed_token_ids)
+            self._masks[row] = self._known_masks[row] = self._allowed_mask(params.allowed_token_ids)
         if request.output_rules is not None:
             features |= Feature.RULES
             rules = RowRules(request.output_rules, output_token_ids, self._vocab_size)
             self._rules[row] = rules
-            if rules.needs_output:
+            if rules.first_time is None:
+                self._known_masks[row] = rules.allowed(1)
+            else:
+                self._first_times[row] = rules.first_time
                 self._recorded.add(row)
         if params.logits_processors:
             features |= Feature.PROCESSORS
@@ -195,6 +221,7 @@ class SamplingState:
         if params.logprobs is not None:
             features |= Feature.LOGPROBS
             self._num_logprobs[row] = params.logprobs
+            self._with_logprobs.add(row)
         self._features[row] = features
 
     def add_distribution(self, row: int, request: EngineRequest) -> None:
@@ -253,9 +280,11 @@ class SamplingState:
         self._filler.remove(row)
         self._processors.pop(row, None)
         self._recorded.discard(row)
+        self._with_logprobs.discard(row)
         self._features[row] = 0
         self._params[:, row] = _DEFAULTS
         self._num_logprobs[row] = 0
+        self._first_times[row] = NO_TIMES
 
     def record(self, rows: IntArray, token_ids: IntArray) -> None:
         """Record the generated tokens [n] of requests [n]."""
@@ -278,6 +307,15 @@ class SamplingState:
     def follows_output(self, rows: IntArray) -> bool:
         """Return whether the next token of any of these requests depends on the recorded tokens."""
         return bool(self._recorded) and not self._recorded.isdisjoint(rows.tolist())
+
+    def update_masks(self, rows: IntArray) -> None:
+        """Update the masks of `row_arrays` for the next tokens of these requests, none of which is
+        the first of its output.
+        """
+        if not self._recorded:
+            return
+        for row in rows[self._first_times[rows] != NO_TIMES].tolist():
+            self._known_masks[row] = self._rules[row].allowed(1)
 
     def start_masks(self, rows: IntArray, drafts: RowDrafts | None = None) -> None:
         """Start to fill the masks of structured outputs, in other threads.
@@ -380,6 +418,12 @@ class SamplingState:
             else None,
             logprobs=self._logprob_plan(rows, features) if active & Feature.LOGPROBS else None,
         )
+
+    def logprob_plan(self, rows: IntArray) -> LogprobPlan | None:
+        """Return which of these requests [n] want log-probabilities; None: no request does."""
+        if self._with_logprobs.isdisjoint(rows.tolist()):
+            return None
+        return self._logprob_plan(rows, self._features[rows])
 
     def logprob_rows(self, rows: IntArray, sampled: SamplerOutput) -> dict[int, LogprobRows]:
         """Return the log-probabilities of requests that asked for them, by batch index, one

@@ -18,6 +18,7 @@ from vllm.sample.restrictions.masks import WORD_BITS, TokenMasks, num_words
 
 NO_TIMES = int(np.iinfo(np.int32).max)
 """Says, instead of the first token of time stamps, that there are no rules for them."""
+_ALL_BITS = 2**WORD_BITS - 1
 
 
 class RowRules:
@@ -65,7 +66,7 @@ class RowRules:
             return usual
         found = usual.copy()
         for start, end in self._forbidden([*self._output, *ahead], self.first_time):
-            found &= ~_range_mask(start, end, len(found))
+            _forbid(found, start, end)
         return found
 
     def _forbidden(self, output: Sequence[int], first_time: int) -> list[tuple[int, int]]:
@@ -92,11 +93,20 @@ class RowRules:
         return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def _range_mask(start: int, end: int, num: int) -> IntArray:
-    """Return a mask of `num` words with the bits of the tokens from `start` to before `end`."""
-    bits = np.zeros(num * WORD_BITS, np.uint8)
-    bits[start:end] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32)
+def _forbid(mask: IntArray, start: int, end: int) -> None:
+    """Clear the bits of the tokens from `start` to before `end` in a mask."""
+    if start >= end:
+        return
+    first, last = start // WORD_BITS, (end - 1) // WORD_BITS
+    of_first = np.uint32(_ALL_BITS << start % WORD_BITS & _ALL_BITS)
+    of_last = np.uint32(_ALL_BITS >> (WORD_BITS - 1 - (end - 1) % WORD_BITS))
+    words = mask.view(np.uint32)
+    if first == last:
+        words[first] &= ~(of_first & of_last)
+        return
+    words[first] &= ~of_first
+    words[first + 1 : last] = 0
+    words[last] &= ~of_last
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,7 @@ class DraftRunner(DraftMaker):
         device = target.sampling.device
         parts = draft_parts(target.parts, model.arch)
         self.launches = RaggedLaunches(config, model, device, self.batch, parts)
-        features, _, _ = self.sampling.row_arrays
-        self._features: FeatureArray = np.zeros_like(features)
+        self._features: FeatureArray = np.zeros_like(self.sampling.row_arrays.features)
         self._vocab_size = config.model.resolved_arch.vocab_size
         self._target_vocab_size = target.vocab_size
         self._max_tokens = config.scheduler.max_num_batched_tokens
@@ -57,8 +56,8 @@ class DraftRunner(DraftMaker):
         return []
 
     def _run_known(self, spans: DraftSpans) -> None:
-        self.launches.fuse(self.sampling, self._features)
-        features, _, _ = self.sampling.row_arrays
+        self.launches.fuse(self.sampling, self._features, DISTRIBUTION)
+        features = self.sampling.row_arrays.features
         self._features[spans.rows] = features[spans.rows] & DISTRIBUTION
         has_drafts = spans.num_drafts > 0
         if has_drafts.all() and (spans.count == 1).all():

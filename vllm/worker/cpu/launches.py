@@ -29,7 +29,7 @@ from vllm.ops.cpu.operators.decode_step import FusedDecodeStep, RowArrays
 from vllm.ops.cpu.operators.program import Program
 from vllm.ops.item_slots import ItemSlots
 from vllm.ops.lora_weights import AdaptedRows
-from vllm.sample.features import DISTRIBUTION, Feature
+from vllm.sample.features import MASKS, Feature
 from vllm.sample.metadata import FeatureArray
 from vllm.sample.state import SamplingState
 from vllm.worker.batch.input_batch import InputBatch
@@ -260,14 +260,17 @@ class RaggedLaunches:
             self.is_fused = True
             self.programs = ByItems(fuse(model), None)
 
-    def fuse(self, sampling: SamplingState, row_features: FeatureArray) -> None:
+    def fuse(
+        self, sampling: SamplingState, row_features: FeatureArray, known_features: int
+    ) -> None:
         """Record the programs of a generative model, as far as possible; caches must be bound.
 
         Further calls do nothing.
 
         Args:
             sampling: sampling state of the batch.
-            row_features: [rows] features of each request that a decode step in one call must know.
+            row_features: [rows] sampling features of each request.
+            known_features: the features that a decode step in one call may have.
         """
         if self.is_fused:
             return
@@ -283,7 +286,7 @@ class RaggedLaunches:
             # Only the last stage samples; inputs of inner layers are received with the hidden
             # states.
             return
-        _, params, keys = sampling.row_arrays
+        own = sampling.row_arrays
         positions = self._parts.find(PositionRows)
         slots = ItemSlots.empty(len(batch.num_tokens)) if items is None else items.of_output
         arrays = RowArrays(
@@ -298,8 +301,10 @@ class RaggedLaunches:
             item_slots=slots.addresses,
             num_item_slots=slots.counts,
             features=row_features,
-            params=params,
-            keys=keys,
+            params=own.params,
+            keys=own.keys,
+            masks=own.masks,
+            first_times=own.first_times,
         )
 
         def make_step(program: Program | None) -> FusedDecodeStep | None:
@@ -310,8 +315,9 @@ class RaggedLaunches:
                 program,
                 head,
                 arrays,
-                known_features=DISTRIBUTION,
+                known_features=known_features,
                 random_feature=Feature.RANDOM,
+                mask_features=known_features & MASKS,
                 gives_hidden=self.reader is not None,
             )
 

@@ -7,9 +7,12 @@ import torch
 
 from vllm.attention import LaunchParts
 from vllm.config import VllmConfig
-from vllm.messages import IntArray, ModelRunnerOutput, SchedulerOutput
+from vllm.messages import IntArray, LogprobRows, ModelRunnerOutput, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
 from vllm.sample.cpu_sampler import make_sampler
+from vllm.sample.features import DISTRIBUTION, MASKS, Feature
+from vllm.sample.logprobs import split_rows
+from vllm.sample.metadata import LogprobPlan
 from vllm.sample.restrictions.masks import RowDrafts
 from vllm.sample.state import invalid_rows
 from vllm.structured_output.matchers import GrammarMatchers
@@ -27,6 +30,9 @@ from vllm.worker.parts.position_rows import PositionRows
 from vllm.worker.parts.prompt_logprobs import PromptLogprobs
 from vllm.worker.parts.row_parts import OutputHead, RowPart, RowParts
 from vllm.worker.runner import RunnerParts, plan_batch
+
+_FEATURES_IN_ONE_CALL = DISTRIBUTION | MASKS | Feature.LOGPROBS
+"""Sampling features with which a step of decodes may run in one C++ call."""
 
 
 class RaggedSampling:
@@ -106,8 +112,8 @@ class CPUModelRunner(ModelRunner):
         super().__init__(config, model, made, sampling)
 
     def _start(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        features, _, _ = self.sampling.row_arrays
-        self.launches.fuse(self.sampling, features)
+        features = self.sampling.row_arrays.features
+        self.launches.fuse(self.sampling, features, _FEATURES_IN_ONE_CALL)
         output = self._decode(step)
         return super()._start(step) if output is None else lambda: output
 
@@ -132,6 +138,11 @@ class CPUModelRunner(ModelRunner):
             if num_tokens != len(rows) + num_drafts:  # some row computes a prompt
                 return None
             given = launches.receive(num_tokens)
+        plan = self.sampling.logprob_plan(rows)
+        if plan is not None and not self._gives_logprobs(step, plan):
+            launches.keep_received(given)
+            return None
+        self.sampling.update_masks(rows)
         found = decode_step.run(
             rows,
             step.num_computed_tokens,
@@ -140,6 +151,7 @@ class CPUModelRunner(ModelRunner):
             num_drafts=num_drafts,
             num_decodes=step.num_decodes,
             given=given,
+            gives_logits=plan is not None,
         )
         if found is None:
             launches.keep_received(given)
@@ -156,14 +168,39 @@ class CPUModelRunner(ModelRunner):
         if decode_step.num_invalid:
             errors = invalid_rows(np.repeat(rows, num_tokens_of), token_ids)
             token_ids = np.maximum(token_ids, 0)
+        self.sampling.record(np.repeat(rows, num_tokens_of), token_ids)
+        logprobs = {}
+        if plan is not None:
+            logprobs = self._logprobs(rows, decode_step.logits, token_ids, plan)
         has_counts = step.num_decodes > 1 or step.num_draft_tokens is not None
         return ModelRunnerOutput(
             step_id=step.step_id,
             rows=rows,
             token_ids=token_ids,
             num_tokens=num_tokens_of if has_counts else None,
+            logprobs=logprobs,
             errors=errors,
         )
+
+    def _gives_logprobs(self, step: SchedulerOutput, plan: LogprobPlan) -> bool:
+        """Return whether the logits of a decode step in one call have the log-probabilities.
+
+        They do not if there are several for a request, or if they lack the tokens that the request
+        itself forbids.
+        """
+        features = self.sampling.row_arrays.features[step.rows[plan.indices]]
+        is_single = step.num_decodes == 1 and step.num_draft_tokens is None
+        return is_single and not (features & Feature.MASK).any()
+
+    def _logprobs(
+        self, rows: IntArray, logits: torch.Tensor, token_ids: IntArray, plan: LogprobPlan
+    ) -> dict[int, LogprobRows]:
+        """Return the log-probabilities of the tokens [n] of requests [n], by batch index."""
+        tokens = torch.from_numpy(token_ids)
+        if plan.rows is not None:
+            logits, tokens = logits[plan.rows], tokens[plan.rows]
+        found = self.tokens.sampler.gather_logprobs(logits, tokens, plan.width)
+        return split_rows(found, rows, plan)
 
     def _runs_in_one_call(self, parts: LaunchParts, rows: IntArray) -> bool:
         """Return whether a decode step in one call supports everything that these requests

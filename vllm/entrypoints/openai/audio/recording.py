@@ -39,7 +39,9 @@ class Segment:
     text: str
     token_ids: Sequence[int]
     avg_logprob: float
+    """0 unless the answer has it."""
     no_speech_prob: float
+    """0 unless the answer has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,18 +155,14 @@ class Recording:
     async def text(self) -> str:
         """Return the whole text."""
         written = ""
-        for result in await self._results(with_silence=False):
+        for result in await self._results():
             writer = self._make_writer()
             written += writer.push(self._words(result.output.token_ids)) + writer.flush()
         return written.strip()
 
-    async def segments(self, *, with_silence: bool) -> list[Segment]:
-        """Return the segments of the text with their times.
-
-        Args:
-            with_silence: whether to ask also the model how likely it is that nobody speaks.
-        """
-        results = await self._results(with_silence=with_silence)
+    async def segments(self) -> list[Segment]:
+        """Return the segments of the text with their times."""
+        results = await self._results()
         rate = self._rules.sampling_rate
         found = []
         for piece, result in zip(self._pieces, results, strict=True):
@@ -187,19 +185,19 @@ class Recording:
 
     # ---- the engine -----------------------------------------------------------------------
 
-    async def _results(self, *, with_silence: bool) -> list[_Result]:
+    async def _results(self) -> list[_Result]:
         found: dict[int, _Result] = {}
-        sources = [self._result(i, with_silence) for i in range(len(self._pieces))]
+        sources = [self._result(i) for i in range(len(self._pieces))]
         async with aclosing(merge(sources, max_running(self._context))) as results:
             async for index, result in results:
                 found[index] = result
         return [found[index] for index in range(len(self._pieces))]
 
-    async def _result(self, index: int, with_silence: bool) -> AsyncGenerator[_Result, None]:
+    async def _result(self, index: int) -> AsyncGenerator[_Result, None]:
         async with aclosing(self._generate(index, RequestOutputKind.FINAL_ONLY)) as outputs:
             output = (await anext(outputs)).outputs[0]
         token, silence = self._rules.no_speech_token, 0.0
-        if with_silence and token is not None:
+        if self._body.has_confidence and token is not None:
             said = await self._one_token(index, [token], "silence")
             silence = exp(_mean_logprob(said, 0, 1))
         yield _Result(output, silence)
@@ -274,7 +272,7 @@ class Recording:
             max_tokens=output_budget(
                 self._context.config, defaults, num_prompt_tokens, body.max_completion_tokens
             ),
-            logprobs=0 if body.has_times else None,
+            logprobs=0 if body.has_confidence else None,
             detokenize=False,
         )
 
@@ -312,8 +310,11 @@ class Recording:
 
 
 def _mean_logprob(output: CompletionOutput, first: int, last: int) -> float:
-    """Return the mean log-probability of the tokens of an output from `first` to `last`."""
-    positions = (output.logprobs or [])[first:last]
-    tokens = output.token_ids[first:last]
+    """Return the mean log-probability of the tokens of an output from `first` to `last`; 0 if it
+    was not asked for.
+    """
+    if output.logprobs is None:
+        return 0.0
+    positions, tokens = output.logprobs[first:last], output.token_ids[first:last]
     values = [each[token].logprob for each, token in zip(positions, tokens, strict=True)]
     return sum(values) / len(values) if values else 0.0

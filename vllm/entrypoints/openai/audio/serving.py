@@ -135,9 +135,8 @@ async def _complete(recording: Recording, body: SpeechFields, task: Task) -> Res
         if body.response_format == "text":
             return PlainTextResponse(text + "\n")
         return json_response({"text": text, "usage": _usage(recording)})
-    is_verbose = body.response_format == "verbose_json"
-    segments = await recording.segments(with_silence=is_verbose)
-    if is_verbose:
+    segments = await recording.segments()
+    if body.has_confidence:
         return json_response(_verbose(recording, segments, body, task))
     texts = [TimedText(each.start_s, each.end_s, each.text) for each in segments]
     return PlainTextResponse(srt(texts) if body.response_format == "srt" else vtt(texts))

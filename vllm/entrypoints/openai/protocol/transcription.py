@@ -53,6 +53,11 @@ class SpeechFields(NumberFields):
         """Whether the answer contains the times of words or segments."""
         return self.response_format not in _STREAMED_FORMATS
 
+    @property
+    def has_confidence(self) -> bool:
+        """Whether the answer contains how certain the model is of each segment."""
+        return self.response_format == "verbose_json"
+
 
 class TranscriptionRequest(SpeechFields):
     """Audio to transcribe in the spoken language."""

@@ -19,6 +19,7 @@ from vllm.ops.lora_weights import AdaptedRows
 
 IntArray = npt.NDArray[np.int32]
 
+_WORD_BITS = 32
 _num_threads = torch.get_num_threads
 
 
@@ -51,6 +52,12 @@ class RowArrays:
     """[params, R or more] of the sampler, in the order of `vllm.sample.features.Param`."""
     keys: npt.NDArray[np.uint64]
     """[R or more] keys of random numbers."""
+    masks: IntArray
+    """[R or more, W] the tokens that each row with a mask may sample after its first token: bit t %
+    32 of word t // 32 allows token t."""
+    first_times: IntArray
+    """[R or more] the first time token of rows with a mask that have rules for time tokens. Their
+    masks hold for one decode. For other rows it is not in the vocabulary."""
 
 
 class FusedDecodeStep:
@@ -68,10 +75,13 @@ class FusedDecodeStep:
         known_features: the bits of `arrays.features` that a step supports; their values are in
             `arrays.params` and `arrays.keys`.
         random_feature: the bit of requests that do not sample greedily.
+        mask_features: the bits of requests that have a mask.
         gives_hidden: `hidden`, and `tapped` of the decoder, are wanted.
 
     Attributes:
         hidden: output of the decoder for the tokens of the last step, [T, width].
+        logits: output of the head for the tokens of the last step that asked for it, [T, V]; -inf
+            for tokens that masks forbid. The next step overwrites it.
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit each other.
@@ -86,6 +96,7 @@ class FusedDecodeStep:
         *,
         known_features: int,
         random_feature: int,
+        mask_features: int = 0,
         gives_hidden: bool = False,
     ) -> None:
         library = require_cpu_kernels("a fused step needs")
@@ -96,10 +107,17 @@ class FusedDecodeStep:
             )
         kernels = library.of[decoder.dtype]
         _check(arrays, decoder.num_groups, len(kernels.Param))
+        if mask_features and _WORD_BITS * arrays.masks.shape[1] < head.width:
+            raise ValueError(
+                f"masks must have a bit for each of the {head.width} tokens, got "
+                f"{arrays.masks.shape[1]} words"
+            )
         self._decoder, self._head, self._arrays = decoder, head, arrays
         self._step = kernels.decode_step
         self._gives_hidden = gives_hidden
         self.hidden = torch.empty(0, decoder.width, dtype=decoder.dtype)
+        self.logits = torch.empty(0, head.width, dtype=head.dtype)
+        self._kept_logits = torch.empty(0, head.buffer_width, dtype=head.dtype)
         self._status, self._not_plain = kernels.ProgramStatus, kernels.kNotPlain
         self._scratch_bytes = kernels.decode_step_scratch_bytes
         num_rows, max_tokens = arrays.token_ids.shape
@@ -110,8 +128,10 @@ class FusedDecodeStep:
             max_blocks=arrays.block_tables.shape[2],
             num_params=arrays.params.shape[1],
             num_ends=arrays.end_tokens.shape[1],
+            num_words=arrays.masks.shape[1],
             known_features=known_features,
             random_feature=random_feature,
+            mask_features=mask_features,
         )
         self._launch = kernels.DecodeStepLaunch()
         self._addresses = (
@@ -136,11 +156,13 @@ class FusedDecodeStep:
         num_drafts: int = 0,
         num_decodes: int = 1,
         given: torch.Tensor | None = None,
+        gives_logits: bool = False,
     ) -> tuple[IntArray, IntArray] | None:
         """Run one step, if every request of it is a plain decode; else return None.
 
         A plain decode runs the newest token, which is an output token, and its drafts, samples
-        after each of them, and uses only supported sampling features.
+        after each of them, and uses only supported sampling features. With rules for time tokens it
+        has no drafts and is the only decode.
 
         Args:
             rows: [n] batch indices, none twice.
@@ -153,6 +175,7 @@ class FusedDecodeStep:
                 finishes a request is the last. Must be 1 with `given`.
             given: [T, given_width of the decoder] hidden states of the T tokens, which a step that
                 runs may overwrite; None: the decoder takes token ids.
+            gives_logits: `logits` is wanted; num_decodes must then be 1.
 
         Returns:
             (token_ids, counts): the new tokens, request by request, and [n] their number. With
@@ -193,6 +216,12 @@ class FusedDecodeStep:
             taps = self._decoder.take_taps(num_tokens)
             launch.hidden, launch.taps = hidden.data_ptr(), ctypes.addressof(taps)
             self.hidden = hidden[:, : self._decoder.width]
+        launch.logits = None
+        if gives_logits:
+            if num_tokens > len(self._kept_logits):
+                self._kept_logits = self._kept_logits.new_empty(num_tokens, self._head.buffer_width)
+            launch.logits = self._kept_logits.data_ptr()
+            self.logits = self._kept_logits[:num_tokens, : self._head.width]
         status = self._step(*self._addresses, num_threads)
         if status == 0:
             return self._token_ids[: launch.num_new].copy(), vectors[3, :n].copy()
@@ -272,8 +301,12 @@ _ARRAY_DTYPES: dict[str, type[np.generic]] = {
     "features": np.int32,
     "params": np.float32,
     "keys": np.uint64,
+    "masks": np.int32,
+    "first_times": np.int32,
 }
 """The fields of the struct that are arrays."""
+_NUM_DIMS = {"token_ids": 2, "end_tokens": 2, "params": 2, "masks": 2, "block_tables": 3}
+"""Dimensions of the arrays that are not vectors."""
 
 
 def _check(arrays: RowArrays, num_groups: int, num_params: int) -> None:
@@ -285,7 +318,7 @@ def _check(arrays: RowArrays, num_groups: int, num_params: int) -> None:
         )
     for name, dtype in _ARRAY_DTYPES.items():
         array = getattr(arrays, name)
-        dims = {"token_ids": 2, "end_tokens": 2, "params": 2, "block_tables": 3}.get(name, 1)
+        dims = _NUM_DIMS.get(name, 1)
         axis = {"params": 1, "block_tables": 1}.get(name, 0)
         if array.dtype != dtype or array.ndim != dims or not array.flags.c_contiguous:
             raise ValueError(f"{name} must be dense {dtype.__name__} in {dims} dimensions")
