@@ -482,6 +482,10 @@ class Finished(msgspec.Struct, frozen=True):
     """The error is a mistake in the request, not a failure of the engine."""
 
 
+LAUNCH_FIELDS = 8
+"""Values of a forward pass in `RunnerStats.recent_launches`."""
+
+
 class RunnerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of a worker since it started. They only grow."""
 

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.bucketing.helpers import make_limits
 from vllm.bucketing.bucket import Bucket, Phase, decode, prefill
-from vllm.bucketing.traffic import MAX_CELLS, TrafficTable, even_traffic
+from vllm.bucketing.traffic import MAX_CELLS, TrafficTable, even_traffic, rounded_sizes
 from vllm.errors import ConfigError
 
 
@@ -30,6 +31,7 @@ def test_sizes_are_rounded_up_by_at_most_a_sixteenth_and_small_ones_not_at_all()
         assert shape.batch == shape.blocks
         assert size <= shape.batch <= size * 17 / 16
         assert size > 32 or shape.batch == size
+        assert rounded_sizes(np.array([size])) == [shape.batch]
 
 
 def test_counts_and_seconds_of_alike_shapes_are_added_up() -> None:

@@ -1,5 +1,6 @@
 """Test files with request lengths: reading, sampling, and errors of one line."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -49,14 +50,27 @@ def test_times_of_some_requests_only_are_left_out_and_this_is_said(tmp_path: Pat
     assert "times are left out, as 1 of 2 requests have none" in found.notes[0]
 
 
-def test_many_requests_are_sampled_at_the_same_rate_and_this_is_said(tmp_path: Path) -> None:
-    rows = "".join(f"{n % 50 + 1},3,{n}\n" for n in range(1000))
-    found = read_lengths(write(tmp_path, HEADER + rows), max_requests=100)
+@pytest.mark.parametrize(
+    ("header", "row"),
+    [
+        (HEADER, "{0},3,{1}\n"),
+        ("\ufeff", '{{"input_tokens": {0}, "output_tokens": 3, "time": {1}}}\n\n'),
+    ],
+    ids=["CSV", "JSON Lines"],
+)
+def test_many_requests_are_sampled_at_the_same_rate_and_this_is_said(
+    tmp_path: Path, header: str, row: str
+) -> None:
+    rows = [row.format(n % 50 + 1, n) for n in range(1000)]
+    found = read_lengths(write(tmp_path, header + "".join(rows)), max_requests=100)
     assert 50 <= len(found) <= 100
     assert found.times is not None
     assert found.times[-1] / (len(found) - 1) == pytest.approx(1, rel=0.01)
     [note] = found.notes
     assert f"{len(found)} of 1,000 requests are used, evenly sampled" in note
+    cut_off = header + "".join([*rows, rows[-1][:4]])  # the last line is not in the sample
+    with pytest.raises(ConfigError, match=r"line \d+: it .*cut off"):
+        read_lengths(write(tmp_path, cut_off), max_requests=100)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +85,11 @@ def test_many_requests_are_sampled_at_the_same_rate_and_this_is_said(tmp_path: P
         (HEADER + "3,1.5,0\n", "line 2: output_tokens must be .* got '1.5'"),
         (HEADER + "3,1,soon\n", "line 2: timestamp must be a number or a date"),
         (HEADER + "3,1,0\n3,1", "line 3: it must have 3 values, got 2; is the file cut off"),
-        ('{"input_tokens": 3, "output_tokens": 1}\n{"inp', "line 2: it is not JSON, or is cut off"),
+        (
+            '{"input_tokens": 3, "output_tokens": 1}\n{"inp',
+            "line 2: it is not a JSON object, or is cut",
+        ),
+        ('{"input_tokens": 3, "output_tokens": 1}\n{"in}', "line 2: it is not JSON, or is cut off"),
         ('{"input_tokens": 3}\n', "line 1: it must have output_tokens"),
         ('{"input_tokens": true, "output_tokens": 1}\n', "got 'True'"),
         ('{"input_tokens": 1e999, "output_tokens": 1}\n', "got 'inf'"),
@@ -91,5 +109,7 @@ def test_a_file_that_is_not_there_or_not_text_is_named(tmp_path: Path) -> None:
     for name in ("missing", "binary"):
         with pytest.raises(ConfigError, match="cannot be read"):
             read_lengths(tmp_path / name)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        is_recorded(tmp_path / "missing")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "missing", tmp_path, tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            is_recorded(path)

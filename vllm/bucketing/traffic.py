@@ -48,6 +48,13 @@ def rounded(phase: int, batch: int, query_len: int, blocks: int) -> tuple[int, i
     return phase, batch, query_len, blocks
 
 
+def rounded_sizes(sizes: Shapes) -> Shapes:
+    """Round an array of sizes as `rounded` does."""
+    shift = np.maximum(np.frexp(sizes)[1] - 5, 0)
+    found: Shapes = -(-sizes >> shift) << shift
+    return found
+
+
 class TrafficTable:
     """Counts of forward passes by the shape that they needed.
 

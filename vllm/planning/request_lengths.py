@@ -3,7 +3,7 @@
 import csv
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
@@ -86,17 +86,18 @@ def is_recorded(path: Path) -> bool:
     Raises:
         ConfigError: it cannot be read.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():  # reading may never end
+        raise _unreadable(path, "it is a device or a pipe, not a file")
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             beginning = file.read(200)
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise _unreadable(path, error.strerror) from None
     # Any of the first keys, because another program may have sorted them.
     return any(f'"{key}"' in beginning for key in ("format", "cells", "columns"))
 
 
-def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> ConfigError:
-    reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+def _unreadable(path: Path, reason: str | None) -> ConfigError:
     return ConfigError(
         f"--traffic {path} cannot be read: {reason}. Name a file that --record-traffic has "
         f"written, or a file with lengths of requests"
@@ -110,7 +111,7 @@ def read_lengths(path: Path, max_requests: int = MAX_REQUESTS) -> RequestLengths
         path: path of a file with the columns or keys input_tokens, output_tokens and, if it has
             times, timestamp; other usual names are accepted as well.
         max_requests: maximum number of requests; of a longer file every n-th request is used, and
-            `notes` says so.
+            `notes` says so. The lengths of the others are not checked.
 
     Raises:
         ConfigError: the file cannot be read, has no request, or has a bad line, which is named.
@@ -118,18 +119,25 @@ def read_lengths(path: Path, max_requests: int = MAX_REQUESTS) -> RequestLengths
     try:
         with path.open(encoding="utf-8", newline="") as file:
             return _read(file, str(path), max_requests)
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error) from None
+    except OSError as error:
+        raise _unreadable(path, error.strerror) from None
+    except UnicodeDecodeError:
+        raise _unreadable(path, "it is not text in UTF-8") from None
 
 
 def _read(file: TextIO, source: str, max_requests: int) -> RequestLengths:
-    records = _json_lines(file, source) if _is_json(file) else _csv_lines(file, source)
+    lines: Iterator[tuple[int, Any]]
+    if _is_json(file):
+        lines, parse = _json_lines(file, source), _json_record
+    else:
+        lines, parse = _csv_lines(file, source)
     rows: list[tuple[int, int, float | None]] = []
     stride = count = 1
-    for count, (number, record) in enumerate(islice(records, MAX_LINES), start=1):
+    for count, (number, line) in enumerate(islice(lines, MAX_LINES), start=1):
         if (count - 1) % stride:
-            continue
-        rows.append(_read_request(record, f"{source}, line {number}"))
+            continue  # without parsing it, which takes most of the time
+        where = f"{source}, line {number}"
+        rows.append(_read_request(parse(line, where), where))
         if len(rows) == 2 * max_requests:  # from here on, keep only every second request
             rows, stride = rows[::2], stride * 2
     if not rows:
@@ -142,7 +150,7 @@ def _read(file: TextIO, source: str, max_requests: int) -> RequestLengths:
     notes = []
     if stride * step > 1:
         notes.append(f"{source}: {len(rows):,} of {count:,} requests are used, evenly sampled")
-    if next(records, None) is not None:
+    if next(lines, None) is not None:
         notes.append(f"{source}: only the first {MAX_LINES:,} lines are read")
     times = None
     num_timed = sum(row[2] is not None for row in rows)
@@ -166,44 +174,74 @@ def _is_json(file: TextIO) -> bool:
     return first.startswith("{")
 
 
-def _json_lines(file: TextIO, source: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _json_lines(file: TextIO, source: str) -> Iterator[tuple[int, str]]:
+    """Yield number and text of each line that is not empty.
+
+    Raises:
+        ConfigError: a line does not end like a JSON object.
+    """
     for number, line in enumerate(file, start=1):
-        if not line.strip():
+        text = line.strip("\ufeff \t\r\n")
+        if not text:
             continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
+        if text[-1] != "}":
             raise ConfigError(
-                f"--traffic {source}, line {number}: it is not JSON, or is cut off ({error})"
-            ) from None
-        if not isinstance(record, dict):
-            raise ConfigError(f"--traffic {source}, line {number}: it is not a JSON object")
-        yield number, {str(key).lower(): value for key, value in record.items()}
+                f"--traffic {source}, line {number}: it is not a JSON object, or is cut off"
+            )
+        yield number, text
 
 
-def _csv_lines(file: TextIO, source: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _json_record(text: str, where: str) -> Mapping[str, Any]:
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--traffic {where}: it is not JSON, or is cut off ({error})") from None
+    if not isinstance(record, dict):
+        raise ConfigError(f"--traffic {where}: it is not a JSON object")
+    return {str(key).lower(): value for key, value in record.items()}
+
+
+def _csv_lines(
+    file: TextIO, source: str
+) -> tuple[Iterator[tuple[int, list[str]]], Callable[[list[str], str], Mapping[str, Any]]]:
+    """Return number and values of each line, and a function that names the values of a line.
+
+    Raises:
+        ConfigError: the header does not name the lengths. While the lines are read: a line is not
+            CSV, or has another number of values.
+    """
     reader = csv.reader(file)
     try:
         header = [name.strip().lower().lstrip("\ufeff") for name in next(reader, [])]
-        if not (set(header) & set(_INPUT) and set(header) & set(_OUTPUT)):
-            raise ConfigError(
-                f"--traffic {source} is not a CSV file with lengths of requests: its first line "
-                "must name the columns input_tokens and output_tokens, or each line must be a "
-                f"JSON object, got {','.join(header)[:80]!r}"
-            )
-        for values in reader:
-            if not values:
-                continue
-            if len(values) != len(header):
-                raise ConfigError(
-                    f"--traffic {source}, line {reader.line_num}: it must have {len(header)} "
-                    f"values, got {len(values)}; is the file cut off?"
-                )
-            yield reader.line_num, dict(zip(header, values, strict=True))
     except csv.Error as error:
+        raise _not_csv(source, reader.line_num, error) from None
+    if not (set(header) & set(_INPUT) and set(header) & set(_OUTPUT)):
         raise ConfigError(
-            f"--traffic {source}, line {reader.line_num}: it is not CSV ({error})"
-        ) from None
+            f"--traffic {source} is not a CSV file with lengths of requests: its first line "
+            "must name the columns input_tokens and output_tokens, or each line must be a "
+            f"JSON object, got {','.join(header)[:80]!r}"
+        )
+    size = len(header)
+
+    def lines() -> Iterator[tuple[int, list[str]]]:
+        try:
+            for values in reader:
+                if not values:
+                    continue
+                if len(values) != size:
+                    raise ConfigError(
+                        f"--traffic {source}, line {reader.line_num}: it must have {size} "
+                        f"values, got {len(values)}; is the file cut off?"
+                    )
+                yield reader.line_num, values
+        except csv.Error as error:
+            raise _not_csv(source, reader.line_num, error) from None
+
+    return lines(), lambda values, where: dict(zip(header, values, strict=True))
+
+
+def _not_csv(source: str, number: int, error: csv.Error) -> ConfigError:
+    return ConfigError(f"--traffic {source}, line {number}: it is not CSV ({error})")
 
 
 def _read_request(record: Mapping[str, Any], where: str) -> tuple[int, int, float | None]:

@@ -8,16 +8,18 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from vllm.bucketing.bucket import Phase
 from vllm.bucketing.catalog.bucket_plan import longest_prompt, traffic_step_limits
 from vllm.bucketing.catalog.from_traffic import choose_for_traffic
-from vllm.bucketing.traffic import TrafficTable, rounded
+from vllm.bucketing.traffic import Shapes, TrafficTable, rounded_sizes
 from vllm.config import VllmConfig
 from vllm.cost_model.padded import forward_seconds
 from vllm.cost_model.run_times import (
@@ -31,7 +33,7 @@ from vllm.cost_model.run_times import (
 from vllm.engine.metrics.registry import MetricSet
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.messages import RunnerStats, SchedulerStats
+from vllm.messages import LAUNCH_FIELDS, RunnerStats, SchedulerStats
 from vllm.utils.background_work import start_in_time_slices
 
 logger = init_logger(__name__)
@@ -45,17 +47,15 @@ _LEAST_GAIN = 0.03
 LEAST_LAUNCHES = 10_000
 """Forward passes for which buckets are chosen."""
 _CHOOSING_S = 4.0
-_FIELDS = 8
-"""Values of a forward pass in `RunnerStats.recent_launches`."""
-_MAX_TALLIES = 1024
+_MAX_COLLECTED = 512 * LAUNCH_FIELDS
 _POWERS = tuple(2**power for power in range(18))
 
 
 class TrafficMetrics:
     """Counts the forward passes of one replica, by size.
 
-    Forward passes of the same bucket and of similar sizes are collected first. They are added to
-    the table, the histograms and the seconds when these are read.
+    Forward passes are collected as they are reported. They are added to the table, the histograms
+    and the seconds when these are read, or when there are many.
 
     Args:
         metrics: set to which the histograms are added.
@@ -67,9 +67,8 @@ class TrafficMetrics:
         self._times: BucketTimes = {}
         self._needed_s = self._padded_s = 0.0
         self._num_seen = 0
-        self._tallies: dict[tuple[int, ...], list[int]] = {}
-        """By rounded sizes and bucket: forward passes, sums of batch, query length and blocks,
-        microseconds, and how many forward passes took these."""
+        self._collected: list[int] = []
+        """`LAUNCH_FIELDS` values of each forward pass."""
         batch, query_len, blocks = (
             metrics.histograms(f"vllm:forward_pass_{name}", help, _POWERS, "phase")
             for name, help in (
@@ -120,7 +119,7 @@ class TrafficMetrics:
         recent = runner.recent_launches
         if not recent or recent[0] == self._num_seen:
             return
-        num_launches, num_listed = recent[0], (len(recent) - 1) // _FIELDS
+        num_launches, num_listed = recent[0], len(recent) // LAUNCH_FIELDS
         if num_launches < self._num_seen:  # the count starts again in a restarted process
             self._num_seen = 0
         num_new = num_launches - self._num_seen
@@ -128,54 +127,50 @@ class TrafficMetrics:
         if num_new > num_listed:  # some launches were dropped before their statistics were read
             self._table.num_forgotten += num_new - num_listed
             num_new = num_listed
-        tallies = self._tallies
-        for start in range(1 + (num_listed - num_new) * _FIELDS, len(recent), _FIELDS):
-            phase, batch, query_len, blocks, to_batch, to_len, to_blocks, micros = recent[
-                start : start + _FIELDS
-            ]
-            key = (*rounded(phase, batch, query_len, blocks), to_batch, to_len, to_blocks)
-            tally = tallies.get(key)
-            if tally is None:
-                tally = tallies[key] = [0, 0, 0, 0, 0, 0]
-            tally[0] += 1
-            tally[1] += batch
-            tally[2] += query_len
-            tally[3] += blocks
-            if micros:
-                tally[4] += micros
-                tally[5] += 1
-        if len(tallies) > _MAX_TALLIES:
+        self._collected += recent[len(recent) - num_new * LAUNCH_FIELDS :]
+        if len(self._collected) >= _MAX_COLLECTED:
             self.add_up()
 
     def add_up(self) -> None:
         """Add the forward passes that were collected since the last call to the table, the
         histograms and the seconds.
         """
-        size, tallies = self._table.block_size, self._tallies
-        self._tallies = {}
-        for key, (count, batches, lengths, blocks, micros, num_timed) in tallies.items():
-            phase, batch, query_len, num_blocks, *padded = key
-            self._table.add(phase, batch, query_len, num_blocks, micros / 1e6, count)
-            means = (batches / count, lengths / count, blocks / count)
-            self._needed_s += count * _seconds(phase, means, size)
-            self._padded_s += count * _seconds(phase, padded, size)
-            sums = (batches, lengths, blocks)
+        if not self._collected:
+            return
+        passes = np.array(self._collected, np.int64).reshape(-1, LAUNCH_FIELDS)
+        self._collected = []
+        phases, micros = passes[:, 0], passes[:, 7]
+        needed, padded = passes[:, 1:4], passes[:, 4:7]
+        size = self._table.block_size
+        self._needed_s += float(forward_seconds(phases, *needed.T, size).sum())
+        self._padded_s += float(forward_seconds(phases, *padded.T, size).sum())
+        cells = np.concatenate([phases[:, None], rounded_sizes(needed)], 1)
+        for cell, count, (cell_micros, *totals) in _summed(cells, micros, *needed.T):
+            self._table.add(*cell, cell_micros / 1e6, count)
             for histogram, value, total in zip(
-                self._histograms[phase], key[1:4], sums, strict=True
+                self._histograms[cell[0]], cell[1:], totals, strict=True
             ):
                 # The rounded size falls into the same histogram bucket, because buckets end at
                 # powers of two.
                 histogram.observe_many(count, value, total)
-            if num_timed:
-                bucket = (phase, padded[0], padded[1], padded[2])
-                before_count, before_s = self._times.get(bucket, (0, 0.0))
-                self._times[bucket] = before_count + num_timed, before_s + micros / 1e6
+        is_timed = micros > 0
+        buckets = np.concatenate([phases[:, None], padded], 1)[is_timed]
+        for bucket, count, (bucket_micros,) in _summed(buckets, micros[is_timed]):
+            before_count, before_s = self._times.get(bucket, (0, 0.0))
+            self._times[bucket] = before_count + count, before_s + bucket_micros / 1e6
 
 
-def _seconds(phase: int, sizes: Sequence[float], block_size: int) -> float:
-    batch, query_len, blocks = sizes
-    seconds: float = forward_seconds(float(phase), batch, query_len, blocks, block_size)
-    return seconds
+def _summed(
+    rows: Shapes, *values: npt.NDArray[np.int64]
+) -> Iterator[tuple[tuple[int, int, int, int], int, list[int]]]:
+    """Yield each different row, the number of rows that are equal to it, and sums of their
+    values.
+    """
+    found, index, counts = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
+    sums = np.zeros((len(found), len(values)), np.int64)
+    np.add.at(sums, index.reshape(-1), np.stack(values, 1))
+    for row, count, totals in zip(found.tolist(), counts.tolist(), sums.tolist(), strict=True):
+        yield tuple(row), count, totals
 
 
 class RecordedMetrics(Protocol):
@@ -270,6 +265,9 @@ class TrafficFile:
                     table.merge(found)
                     table.save(self._path, self._measured(times))
                     self._num_written = num_launches
+                    if self._has_failed:
+                        logger.info("traffic is written to %s again", self._path)
+                    self._has_failed = False
         except OSError as error:
             if not self._has_failed:
                 logger.warning(

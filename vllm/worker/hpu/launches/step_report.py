@@ -14,6 +14,7 @@ from vllm.bucketing.bucket import Bucket, Phase
 from vllm.config.hpu import StepLog
 from vllm.cost_model.padded import forward_seconds
 from vllm.logger import init_logger
+from vllm.messages import LAUNCH_FIELDS
 from vllm.platforms.habana.bridge import DeviceCounters, HabanaBridge
 
 logger = init_logger(__name__)
@@ -38,9 +39,8 @@ class StepShape:
 
     @classmethod
     def of(cls, seq_lens: Sequence[int], block_size: int, *, is_prompt: bool) -> "StepShape":
-        """Return the shape of requests with these lengths in tokens. Without requests, the context
-        length is 128.
-        """
+        """Return the shape of requests with these lengths in tokens; a step without requests has
+        128."""
         longest = max(seq_lens, default=_CONTEXT_LEN_OF_NO_ROWS)
         return cls(is_prompt, len(seq_lens), longest, block_size)
 
@@ -50,19 +50,6 @@ class StepShape:
             f"is_prompt: {self.is_prompt}, num_seqs: {self.num_seqs}, "
             f"max_context_len: {self.max_context_len}, max_num_blocks {max_num_blocks}"
         )
-
-
-class _Step:
-    """The forward passes of a step."""
-
-    __slots__ = ("began", "is_compiled", "passes")
-
-    def __init__(self, began: float) -> None:
-        self.began = began
-        self.is_compiled = True
-        """Whether nothing was compiled while the step ran."""
-        self.passes: list[tuple[int, int, int, int, int, int, int]] = []
-        """Phase, sizes and padded sizes of each forward pass."""
 
 
 class RecentLaunches:
@@ -85,17 +72,22 @@ class RecentLaunches:
         self.num_decode_blocks = 0
         self.num_padded_blocks = 0
         self.record: tuple[int, ...] = ()
-        self._clock, self._block_size = clock, block_size
-        self._steps: deque[_Step] = deque()
-        """Steps that have not ended, the oldest first."""
-        self._before: tuple[int, ...] = ()
-        """Counters after the last step in `record`."""
+        self._clock, self._block_size = clock or _no_clock, block_size
+        self._steps: deque[tuple[float, list[int]]] = deque()
+        """When each step began that has not ended, and values of its forward passes as in
+        `record`; the oldest first."""
+        self._passes: list[int] = []
+        """Of the step that has begun last."""
+        self._num_passes = 0
+        self._before: list[int] = []
+        """Of the last step in `record`."""
         self._ended = 0.0
         """When the last step has ended."""
 
     def begin_step(self) -> None:
         """Note that a step begins."""
-        self._steps.append(_Step(0.0 if self._clock is None else self._clock()))
+        self._passes = passes = []
+        self._steps.append((self._clock(), passes))
 
     def add(self, needed: tuple[int, int, int], bucket: Bucket, *, is_compiled: bool) -> None:
         """Record a forward pass of the step that has begun last.
@@ -105,13 +97,17 @@ class RecentLaunches:
             bucket: bucket to which the forward pass is padded.
             is_compiled: nothing is compiled while it runs.
         """
-        step, phase = self._steps[-1], int(bucket.phase)
-        padded = (bucket.batch, bucket.query_len, bucket.blocks)
-        step.passes.append((phase, *needed, *padded))
-        step.is_compiled &= is_compiled
-        if phase:
-            self.num_decode_blocks += needed[2]
-            self.num_padded_blocks += bucket.blocks - needed[2]
+        batch, query_len, blocks = needed
+        phase, padded = 0, bucket.blocks
+        if bucket.phase is Phase.DECODE:
+            phase = 1
+            self.num_decode_blocks += blocks
+            self.num_padded_blocks += padded - blocks
+        # The last value is replaced by microseconds when the step ends, unless it is 0.
+        self._passes += (
+            phase, batch, query_len, blocks,
+            bucket.batch, bucket.query_len, padded, is_compiled,
+        )  # fmt: skip
 
     def end_step(self) -> None:
         """Note that the oldest step has ended, and divide its time over its forward passes.
@@ -119,28 +115,35 @@ class RecentLaunches:
         It ran since the previous step ended, or since it began if that was later. The time is
         divided in proportion to predicted times.
         """
-        step, micros = self._steps.popleft(), 0.0
-        if self._clock is not None:
-            now = self._clock()
-            if step.is_compiled:
-                micros = 1e6 * (now - max(step.began, self._ended))
-            self._ended = now
-        if not step.passes:
+        began, passes = self._steps.popleft()
+        now = self._clock()
+        micros = 1e6 * (now - max(began, self._ended))
+        self._ended = now
+        if not passes:
             return
-        shares = [1.0]
-        if len(step.passes) > 1:
-            size = self._block_size
-            expected = [
-                forward_seconds(phase, batch, query_len, blocks, size)
-                for phase, _, _, _, batch, query_len, blocks in step.passes
-            ]
-            shares = [seconds / sum(expected) for seconds in expected]
-        found: tuple[int, ...] = ()
-        for sizes, share in zip(step.passes, shares, strict=True):
-            found += (*sizes, round(share * micros))
-        num_before = self.record[0] if self.record else 0
-        self.record = (num_before + len(step.passes), *self._before, *found)
-        self._before = found
+        if len(passes) == LAUNCH_FIELDS:
+            passes[-1] = round(micros) if passes[-1] else 0
+        else:
+            self._divide(micros, passes)
+        self._num_passes += len(passes) // LAUNCH_FIELDS
+        self.record = (self._num_passes, *self._before, *passes)
+        self._before = passes
+
+    def _divide(self, micros: float, passes: list[int]) -> None:
+        """Divide the microseconds of a step over its forward passes; 0 if one of them compiled."""
+        size, starts = self._block_size, range(0, len(passes), LAUNCH_FIELDS)
+        is_compiled = all(passes[LAUNCH_FIELDS - 1 :: LAUNCH_FIELDS])
+        expected = [
+            forward_seconds(passes[i], *passes[i + 4 : i + 7], block_size=size) for i in starts
+        ]
+        for start, seconds in zip(starts, expected, strict=True):
+            share = seconds / sum(expected) if is_compiled else 0.0
+            passes[start + LAUNCH_FIELDS - 1] = round(share * micros)
+
+
+def _no_clock() -> float:
+    """Return 0, so that all times are 0."""
+    return 0.0
 
 
 class StepReport:
