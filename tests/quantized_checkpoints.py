@@ -508,6 +508,22 @@ def _nvfp4(weight: Tensor, is_compressed: bool = False) -> tuple[Tensors, Tensor
     return parts, (table[codes] * (scales.float() * factor)).flatten(1)
 
 
+def _modelopt_awq(weight: Tensor, has_input_factors: bool = False) -> tuple[Tensors, Tensor]:
+    """Signed integers with a scale for each 32 inputs; a byte has the integers of two outputs."""
+    factors = torch.rand(weight.shape[1]) + 0.5 if has_input_factors else torch.ones(())
+    groups = (weight / factors).unflatten(1, (-1, 32))
+    scales = groups.abs().amax(-1, keepdim=True) / 7
+    numbers = (groups / scales).round().clamp(-8, 7)
+    signed = numbers.flatten(1).to(torch.int8)
+    packed = (signed[0::2] & 15 | signed[1::2] << 4).view(torch.uint8)
+    parts = {"weight": packed, "weight_scale": scales[..., 0]}
+    if has_input_factors:
+        parts["pre_quant_scale"] = factors
+    else:
+        parts |= {"weight_scale_2": torch.tensor(0.1), "input_scale": torch.tensor(0.01)}
+    return parts, (numbers * scales).flatten(1) * factors
+
+
 def _powers(groups: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     """Return the E8M0 exponents of groups, and the powers of two that they represent."""
     exponents = (groups.abs().amax(-1, keepdim=True) / largest).clamp(min=1e-9).log2().ceil()
@@ -649,6 +665,16 @@ FORMATS: dict[str, Format] = {
     ),
     "nvfp4": Format(
         _MODELOPT | {"quant_algo": "NVFP4", "group_size": 16}, _nvfp4, is_rounding_inputs=True
+    ),
+    "modelopt-w4a8-awq": Format(
+        _MODELOPT | {"quant_algo": "W4A8_AWQ", "group_size": 32, "has_zero_point": False},
+        _modelopt_awq,
+        is_rounding_inputs=True,
+    ),
+    "modelopt-awq-factors": Format(
+        _MODELOPT | {"quant_algo": "W4A16_AWQ", "group_size": 32, "pre_quant_scale": True},
+        partial(_modelopt_awq, has_input_factors=True),
+        rounding=2**-20,
     ),
     "mxfp4": Format(_MODELOPT | {"quant_algo": "MXFP4"}, _mxfp4, is_rounding_inputs=True),
     "mxfp8": Format(_MODELOPT | {"quant_algo": "MXFP8"}, _mxfp8),

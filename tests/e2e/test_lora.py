@@ -139,6 +139,11 @@ def broken(folder: Path, kind: str) -> Path:
         weights.write_bytes(weights.read_bytes()[:100])
     elif kind == "long header":
         weights.write_bytes((10**10).to_bytes(8, "little") + b"{}")
+    elif kind == "pointer":
+        weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    elif kind == "in a subfolder":
+        (folder / "default").mkdir()
+        config.rename(folder / "default" / config.name)
     elif kind == "wide":
         save_file(pair | {name: torch.zeros(4, 999)}, weights)
     elif kind == "NaN":
@@ -198,7 +203,9 @@ def broken(folder: Path, kind: str) -> Path:
         ("not JSON", "adapter_config.json is not JSON"),
         ("nested", "adapter_config.json is nested too deeply"),
         ("pipe", "must be plain files"),
+        ("in a subfolder", r"Its subfolder has an adapter: name .*/adapter/default"),
         ('init_lora_weights="pissa_niter_4"', "was trained against modified base weights"),
+        ('init_lora_weights="corda"', "Save it with path_initial_model_for_weight_conversion of"),
         ('use_rslora="no"', "use_rslora must be true or false, got 'no'"),
         ('arrow_config={"top_k": 2}', "adapters that choose among adapters are not supported"),
         ('rank_pattern={"(a+)+x": 4}', "is too complex: at most 256 characters, 2 repeats"),
@@ -210,6 +217,7 @@ def broken(folder: Path, kind: str) -> Path:
         ("alora_invocation_tokens=[5]", "activated LoRA is not supported. Train a LoRA adapter"),
         ('kasa_config={"beta": 1}', "adapters with singular values are not supported. Merge"),
         ('peft_type="IA3"', "peft_type is 'IA3'; only LORA is supported. Merge the adapter"),
+        ('peft_type="XLORA"', "It chooses among LoRA adapters: name one of them in each request"),
         ('peft_type="PREFIX_TUNING"', "only LORA is supported. Train a LoRA adapter in its place"),
         ('init_lora_weights="LoftQ"', "modified base weights, .* Merge the adapter into the"),
         (
@@ -241,6 +249,7 @@ def test_a_wrong_folder_is_refused_at_once(llm, tmp_path, kind, message):
     [
         ("cut", "is damaged"),
         ("long header", "its header has 10000000000 bytes"),
+        ("pointer", "is a pointer of Git LFS, without the contents of the file. Run `git lfs pull"),
         ("wide", "has the shape [4, 999], but [4, 256] is expected"),
         ("NaN", "has values that are NaN, infinite"),
         ("half", "has no .lora_B.weight"),

@@ -99,6 +99,8 @@ def test_a_folder_with_a_config_may_be_read_in_that_format(published, tmp_path):
     """Repositories of Mistral AI often contain both formats."""
     folder = shutil.copytree(published, tmp_path / "both")
     shutil.copy(published.parent / "dense" / "config.json", folder)
+    alone = shutil.copytree(folder, tmp_path / "alone")
+    (alone / "params.json").unlink()
     prompt = {"prompt_token_ids": [5, 6, 7, 8]}
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     tokens = [
@@ -106,9 +108,9 @@ def test_a_folder_with_a_config_may_be_read_in_that_format(published, tmp_path):
         .generate(prompt, params, use_tqdm=False)[0]
         .outputs[0]
         .token_ids
-        for each in (published, folder)
+        for each in (published, folder, alone)
     ]
-    assert tokens[0] == tokens[1]
+    assert tokens[0] == tokens[1] == tokens[2]
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,34 @@ def test_the_default_config_is_complete():
     assert config.cache.kv_cache_memory_bytes is None
 
 
+@pytest.mark.parametrize(
+    ("whole", "text", "has_head", "is_tied"),
+    [
+        (True, False, True, False),
+        (True, True, True, False),
+        (None, False, True, False),
+        (False, True, False, True),
+        (True, None, False, True),
+    ],
+)
+def test_the_files_of_a_multimodal_model_decide_if_its_head_is_tied(
+    tmp_path, whole, text, has_head, is_tied
+):
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "text_config": {**BUNDLED_CONFIG, "tie_word_embeddings": text},
+        "tie_word_embeddings": whole,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    head = {"language_model.lm_head.weight": torch.ones(1)} if has_head else {}
+    save_file(
+        {"language_model.model.norm.weight": torch.ones(1), **head}, tmp_path / "model.safetensors"
+    )
+    arch = resolve(model=str(tmp_path), skip_tokenizer_init=True).model.resolved_arch
+    assert arch.tie_word_embeddings == is_tied
+
+
 def test_what_is_said_about_observability_arrives():
     config = resolve(disable_log_stats=True, kv_events_config={"topic": "x"})
     assert config.observability.disable_log_stats
@@ -172,7 +200,10 @@ def test_a_length_within_the_model_stays_as_it_is(allow_long, capsys):
                               "original_max_position_embeddings": 2048}},
             "The factor of its rope_scaling sets the length",
         ),
-        ({"rope_parameters": None, "rope_theta": None}, "Its position embedding is learned"),
+        (
+            {"architectures": ["OPTForCausalLM"], "model_type": "opt", "rope_theta": None},
+            "Its position embedding is learned",
+        ),
     ],
 )  # fmt: skip
 def test_a_length_the_model_has_no_positions_for_is_never_allowed(

@@ -164,9 +164,16 @@ def _id_of(value: Any) -> str | None:
     [
         ("adapter_config.json", "has no config.json, but adapter_config.json: it is an adapter of"),
         ("model_index.json", "has no config.json, but model_index.json: it is a pipeline of"),
+        (
+            "consolidated.safetensors",
+            "but consolidated.safetensors, which has .* Mistral AI. Copy params.json of the same",
+        ),
+        ("checkpoint-7/config.json", "but its subfolder has one: name '.*/checkpoint-7'"),
+        ("snapshots/1f/config.json", "but its subfolder has one: name '.*/snapshots/1f'"),
     ],
 )
 def test_a_folder_of_something_else_is_named(file, message, tmp_path):
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text("{}")
     with pytest.raises(ConfigError, match=message):
         resolve(model=str(tmp_path))

@@ -1,5 +1,7 @@
 """Test GPT-OSS checkpoints as they are published, with experts in MXFP4."""
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -46,6 +48,15 @@ def test_mxfp4_gives_the_logits_of_its_numbers(checkpoints, use_ops):
     dense, packed = (load(folder) for folder in checkpoints)
     tokens = prompt_of(40)
     assert torch.equal(logits_of(packed, tokens), logits_of(dense, tokens))
+
+
+def test_dense_experts_may_have_the_settings_of_the_original(checkpoints, tmp_path):
+    """As in a fine-tuned model whose config.json was copied."""
+    dense, packed = checkpoints
+    shutil.copy(packed / "config.json", tmp_path)
+    shutil.copy(dense / "model.safetensors", tmp_path)
+    found, want = (logits_of(load(folder), prompt_of(9)) for folder in (tmp_path, dense))
+    assert torch.equal(found, want)
 
 
 @pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")

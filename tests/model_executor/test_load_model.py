@@ -25,6 +25,7 @@ from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.loader.kv_scales import load_kv_scale
 from vllm.model_executor.loader.model_loader import build_model
+from vllm.transformers_utils.tokenizer import get_tokenizer
 from vllm.transformers_utils.weight_files import find_files, name_some
 
 INPUT_IDS = prompt_of(20)
@@ -124,12 +125,30 @@ def test_tied_weights_stay_one(tiny_model, tmp_path):
     model = load(tiny_model("granite_code"))
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
-    # Some checkpoints store the tied weight twice; the copy is not read.
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.mark.parametrize("first", [EMBEDDING, HEAD])
+@pytest.mark.parametrize("saved", ["twice", "twice, and they differ", "only as the head"])
+def test_a_tied_weight_may_have_other_names(tiny_model, tmp_path, saved, first, caplog):
     folder = shutil.copytree(tiny_model("granite_code"), tmp_path / "copy")
     tensors = tensors_of(folder)
-    tensors["lm_head.weight"] = torch.zeros_like(tensors["model.embed_tokens.weight"])
-    put(folder, tensors)
-    assert torch.equal(logits_of(load(folder), INPUT_IDS), logits_of(model, INPUT_IDS))
+    both = {EMBEDDING: tensors[EMBEDDING], HEAD: tensors[EMBEDDING].clone()}
+    if saved == "twice, and they differ":
+        both[HEAD] = torch.zeros_like(both[HEAD])
+    if saved == "only as the head":
+        del both[EMBEDDING]
+    rest = {name: tensor for name, tensor in tensors.items() if name not in both}
+    files = [both, rest] if first == EMBEDDING else [{n: both[n]} for n in reversed(both)] + [rest]
+    (folder / "model.safetensors").unlink()
+    for number, part in enumerate(files):
+        save_file(part, folder / f"model-{number}.safetensors")
+    with caplog.at_level(logging.WARNING, "vllm"):
+        found = logits_of(load(folder), INPUT_IDS)
+    assert torch.equal(found, logits_of(load(tiny_model("granite_code")), INPUT_IDS))
+    warnings = [r.message for r in caplog.records if "tie_word_embeddings" in r.message]
+    assert len(warnings) == (saved == "twice, and they differ")
 
 
 def test_the_first_checkpoint_of_yi_is_a_llama_with_other_names(llama, want):
@@ -143,6 +162,24 @@ def test_the_first_checkpoint_of_yi_is_a_llama_with_other_names(llama, want):
     config |= {"architectures": ["YiForCausalLM"], "model_type": "Yi"}
     (llama / "config.json").write_text(json.dumps(config))
     assert any(".ln1." in name for name in tensors)
+    assert_loads(llama, want)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "inner"),
+    [
+        ("language_model.", ""),  # of a fine-tuned Gemma 3 whose config only has the text model
+        ("model.language_model.", "model."),
+        *((prefix, "") for prefix in ("module.", "_orig_mod.", "base_model.model.")),
+        ("", "model."),
+    ],
+)
+def test_all_names_may_have_a_longer_beginning(llama, want, prefix, inner):
+    tensors = {"vision_tower.a.weight": torch.ones(2), "multi_modal_projector.b": torch.ones(2)}
+    for name, tensor in tensors_of(llama).items():
+        is_inner = name.startswith(inner)
+        tensors[prefix + name.removeprefix(inner) if is_inner else name] = tensor
+    put(llama, tensors)
     assert_loads(llama, want)
 
 
@@ -276,6 +313,15 @@ def test_a_wrong_shape_names_tensor_and_both_shapes(llama, name, expected):
     assert str(expected) in text
 
 
+def test_another_number_of_tokens_names_the_key_of_the_vocabulary(llama):
+    put(llama, tensors_of(llama) | {"model.embed_tokens.weight": torch.ones(4099, 64)})
+    with pytest.raises(
+        WeightLoadError,
+        match=r"\[4099, 64\] .* needs \[4096, 64\].* 4099 tokens, set vocab_size in",
+    ):
+        load(llama)
+
+
 def test_of_several_files_the_one_with_the_wrong_tensor_is_named(llama):
     for path in (llama / each for each in shard(llama, "safetensors", save_file)):
         tensors = load_file(path)
@@ -360,6 +406,71 @@ def test_a_link_to_nothing_is_named(llama):
         WeightLoadError, match=r"model\.safetensors is a link to a file that does not"
     ):
         load(llama)
+
+
+def test_a_file_that_git_lfs_has_not_downloaded_is_named(llama):
+    for name in ("model.safetensors", "tokenizer.json"):
+        (llama / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(
+        WeightLoadError, match=r"model\.safetensors is a pointer of Git LFS, .*pull"
+    ):
+        load(llama)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is a pointer of Git LFS"):
+        get_tokenizer(str(llama))
+
+
+def test_safetensors_of_another_name_are_read(llama, want):
+    (llama / "model.safetensors").rename(llama / "my-finetune.safetensors")
+    (llama / "adapter_model.safetensors").touch()
+    assert_loads(llama, want)
+
+
+@pytest.mark.parametrize("level", [None, "state_dict", "module"])
+def test_pickles_of_another_name_or_form_are_read(llama, want, level):
+    tensors = tensors_of(llama)
+    torch.save(tensors if level is None else {level: tensors, "epoch": 3}, llama / "final.pt")
+    torch.save({"args": 1}, llama / "training_args.bin")
+    (llama / "model.safetensors").unlink()
+    assert_loads(llama, want)
+
+
+def test_tensors_of_the_training_are_not_read(llama, want, caplog):
+    more = {"optimizer.state.0": torch.ones(2), "v_head.summary.weight": torch.ones(1, 64)}
+    put(llama, tensors_of(llama) | more)
+    with caplog.at_level(logging.WARNING, "vllm"):
+        assert_loads(llama, want)
+    assert "2 tensors of the training are not read: optimizer.state.0, v_head" in caplog.text
+
+
+def test_what_to_do_about_weights_in_another_state_is_said(llama):
+    tensors = tensors_of(llama)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weight = tensors.pop(name)
+    put(llama, tensors | {name.replace(".weight", ".base_layer.weight"): weight})
+    with pytest.raises(WeightLoadError, match=r"weights of a LoRA adapter: merge them into its"):
+        load(llama)
+    put(llama, tensors | {name: weight})
+    config = json.loads((llama / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 16}
+    (llama / "config.json").write_text(json.dumps(config))
+    with pytest.raises(WeightLoadError, match=r"there without quantization: remove the key, or"):
+        load(llama)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("adapter_model.safetensors", "an adapter. Name the model that it was trained on"),
+        ("consolidated.00.pth", "weights in the format of Meta"),
+        ("model.safetensors.incomplete", "a file whose download was interrupted"),
+        ("tf_model.h5", "weights of another framework"),
+        ("global_step100", "a checkpoint of DeepSpeed: run `python zero_to_fp32.py"),
+    ],
+)
+def test_weights_in_another_format_are_named(tmp_path, name, what):
+    (tmp_path / name).touch()
+    with pytest.raises(WeightLoadError, match=f"index.json. It has {name}, {what}"):
+        find_files(tmp_path, "auto")
 
 
 def test_a_folder_without_weights_is_named(tmp_path):

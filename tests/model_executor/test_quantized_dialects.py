@@ -170,7 +170,7 @@ def test_a_format_that_is_not_supported_is_named_with_another(
         load(copy)
 
 
-@pytest.mark.parametrize("algorithm", ["W4A16_AWQ", "W4A8_AWQ", "W8A8_SQ_PER_CHANNEL"])
+@pytest.mark.parametrize("algorithm", ["NVFP4_AWQ", "W8A8_SQ_PER_CHANNEL"])
 def test_an_algorithm_of_modelopt_that_is_not_supported_is_named(checkpoint, tmp_path, algorithm):
     copy = changed_settings(
         checkpoint("modelopt")[0], tmp_path, lambda s: s | {"quant_algo": algorithm}

@@ -77,6 +77,28 @@ def test_a_byte_level_tokenizer_is_that_of_the_model(bundled):
     assert (got.eos_token_id, got.bos_token_id) == (1, 0)
 
 
+def test_all_chat_templates_of_a_file_are_read(tmp_path):
+    others = {"tokenizer__chat_template__tool_use": "T", "tokenizer__chat_template__rag": "R"}
+    path = write_gguf(BUNDLED_MODEL, tmp_path, tokenizer__chat_template="D", **others)
+    tokenizer = get_tokenizer(str(unpack(path)))
+    assert tokenizer.chat_template == {"default": "D", "tool_use": "T", "rag": "R"}
+    assert tokenizer.get_chat_template(None, [{}]) == "T"
+
+
+def test_the_end_of_a_part_of_an_answer_is_not_the_end_of_the_answer(tmp_path):
+    tokens = byte_level_metadata(BUNDLED_MODEL)["tokenizer.ggml.tokens"]
+    assert tokens[6] == "<|end|>"
+    tokens[3:5] = ["<|return|>", "<|call|>"]
+    folder = unpack(write_gguf(BUNDLED_MODEL, tmp_path, tokenizer__ggml__tokens=tokens))
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [1, 3, 4]
+
+
+def test_a_linear_factor_may_have_its_first_name(tmp_path):
+    folder = unpack(write_gguf(BUNDLED_MODEL, tmp_path, llama__rope__scale_linear=4.0))
+    rope = read_hf_config(folder, {})["rope_parameters"]
+    assert rope == {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+
+
 def make_pieces(prefix: bool) -> tuple[Tokenizer, dict]:
     """Return a SentencePiece tokenizer of the library tokenizers, and the same as metadata."""
     made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
@@ -350,6 +372,10 @@ LIES = {
     ),
     "dimensions": (lambda d: tensor_field(d, EMBEDDING, 0, "<I", 9), "has 9 dimensions"),
     "size": (lambda d: tensor_field(d, EMBEDDING, 4, "<Q", HUGE), "is at the bytes"),
+    "not downloaded": (
+        lambda d: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+        "is a pointer of Git LFS, .* `git lfs pull`",
+    ),
     "no rows": (lambda d: tensor_field(d, EMBEDDING, 12, "<Q", 0), r"has the shape \[0, 256\]"),
     "type": (lambda d: tensor_field(d, EMBEDDING, 20, "<I", 40), r"type NVFP4, .* supported: F32"),
     "unknown type": (lambda d: tensor_field(d, EMBEDDING, 20, "<I", 999), "has the type 999"),
@@ -492,6 +518,31 @@ def test_of_several_models_in_a_folder_one_must_be_named(bundled, tmp_path):
     with pytest.raises(ConfigError, match=r"has 2 GGUF models \(a\.gguf, b\.gguf\); name one"):
         find_model(tmp_path)
     assert find_folder(str(tmp_path / "b.gguf")).name.startswith("b-")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"general__architecture": "clip"}, "is the part of a model that reads images"),
+        ({"general__type": "mmproj"}, "is the part of a model that reads images"),
+        ({"general__type": "adapter"}, "is a LoRA adapter. Name the GGUF file of a model, and"),
+        ({"general__type": "imatrix"}, "is a matrix of importances"),
+    ],
+)
+def test_files_that_are_not_models_are_named_and_left_out(bundled, tmp_path, metadata, message):
+    other = write_gguf(BUNDLED_MODEL, tmp_path, **metadata)
+    with pytest.raises(ConfigError, match=message):
+        unpack(other)
+    model = shutil.copy(bundled, tmp_path / "the-model.gguf")
+    assert find_model(tmp_path) == model
+
+
+def test_a_file_may_have_another_suffix(bundled, tmp_path):
+    """As the files that Ollama stores."""
+    path = shutil.copy(bundled, tmp_path / "sha256-0123")
+    folder = find_folder(str(path))
+    assert (folder / "sha256-0123.gguf").samefile(path)
+    assert read_hf_config(folder, {}) == read_hf_config(unpack(bundled), {})
 
 
 def test_a_changed_file_is_read_again(bundled, tmp_path):

@@ -54,7 +54,7 @@ def test_values_of_other_types_that_mean_the_same_are_read(tmp_path):
     "key",
     [
         *("rms_norm_eps", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings"),
-        *("rope_scaling", "rope_parameters", "head_dim", "text_config"),
+        *("rope_scaling", "rope_parameters", "rope_theta", "head_dim", "text_config"),
     ],
 )
 def test_null_is_the_same_as_an_absent_key(tmp_path, key):
@@ -64,6 +64,19 @@ def test_null_is_the_same_as_an_absent_key(tmp_path, key):
         for config in (absent, absent | {key: None})
     )
     assert found == want
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "glm4_moe"])
+def test_a_rotary_base_may_be_null_in_every_family(tmp_path, family):
+    config = tiny_config(family).to_dict()
+    config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
+    config.pop("rope_parameters", None)
+    config.pop("rope_theta", None)
+    want, found = (
+        ModelArch.from_hf(load(write(tmp_path, each))).layer_ropes
+        for each in (config, config | {"rope_theta": None, "rope_local_base_freq": None})
+    )
+    assert found == want and any(found)
 
 
 def test_the_architecture_implies_the_model_type(tmp_path):
@@ -247,6 +260,14 @@ def test_overrides_replace_values(tmp_path):
     assert config["max_position_embeddings"] == 4096
 
 
+def test_overrides_of_a_multimodal_model_may_be_nested(tmp_path):
+    whole = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
+    folder = write(tmp_path, whole | {"text_config": CONFIG, "vision_config": {}})
+    nested = load(folder, text_config={"max_position_embeddings": 512})
+    assert nested["max_position_embeddings"] == 512
+    assert nested == load(folder, max_position_embeddings=512)
+
+
 def test_defaults_of_rotations_do_not_replace_those_of_the_file(tmp_path):
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     rope |= {"rope_theta": 3.0, "truncate": False}
@@ -378,6 +399,10 @@ OF_ANOTHER_KIND = [
     ({"layer_norm_eps": True}, "'layer_norm_eps' must be a number of 0 or more"),
     ({"rope_theta": INFINITY}, "'rope_theta' must be a number above 0, or null, got inf"),
     ({"rope_theta": 0}, "'rope_theta' must be a number above 0"),
+    (
+        {"rope_scaling": {"factor": 2.0}},
+        "'rope_scaling.factor' is 2.0, but 'rope_scaling.rope_type' is missing. Add the type",
+    ),
     ({"rope_theta": 10**400}, "'rope_theta' must be a number above 0"),
     ({"rope_parameters": {"rope_theta": "x"}}, r"'rope_parameters\.rope_theta' must be a number"),
     ({"rope_scaling": {"factor": "x"}}, r"'rope_scaling\.factor' must be a number above 0"),
@@ -416,6 +441,16 @@ def test_a_damaged_config_is_an_error_on_one_line(tmp_path, content, message):
         # Transformers 4 accepts values of wrong types.
         ModelArch.from_hf(load(write(tmp_path, content)))
     assert "\n" not in str(failure.value)
+
+
+def test_an_unknown_dtype_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"'torch_dtype' must be one of bfloat16, .*, got 'fp12'"):
+        load(write(tmp_path, CONFIG | {"torch_dtype": "fp12"}))
+
+
+def test_a_mark_of_the_byte_order_is_left_out(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8-sig")
+    assert load(tmp_path) == load(write(tmp_path, CONFIG))
 
 
 def test_a_folder_without_config_is_named(tmp_path):

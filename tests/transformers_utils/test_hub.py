@@ -248,8 +248,16 @@ def test_one_gguf_file_of_a_repository_is_downloaded(endpoint, tmp_path):
     several = resolve_in_new_process("org/gguf", tmp_path, "gguf", HF_ENDPOINT=endpoint)
     assert several == (
         "model 'org/gguf' with --load-format gguf: name one file of the repository, such as "
-        "org/gguf/model-Q8_0.gguf"
+        "org/gguf/model-Q8_0.gguf, or its kind, such as org/gguf:Q8_0"
     )
+
+
+def test_a_kind_of_gguf_file_of_a_repository_is_downloaded(endpoint, tmp_path):
+    named = resolve_in_new_process("org/gguf:q8_0", tmp_path, HF_ENDPOINT=endpoint)
+    assert "model-Q8_0.gguf is damaged or not a GGUF file" in named
+    assert [path.name for path in tmp_path.glob("**/snapshots/*/*")] == ["model-Q8_0.gguf"]
+    none = resolve_in_new_process("org/gguf:Q4", tmp_path, HF_ENDPOINT=endpoint)
+    assert none.startswith("the repository 'org/gguf' has no GGUF file of the kind 'Q4': ")
 
 
 def test_an_unknown_repository_is_named(endpoint, tmp_path):

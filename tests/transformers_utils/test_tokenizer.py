@@ -54,6 +54,10 @@ def test_a_folder_without_a_tokenizer_is_named_with_what_to_do(tmp_path):
         ("", "is not valid JSON"),
         ('{"model": 5}', "tokenizer.json has no object 'model'"),
         ('{"model": {}}', "tokenizer.json has no list 'added_tokens'"),
+        (
+            '{"model": {"type": "New"}, "added_tokens": []}',
+            "has a part that tokenizers .* does not know. Install a newer release: pip install -U",
+        ),
     ],
 )
 def test_a_damaged_file_is_an_error_that_names_the_folder(tmp_path, text, message):
@@ -74,6 +78,12 @@ def test_a_damaged_file_is_an_error_that_names_the_folder(tmp_path, text, messag
             "tokenizer_config.json",
             '{"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": null}',
             "tokenizer_config.json has no object 'added_tokens_decoder'",
+        ),
+        ("tokenizer_config.json", '{"chat_template": 5}', "must be a text, or a list .*, got 5"),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": [{"name": "default"}]}',
+            "a list of objects with name and template, got .{3}name",
         ),
         (
             "tokenizer_config.json",

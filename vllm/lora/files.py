@@ -194,10 +194,7 @@ def check_files(folder: Path, max_rank: int) -> AdapterConfig:
     except RecursionError:
         raise RequestError(f"{path} is nested too deeply") from None
     except OSError as error:
-        raise RequestError(
-            f"the LoRA adapter {folder} cannot be read: {error.strerror or error} ({CONFIG_FILE}). "
-            f"Name a folder that peft's save_pretrained has written"
-        ) from None
+        raise _unreadable(folder, error, CONFIG_FILE) from None
     except ValueError as error:
         raise RequestError(f"{path} is not JSON: {error}") from None
     config = _read_config(path, given)
@@ -222,6 +219,8 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
     peft_type = str(given.get("peft_type") or "LORA").upper()
     if peft_type != "LORA":
         todo = _MERGE if peft_type in _MERGED_TYPES else "Train a LoRA adapter in its place"
+        if peft_type == "XLORA":
+            todo = "It chooses among LoRA adapters: name one of them in each request"
         raise RequestError(
             f"{path}: peft_type is {shown(given['peft_type'])}; only LORA is supported. {todo}"
         )
@@ -357,11 +356,18 @@ def content_key(folder: Path, rest: Rest = no_rest) -> str:
                 _hashes[paths, versions] = _hash_files(paths, rest)
             return _hashes[paths, versions]
     except OSError as error:
-        raise RequestError(
-            f"the LoRA adapter {folder} cannot be read: {error.strerror or error} "
-            f"({Path(error.filename or folder).name}). Name a folder that peft's save_pretrained "
-            f"has written"
-        ) from None
+        raise _unreadable(folder, error, Path(error.filename or folder).name) from None
+
+
+def _unreadable(folder: Path, error: OSError, name: str) -> RequestError:
+    """Return the error about a file of an adapter that cannot be read."""
+    advice = "Name a folder that peft's save_pretrained has written"
+    inner = next(iter(sorted(folder.glob(f"*/{CONFIG_FILE}"))), None)
+    if inner is not None:
+        advice = f"Its subfolder has an adapter: name {inner.parent}"
+    return RequestError(
+        f"the LoRA adapter {folder} cannot be read: {error.strerror or error} ({name}). {advice}"
+    )
 
 
 def _hash_files(paths: tuple[Path, ...], rest: Rest) -> str:

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.loader.checkpoint import read_bin
 from vllm.model_executor.loader.safetensors_file import open_safetensors
 from vllm.utils.background_work import Rest
+from vllm.utils.files.lfs import pointer_problem
 
 _HEADER_BYTES, _HEADER_BYTES_OF_PART = 4 << 20, 2048
 """Longest header of a file, and so much more for each projection of the model. A file may have
@@ -34,7 +35,7 @@ def check_header(path: Path, num_parts: int) -> None:
     Raises:
         RequestError: it is too long.
     """
-    if path.suffix != ".safetensors":
+    if path.suffix != ".safetensors" or pointer_problem(path):
         return
     most = _HEADER_BYTES + _HEADER_BYTES_OF_PART * num_parts
     with path.open("rb") as file:
@@ -48,7 +49,14 @@ def check_header(path: Path, num_parts: int) -> None:
 
 @contextmanager
 def open_weights(path: Path, rest: Rest) -> Iterator[dict[str, CheckpointTensor]]:
-    """Yield the tensors of a file, by name. Each is read when it is used."""
+    """Yield the tensors of a file, by name. Each is read when it is used.
+
+    Raises:
+        RequestError: the file was not downloaded.
+        WeightLoadError: the file is damaged.
+    """
+    if problem := pointer_problem(path):
+        raise RequestError(problem)
     found: dict[str, CheckpointTensor] = {}
     if path.suffix != ".safetensors":
         yield dict(read_bin(path))

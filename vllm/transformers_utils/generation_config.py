@@ -79,7 +79,10 @@ def _read_sampling(content: Mapping[str, Any]) -> dict[str, Any]:
     try:
         SamplingParams(**found)
     except (RequestError, TypeError) as error:
-        raise ConfigError(f"{_FILE_NAME} or override_generation_config: {error}") from None
+        raise ConfigError(
+            f"{_FILE_NAME} or override_generation_config: {error}. Correct it, or leave the "
+            'sampling defaults of the model out with generation_config="vllm"'
+        ) from None
     return found
 
 

@@ -1,5 +1,6 @@
 """Read config.json, and add the defaults of the model type from transformers."""
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from vllm.transformers_utils.mistral_params import PARAMS, read_params
 from vllm.transformers_utils.old_spellings import with_usual_spellings
 from vllm.transformers_utils.plain_config import complete_plain_config
 from vllm.transformers_utils.transformers_version import is_version_4
+from vllm.transformers_utils.weight_files import CONSOLIDATED
 from vllm.utils.files.json_file import read_json_object
 
 _OF_THE_WHOLE = (
@@ -100,13 +102,23 @@ _OTHER_FILES = {
     "model_index.json": "a pipeline of diffusers, which makes images. Use a language model",
 }
 """File that shows that a folder is not a model -> what the folder is."""
+_INNER_CONFIGS = ("*/config.json", "snapshots/*/config.json")
+"""Patterns of the file in a subfolder. The second one is the cache of the hub."""
 
 
 def _found_instead(folder: Path) -> str:
     found = next((name for name in _OTHER_FILES if (folder / name).is_file()), None)
-    if found is None:
-        return ". Name the folder of a checkpoint, which contains config.json, or a GGUF file"
-    return f", but {found}: it is {_OTHER_FILES[found]}"
+    if found is not None:
+        return f", but {found}: it is {_OTHER_FILES[found]}"
+    if weights := sorted(folder.glob(CONSOLIDATED)):
+        return (
+            f", but {weights[0].name}, which has weights in the format of Mistral AI. Copy "
+            f"{PARAMS} of the same model into the folder"
+        )
+    inner = (path for pattern in _INNER_CONFIGS for path in sorted(folder.glob(pattern)))
+    if (path := next(inner, None)) is not None:
+        return f", but its subfolder has one: name '{path.parent}'"
+    return ". Name the folder of a checkpoint, which contains config.json, or a GGUF file"
 
 
 def complete_hf_config(
@@ -178,7 +190,7 @@ def complete_hf_config(
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"config.json of '{folder}': {' '.join(str(error).split())}") from error
+        raise ConfigError(f"config.json of '{folder}': {_own_words(error)}") from error
     fix = (
         "the model has its own code, which runs only with trust_remote_code"
         if has_own_code
@@ -187,6 +199,13 @@ def complete_hf_config(
     raise ConfigError(f"model_type {model_type!r} of '{folder}': {fix}")
 
 
+def _own_words(error: Exception) -> str:
+    """Return what an error of transformers says about a value, in one line."""
+    text = error.args[0] if isinstance(error, KeyError) and error.args else error
+    return _VALIDATOR.sub("", " ".join(str(text).split()))
+
+
+_VALIDATOR = re.compile(r"^Class validation error for validator '\w+': \w+: ")
 _TYPE_NAMES: Mapping[Any, str] = {
     bool: "true or false",
     int: "an integer",
@@ -211,17 +230,21 @@ def _with_usual_types(raw: Mapping[str, Any], config_class: type[Any]) -> dict[s
     """Convert values of config.json to the types that transformers 5 requires.
 
     Other programs write 1 for 1.0, or 1 for true, and the first files of Llama 4 have 4 for true.
-    A null instead of a text, a switch or a number that is no size is the same as an absent key.
+    A null instead of a text, a switch or a number that is no size is the same as an absent key, and
+    so is a null for a key that the class does not have.
 
     Raises:
         ConfigError: a value has another type.
     """
-    usual = dict(raw)
-    for field in fields(config_class) if is_dataclass(config_class) else ():
+    known = fields(config_class) if is_dataclass(config_class) else ()
+    names = {field.name for field in known} or raw.keys()
+    usual = {key: value for key, value in raw.items() if value is not None or key in names}
+    for field in known:
         if field.name not in usual:
             continue
         value, types = usual[field.name], get_args(field.type) or (field.type,)
-        if value is None and NoneType not in types and int not in types and Any not in types:
+        is_size = int in types and float not in types
+        if value is None and NoneType not in types and Any not in types and not is_size:
             del usual[field.name]
             continue
         if set(types) <= _TYPE_NAMES.keys() and not _has_type(value, types):
@@ -367,6 +390,10 @@ def _with_overrides(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[s
     """Replace values by overrides. Names of transformers 4 are also applied to
     `rope_parameters`.
     """
+    text = overrides.get("text_config")
+    if isinstance(text, Mapping) and WHOLE_CONFIG in raw:  # the values of the text are in `raw`
+        others = {key: value for key, value in overrides.items() if key != "text_config"}
+        overrides = {**others, **text}
     merged = {**raw, **overrides}
     rope = raw.get("rope_parameters")
     if isinstance(rope, Mapping) and "rope_parameters" not in overrides:
@@ -433,5 +460,9 @@ def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
             "contains only the language model"
         )
     whole = {key: raw[key] for key in _OF_THE_WHOLE if raw.get(key) is not None}
+    if text.get("tie_word_embeddings") is True:
+        # Older files have it only here, and false as the default of the whole. Whoever loads the
+        # weights unties them if the checkpoint has an output head.
+        whole["tie_word_embeddings"] = True
     rest = {key: value for key, value in raw.items() if key != "text_config"}
     return {**text, **whole, "model_type": model_type, WHOLE_CONFIG: rest}

@@ -10,7 +10,7 @@ from vllm.config.load import LoadFormat
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.transformers_utils.gguf.folder import unpack
-from vllm.transformers_utils.gguf.header import SUFFIX
+from vllm.transformers_utils.gguf.header import SUFFIX, is_gguf
 from vllm.transformers_utils.gguf.model import find_model
 from vllm.transformers_utils.mistral_params import PARAMS
 from vllm.transformers_utils.weight_files import CONSOLIDATED
@@ -44,8 +44,8 @@ def resolve_model_folder(
 ) -> Path:
     """Return the folder of a model: `name` itself if it is a folder, else a download from the hub.
 
-    A GGUF file, local or as organisation/repository/file.gguf on the hub, becomes a folder
-    (`gguf.folder`).
+    A GGUF file, local or as organisation/repository/file.gguf or organisation/repository:Q4_K_M on
+    the hub, becomes a folder (`gguf.folder`).
 
     Weights are downloaded in one format only, safetensors before pickles; none for "dummy".
     `HF_HUB_OFFLINE`, `HF_TOKEN` and the other variables of huggingface_hub apply; `token` has
@@ -71,10 +71,13 @@ def resolve_model_folder(
                 "the repository lists under Files, with the same upper and lower case"
             )
         return unpack(found)
+    repository, _, kind = name.partition(":")
+    if kind:
+        return unpack(_file_of_kind(download(*_patterns_of(kind)), repository, kind))
     if load_format == "gguf":
         raise ConfigError(
             f"model {name!r} with --load-format gguf: name one file of the repository, such as "
-            f"{name}/model-Q8_0{SUFFIX}"
+            f"{name}/model-Q8_0{SUFFIX}, or its kind, such as {name}:Q8_0"
         )
     if load_format == "dummy":
         return download(*_METADATA)
@@ -132,7 +135,7 @@ def find_folder(name: str) -> Path | None:
     if path.is_dir():
         gguf = None if (path / "config.json").is_file() else find_model(path)
         return path if gguf is None else unpack(gguf)
-    if path.is_file() and path.suffix == SUFFIX:
+    if is_gguf(path):
         return unpack(path)
     if path.exists():
         raise ConfigError(
@@ -164,6 +167,29 @@ def _split_file(name: str) -> tuple[str, str | None]:
 def _parts_pattern(file: str) -> str:
     """Return a pattern for all files of a split model; the file name itself if it is not split."""
     return re.sub(r"-\d{5}-of-(\d{5}\.gguf)$", r"-*-of-\1", file)
+
+
+def _patterns_of(kind: str) -> list[str]:
+    """Return patterns for the GGUF files of one kind, such as Q4_K_M, in any case."""
+    cases = dict.fromkeys((kind, kind.upper(), kind.lower()))
+    return [f"*[-._]{each}{end}{SUFFIX}" for each in cases for end in ("", "-*")]
+
+
+def _file_of_kind(folder: Path, repository: str, kind: str) -> Path:
+    """Return the first GGUF file of one kind in a downloaded repository.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    matches = (folder.rglob(pattern) for pattern in _patterns_of(kind))
+    found = sorted({path for paths in matches for path in paths if "mmproj" not in path.name})
+    if not found:
+        raise ConfigError(
+            f"the repository {repository!r} has no GGUF file of the kind {kind!r}: name a kind in "
+            f"the names of its files, such as Q8_0, or a whole file, such as {repository}/NAME"
+            f"{SUFFIX}"
+        )
+    return found[0]
 
 
 def _looks_like_path(name: str) -> bool:

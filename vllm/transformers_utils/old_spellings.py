@@ -7,8 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm.config.families import family_of, family_of_architecture
+from vllm.errors import ConfigError
 
-_ROPES = ("rope_parameters", "rope_scaling")
+_OF_ROTATIONS = (
+    *("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"),
+    "partial_rotary_factor",
+)
 _TYPES = ("rope_type", "type")
 _DTYPES = ("dtype", "torch_dtype")
 _DTYPE_NAMES = {
@@ -17,6 +21,10 @@ _DTYPE_NAMES = {
     **dict.fromkeys(("fp16", "half"), "float16"),
     **dict.fromkeys(("fp32", "float"), "float32"),
 }
+_DTYPES_OF_TORCH = (
+    *("bfloat16", "float16", "float32", "float64"),
+    *("float8_e4m3fn", "float8_e5m2"),
+)
 _FACTORS = {"short_factor", "long_factor"}
 _LONGROPE = "longrope"
 
@@ -46,8 +54,15 @@ def with_usual_spellings(raw: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(dtype, str):
             short = dtype.lower().removeprefix("torch.")
             usual[key] = _DTYPE_NAMES.get(short, short)
-    for key in _ROPES:
-        if isinstance(usual.get(key), Mapping):
+            if usual[key] not in (None, *_DTYPES_OF_TORCH):
+                raise ConfigError(
+                    f"config.json: {key!r} must be one of {', '.join(_DTYPES_OF_TORCH)}, got "
+                    f"{dtype!r}. Correct the file, or give another value with hf_overrides"
+                )
+    for key in _OF_ROTATIONS:
+        if usual.get(key) is None:
+            usual.pop(key, None)  # transformers does not take null for an absent key
+        elif isinstance(usual[key], Mapping):
             usual[key] = _usual_rope(usual[key])
     return usual
 
@@ -65,10 +80,11 @@ def _model_type(raw: Mapping[str, Any]) -> object:
 
 
 def _usual_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rotary settings with `longrope` instead of `su`, or of `yarn` with factors for short
-    and long contexts.
+    """Return rotary settings without values that are null, and with `longrope` instead of `su`, or
+    of `yarn` with factors for short and long contexts.
     """
-    usual = {k: _usual_rope(v) if isinstance(v, Mapping) else v for k, v in rope.items()}
+    given = {k: v for k, v in rope.items() if v is not None}
+    usual = {k: _usual_rope(v) if isinstance(v, Mapping) else v for k, v in given.items()}
     if rope.keys() >= _FACTORS:
         usual |= {key: _LONGROPE for key in _TYPES if key in usual}
     return usual

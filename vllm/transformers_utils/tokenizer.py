@@ -14,6 +14,7 @@ from vllm.transformers_utils.tokenizer_class import (
     tokenizer_class,
 )
 from vllm.utils.files.json_file import read_json_object
+from vllm.utils.files.lfs import pointer_problem
 from vllm.utils.imports import without_collections
 
 if TYPE_CHECKING:
@@ -110,11 +111,17 @@ def get_tokenizer(
         reason = (
             _missing_tokenizer_reason(folder)
             or _of_mistral(folder)
+            or _not_downloaded(folder)
             or _of_sentencepiece(folder)
             or _damage(folder)
+            or _without_merges(folder)
+            or _of_newer_package(own_words)
             or own_words
         )
         raise ConfigError(_failure(tokenizer_name, reason)) from error
+    if not isinstance(tokenizer.chat_template, str | dict | None):
+        reason = _damage(folder) or "its chat_template is not a text"
+        raise ConfigError(_failure(tokenizer_name, reason))
     if len(tokenizer) == 0:
         raise ConfigError(_failure(tokenizer_name, "its vocabulary is empty"))
     if not isinstance(tokenizer.model_max_length, (int, float)):
@@ -181,6 +188,17 @@ def _damage(folder: Path) -> str | None:
         is_needed = name == "tokenizer.json" or key in found.get(name, {})
         if name in found and is_needed and not isinstance(found[name].get(key), kind):
             return f"{name} has no {shown} {key!r}"
+    templates = found.get("tokenizer_config.json", {}).get("chat_template") or ""
+    if isinstance(templates, list):
+        is_named = all(
+            isinstance(each, dict) and {"name", "template"} <= each.keys() for each in templates
+        )
+        templates = "" if is_named else templates
+    if not isinstance(templates, str):
+        return (
+            "chat_template in tokenizer_config.json must be a text, or a list of objects with name "
+            f"and template, got {str(templates)[:40]}"
+        )
     for token, token_id in found.get("added_tokens.json", {}).items():
         if type(token_id) is not int:
             return (
@@ -188,6 +206,20 @@ def _damage(folder: Path) -> str | None:
                 f"{token[:40]!r}"
             )
     return None
+
+
+def _not_downloaded(folder: Path) -> str | None:
+    """Name a file that is only a pointer of Git LFS; None if there is none."""
+    files = (path for pattern in _FILES for path in sorted(folder.glob(pattern)))
+    return next(filter(None, map(pointer_problem, files)), None)
+
+
+def _without_merges(folder: Path) -> str | None:
+    """Return why `vocab.json` is not enough; None if there is another file."""
+    has_vocabulary = (folder / "vocab.json").is_file()
+    if not has_vocabulary or any((folder / n).is_file() for n in ("tokenizer.json", "merges.txt")):
+        return None
+    return "vocab.json cannot be read without merges.txt. Copy it from the same model"
 
 
 def _of_mistral(folder: Path) -> str | None:
@@ -215,6 +247,20 @@ def _of_sentencepiece(folder: Path) -> str | None:
     return (
         f"tokenizer.model needs {' and '.join(_SENTENCEPIECE)}, and {' and '.join(missing)} "
         f"{'is' if len(missing) == 1 else 'are'} not installed: pip install 'vllm[sentencepiece]'"
+    )
+
+
+def _of_newer_package(message: str) -> str | None:
+    """Return what to do if the package tokenizers does not know a part of tokenizer.json; None if
+    that is not what its message says.
+    """
+    if "untagged enum" not in message:
+        return None
+    from tokenizers import __version__
+
+    return (
+        f"tokenizer.json has a part that tokenizers {__version__} does not know. Install a newer "
+        "release: pip install -U tokenizers transformers"
     )
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.utils.files.json_file import read_json_object
+from vllm.utils.files.lfs import pointer_problem
 
 _INDEX_NAMES = {
     "safetensors": ("model.safetensors", "model.safetensors.index.json", "model*.safetensors"),
@@ -16,6 +17,34 @@ CONSOLIDATED = "consolidated*.safetensors"
 _OTHER_PATTERNS = {"gguf": "*.gguf", "mistral": CONSOLIDATED}
 """Format -> all of its files, for formats without an index."""
 _SHARDS = "model-rank-*-part-0.safetensors"
+_ANY_NAME = {"safetensors": ("*.safetensors",), "pt": ("*.bin", "*.pt", "*.pth")}
+"""Format -> its files under any name, if there is none with a usual name."""
+_NOT_OF_MODEL = (
+    *("consolidated*", _SHARDS, "adapter_model*", "optimizer*", "scheduler*", "scaler*"),
+    *("training_args*", "rng_state*", "random_states*", "openvino*"),
+)
+"""Files that are not the weights of a model, or have them in another format."""
+_WHOLE = "use the safetensors checkpoint of the model"
+_NO_WEIGHTS = {
+    "adapter_model.*": "an adapter. Name the model that it was trained on, and give the adapter "
+    "with lora_modules or a LoRARequest",
+    "consolidated*.pth": "weights in the format of Meta: use the repository of the same model "
+    "whose files are named model*.safetensors",
+    "global_step*": "a checkpoint of DeepSpeed: run `python zero_to_fp32.py . . "
+    "--safe_serialization` in the folder",
+    "pytorch_model_fsdp*": "a checkpoint of FSDP: merge it with `accelerate merge-weights`",
+    **dict.fromkeys(
+        ("*.incomplete", "*.part", "*.crdownload"),
+        "a file whose download was interrupted: download it again",
+    ),
+    "*.distcp": "a distributed checkpoint of PyTorch: save the model with save_pretrained",
+    **dict.fromkeys(
+        ("tf_model.h5", "flax_model.msgpack", "*.onnx", "openvino_model.xml", "*.nemo", "*.ckpt*"),
+        f"weights of another framework: {_WHOLE}",
+    ),
+}
+"""Pattern of files and folders that are not weights of a model for this engine -> what they are,
+and what to do."""
 
 
 def shard_name(rank: int) -> str:
@@ -45,8 +74,16 @@ def find_files(folder: Path, load_format: str) -> list[Path]:
             exists, or "sharded_state" for the files of all ranks.
 
     Raises:
-        WeightLoadError: the folder has no weights, or the index names a file that is missing.
+        WeightLoadError: the folder has no weights, the index names a file that is missing, or a
+            file was not downloaded.
     """
+    files = _find_files(folder, load_format)
+    if problem := next(filter(None, map(pointer_problem, files)), None):
+        raise WeightLoadError(problem)
+    return files
+
+
+def _find_files(folder: Path, load_format: str) -> list[Path]:
     shards_of_ranks = sorted(folder.glob(_SHARDS))
     if load_format == "sharded_state":
         if not shards_of_ranks:
@@ -81,11 +118,19 @@ def find_files(folder: Path, load_format: str) -> list[Path]:
     found = next(((name, files) for name, files in others.items() if files), None)
     if found and load_format == "auto":
         return found[1]
+    left_out = {path for pattern in _NOT_OF_MODEL for path in folder.glob(pattern)}
+    for pattern in (pattern for name in formats for pattern in _ANY_NAME[name]):
+        if named_otherwise := sorted({*folder.glob(pattern)} - left_out):
+            return named_otherwise
     wanted = " or ".join(name for each in formats for name in _INDEX_NAMES[each][:2])
     if found:
         wanted += f". It has {found[1][0].name}: use --load-format {found[0]}"
     if shards_of_ranks:
         wanted += f". It has {shards_of_ranks[0].name}: use --load-format sharded_state"
+    for pattern, what in _NO_WEIGHTS.items():
+        if not found and (other := next(iter(sorted(folder.glob(pattern))), None)):
+            wanted += f". It has {other.name}, {what}"
+            break
     raise WeightLoadError(f"no weights in {folder}: expected {wanted}")
 
 

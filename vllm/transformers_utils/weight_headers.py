@@ -1,6 +1,7 @@
 """Read the data type and the names of a checkpoint's weights from the headers of its files."""
 
 import json
+import re
 import struct
 from collections import Counter
 from pathlib import Path
@@ -10,6 +11,7 @@ from vllm.transformers_utils.weight_files import find_files, find_index
 from vllm.utils.files.json_file import read_json_object
 
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_HEAD = re.compile(r"(^|\.)lm_head\.")
 _LENGTH = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 100 << 20
 """Maximum number of bytes of a header, as in the safetensors library."""
@@ -58,6 +60,16 @@ def names_of_tensors(folder: Path, load_format: str) -> set[str]:
     except WeightLoadError:
         return set()
     return {name for path in files for name, _, _ in _tensors_in(path)}
+
+
+def has_output_head(folder: Path, load_format: str) -> bool:
+    """Return whether the files of a checkpoint have an output head, as far as their headers say.
+
+    Args:
+        folder: folder of the checkpoint.
+        load_format: format of its files.
+    """
+    return any(_HEAD.search(name) for name in names_of_tensors(folder, load_format))
 
 
 def _tensors_in(path: Path) -> list[tuple[str, str, int]]:

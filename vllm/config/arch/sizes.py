@@ -148,6 +148,7 @@ _POSITIVE_OF_ROPES = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
     *("alpha", "short_mscale", "long_mscale", "beta_fast", "beta_slow", "attention_factor"),
 )
+_LONG_ROPE = {"short_factor", "long_factor"}
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 """Keys of rotations that have rotations of a kind of layers."""
 
@@ -191,6 +192,12 @@ def _check_rope(path: str, rope: Mapping[str, Any]) -> None:
     for key in ("rope_type", "type"):
         if not isinstance(rope.get(key, ""), str | None):
             raise _wrong(path + key, rope[key], "a string")
+    has_kind = rope.get("rope_type") or rope.get("type") or rope.keys() >= _LONG_ROPE
+    if not has_kind and rope.get("factor") not in (None, 1):
+        raise ConfigError(
+            f"config.json: '{path}factor' is {rope['factor']!r}, but '{path}rope_type' is missing. "
+            "Add the type, such as yarn or linear, or remove the factor. hf_overrides can give both"
+        )
     original = rope.get("original_max_position_embeddings")
     if original is not None and not _is_whole(original, 2, MAX_POSITIONS):
         raise _wrong(f"{path}original_max_position_embeddings", original, "a number of tokens")

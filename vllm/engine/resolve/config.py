@@ -30,7 +30,7 @@ from vllm.config import (
     StructuredOutputConfig,
     VllmConfig,
 )
-from vllm.config.arch.model_arch import named_dtype
+from vllm.config.arch.model_arch import WHOLE_CONFIG, named_dtype
 from vllm.config.families import TEXT_TYPES, family_of
 from vllm.config.fields import config_fields
 from vllm.config.load import LoadFormat
@@ -81,7 +81,7 @@ from vllm.transformers_utils.hf_config import (
     read_hf_config,
 )
 from vllm.transformers_utils.hub import resolve_model_folder
-from vllm.transformers_utils.weight_headers import dtype_of_files
+from vllm.transformers_utils.weight_headers import dtype_of_files, has_output_head
 from vllm.utils.plugins import load_general_plugins
 
 logger = init_logger(__name__)
@@ -378,6 +378,10 @@ def _resolve_model(
     arch = resolve_media(arch, folder, load, max_items)
     if named_dtype(arch.hf_config) is None and load.load_format != "dummy":
         arch = replace(arch, dtype=dtype_of_files(folder, load.load_format) or arch.dtype)
+    is_part = WHOLE_CONFIG in arch.hf_config
+    if arch.tie_word_embeddings and is_part and load.load_format != "dummy":
+        # The config of the whole model and of its language model may contradict each other.
+        arch = replace(arch, tie_word_embeddings=not has_output_head(folder, load.load_format))
     arch, window = resolve_windows(asked, arch)
     arch = _allow_long_positions(asked.max_model_len, arch)
     pooler, recommended_len = resolve_pooler(asked, arch, folder)
@@ -518,7 +522,8 @@ def _resolve_tokenizer(asked: ModelConfig, load: LoadConfig, folder: Path) -> st
 
 def _resolve_dtype(asked: ModelConfig, arch: ModelArch) -> ModelDType:
     name = replace(asked, arch=arch).dtype_name
-    if asked.dtype == "auto" and name == "float16" and quant_method(arch) is not None:
+    is_other = name == "float16" or name.startswith("float8")
+    if asked.dtype == "auto" and is_other and quant_method(arch) is not None:
         name = "bfloat16"  # the dtype in which the kernels of quantized weights compute
     if name not in _RUNNABLE_DTYPES:
         raise ConfigError(

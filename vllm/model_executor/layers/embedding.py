@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from vllm.attention.context import ContextHolder, ReadsContext, text_positions
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.slice import Slice
+from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.slice import CheckpointTensor, ParamTarget, Slice
 from vllm.model_executor.layers.weight_method import MethodLayer, WeightMethod
 from vllm.ops import get_ops
 from vllm.ops.lora_weights import AdaptedLayer
@@ -93,6 +94,16 @@ class VocabParallelEmbedding(MethodLayer, ReadsContext):
         if context is None or context.replaced is None:
             return rows
         return context.replaced.put_into(rows)
+
+    def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
+        shape, wanted = list(source.shape), [self.num_embeddings, self.embedding_dim]
+        if len(shape) == 2 and shape[0] != wanted[0] and shape[1] == wanted[1]:
+            raise WeightLoadError(
+                f"tensor {name} has shape {shape} in the checkpoint, but the model needs {wanted}. "
+                f"If the vocabulary of the checkpoint has {shape[0]} tokens, set vocab_size in "
+                "config.json or with hf_overrides"
+            )
+        super().load(place, name, source, tp)
 
     def look_up(self, input_ids: Tensor) -> Tensor:
         """Return unscaled embeddings, as in the checkpoint, [T] int64 -> [T, embedding_dim]."""

@@ -21,6 +21,9 @@ from vllm.model_executor.loader.mistral_file import in_the_order_of_transformers
 from vllm.model_executor.loader.safetensors_file import read_safetensors
 from vllm.transformers_utils.weight_files import CONSOLIDATED
 
+_NESTED = ("state_dict", "model_state_dict", "module", "model")
+"""Keys under which programs for training save the weights of a model."""
+
 
 def iterate_tensors(
     files: list[Path], show_progress: bool, on_file: Callable[[int], None] | None = None
@@ -84,6 +87,9 @@ def read_bin(path: Path) -> Iterator[tuple[str, CheckpointTensor]]:
         raise WeightLoadError(
             f"{path} is damaged or not a PyTorch file: {_first_line(error)}"
         ) from error
+    if isinstance(loaded, dict):
+        inner = (loaded[key] for key in _NESTED if isinstance(loaded.get(key), dict))
+        loaded = next(inner, loaded)
     if not isinstance(loaded, dict) or not all(map(_is_entry, loaded.items())):
         raise WeightLoadError(f"{path} is not a dict of names and dense tensors")
     for name, tensor in loaded.items():

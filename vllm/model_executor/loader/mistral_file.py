@@ -9,7 +9,8 @@ from torch import Tensor
 
 from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.loader.row_order import halves_of_neighbours
-from vllm.transformers_utils.mistral_params import read_params
+from vllm.transformers_utils.hf_config import read_hf_config
+from vllm.transformers_utils.mistral_params import PARAMS, read_params
 
 _NAMES = {
     r"^tok_embeddings\.": "model.embed_tokens.",
@@ -29,13 +30,14 @@ _NAMES = {
 def in_the_order_of_transformers(
     folder: Path, tensors: Iterable[tuple[str, CheckpointTensor]]
 ) -> Iterator[tuple[str, CheckpointTensor]]:
-    """Yield names and tensors of a folder with a `params.json`, converted to those of transformers.
+    """Yield names and tensors of the files, converted to the names and order of transformers.
 
     Args:
         folder: folder of the files.
         tensors: tensors of the files, by their names in the files.
     """
-    config = read_params(folder)
+    has_params = (folder / PARAMS).is_file()
+    config = read_params(folder) if has_params else read_hf_config(folder, {})
     heads = {
         ".q_proj.weight": config["num_attention_heads"],
         ".k_proj.weight": config.get("num_key_value_heads") or config["num_attention_heads"],

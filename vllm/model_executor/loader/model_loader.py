@@ -26,6 +26,7 @@ from vllm.model_executor.layers.stored.stored_linear import KeepsPacked
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader.checkpoint import iterate_tensors
 from vllm.model_executor.loader.gguf_file import stored_format
+from vllm.model_executor.loader.outer_names import find_outer_names
 from vllm.model_executor.loader.sharded_state import shards_of, tensors_once
 from vllm.model_executor.loader.stage import keep_stage
 from vllm.model_executor.loader.weights import load_parameters, load_weights, names_in_checkpoint
@@ -40,6 +41,7 @@ from vllm.model_executor.quantization import (
 )
 from vllm.model_executor.speculators.interface import Speculator
 from vllm.platforms.cpu import allocate_weight, machine_memory_bytes
+from vllm.transformers_utils.gguf.header import SUFFIX
 from vllm.transformers_utils.weight_files import find_files, shard_name
 from vllm.utils.imports import load_class
 from vllm.utils.process import startup_progress
@@ -149,7 +151,7 @@ def load_speculator(
                 "or leave --speculative-config out"
             )
         files = speculator_class.find_files(folder, config.load.load_format)
-        names = frozenset(name for name, _ in iterate_tensors(files, show_progress=False))
+        names = _names_in(files)
     hf_config = config.model.resolved_arch.hf_config
     with naming_settings_file(hf_config):
         formats = _formats(config.model, [], device, dense_format)
@@ -307,8 +309,14 @@ def build_model(
         model = model_class(arch, tp)
         if stage is not None and stage.count > 1:
             keep_stage(model, stage, last_embeds=last_embeds)
+        if files and files[0].suffix != SUFFIX:
+            find_outer_names(model, _names_in(files[:1]), partial(_names_in, files[1:]))
         _use_formats(model, formats, files or [])
     return model.eval()
+
+
+def _names_in(files: list[Path]) -> frozenset[str]:
+    return frozenset(name for name, _ in iterate_tensors(files, show_progress=False))
 
 
 def _use_formats(model: LoadableModel, formats: Sequence[Quantization], files: list[Path]) -> None:
@@ -316,7 +324,7 @@ def _use_formats(model: LoadableModel, formats: Sequence[Quantization], files: l
 
     @cache
     def tensor_names() -> frozenset[str]:
-        return frozenset(name for name, _ in iterate_tensors(files, show_progress=False))
+        return _names_in(files)
 
     names = CheckpointNames(
         partial(names_in_checkpoint, model=model), lambda name: name in tensor_names()

@@ -6,28 +6,42 @@ class. Independent of files.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vllm.config.quantization.settings_error import SettingsMismatch
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
+from vllm.logger import init_logger
 from vllm.model_executor.layers.embedding import ParallelLMHead
-from vllm.model_executor.layers.slice import CheckpointTensor, ParamTarget, SlicedModule
+from vllm.model_executor.layers.slice import (
+    DENSE_DTYPES,
+    CheckpointTensor,
+    ParamTarget,
+    SlicedModule,
+)
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader.kv_scales import load_kv_scale
 from vllm.model_executor.loader.stage import absent_prefixes
 from vllm.model_executor.models.interface import LoadableModel
 from vllm.transformers_utils.weight_files import name_some
 
+logger = init_logger(__name__)
+
 _SCALE_OF_ATTENTION = re.compile(r"\.self_attn\.(attn\.|q_proj\.)?(q|prob)_scale$")
 """Names of scales for FP8 matmuls of queries and of probabilities, which run in bfloat16 in this
 package."""
+
+
+_OF_TRAINING = ("optimizer", "lr_scheduler", "v_head.", "value_head.")
+"""Beginnings of the names of tensors that programs for training save with a model."""
+_LORA = re.compile(r"\.lora_|\.base_layer\.")
+_QUANTIZED = (".qweight", ".weight_packed", ".weight_scale")
 
 
 @dataclass
@@ -35,9 +49,11 @@ class _Targets:
     """The tensors that a checkpoint must have, and the parameters that they fill."""
 
     by_name: dict[str, ParamTarget] = field(default_factory=dict)
-    aliases: set[str] = field(default_factory=set)
-    """Other names of tied parameters, and tensors that no method reads: a checkpoint may have them,
-    and they are not read."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Other names of tied parameters -> the names that are read. A checkpoint may have both, or
+    only the other name."""
+    unused: set[str] = field(default_factory=set)
+    """Tensors that a checkpoint may have, and that no method reads."""
     elsewhere: set[str] = field(default_factory=set)
     """Beginnings of the names of tensors that only other ranks have, up to a dot."""
 
@@ -107,7 +123,7 @@ def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 def _fill(
     model: LoadableModel,
-    entries: Iterable[tuple[str, str, CheckpointTensor, Path | None]],
+    entries: Iterable["_Entry"],
     targets: _Targets,
     tp: TPGroup,
     prepare: ModuleHook,
@@ -118,9 +134,10 @@ def _fill(
     unexpected = []
     paths = set()
     num_empty = Counter(target.module for target in todo.values())
-    for checkpoint_name, name, source, path in entries:
+    copies = _Copies(targets.aliases)
+    for checkpoint_name, name, source, path in copies.left_out(entries):
         paths.add(path)
-        if name in targets.aliases or name.startswith(absent):
+        if name in targets.unused or name.startswith(absent):
             continue
         with _naming(path):
             is_scale = load_kv_scale(model, name, source, tp)
@@ -150,6 +167,10 @@ def _fill(
             prepare(layer)
             layer.method.fill_missing(target)
             del todo[name]
+    of_training = [name for name in unexpected if name.startswith(_OF_TRAINING)]
+    if of_training:
+        unexpected = [name for name in unexpected if name not in of_training]
+        logger.warning("%d tensors of the training are not read: %s", *_some(of_training))
     problems = [
         f"{len(names)} {what}: {name_some(sorted(names))}"
         for names, what in (
@@ -167,10 +188,97 @@ def _fill(
                 ". The output head is missing: if its weights are those of the token embeddings, "
                 "set tie_word_embeddings to true in config.json or with hf_overrides"
             )
+        elif any(_LORA.search(name) for name in unexpected):
+            hint = (
+                ". The checkpoint has weights of a LoRA adapter: merge them into its weights "
+                "(merge_and_unload of peft), and save the result"
+            )
+        elif any(name.endswith(_QUANTIZED) for name in todo) and any(
+            name.endswith("_proj.weight") for name in unexpected
+        ):
+            hint = (
+                ". Weights are missing in the format of quantization_config, but are there without "
+                'quantization: remove the key, or give hf_overrides={"quantization_config": null}'
+            )
         raise WeightLoadError(
             f"checkpoint{where} and {type(model).__name__} do not match: {'; '.join(problems)}"
             f"{hint}"
         )
+
+
+def _some(names: list[str]) -> tuple[int, str]:
+    return len(names), name_some(sorted(names))
+
+
+_Entry = tuple[str, str, CheckpointTensor, Path | None]
+"""Name in the checkpoint, name in the model, tensor, file."""
+
+
+class _Copies:
+    """Handles tensors that a checkpoint may have under two names, because the model ties them.
+
+    Args:
+        aliases: other names -> the names that are read.
+    """
+
+    def __init__(self, aliases: Mapping[str, str]) -> None:
+        self._aliases = aliases
+        self._usual = frozenset(aliases.values())
+        self._rows: dict[str, tuple[torch.Size, Tensor]] = {}
+        """Shape, and some rows, of the tied tensors that have been read."""
+
+    def left_out(self, entries: Iterable[_Entry]) -> Iterator[_Entry]:
+        """Yield the entries without copies. A tensor that has only its other name gets the name
+        that is read.
+        """
+        held: dict[str, _Entry] = {}
+        for entry in entries:
+            name, usual = entry[1], self._aliases.get(entry[1])
+            if usual is None:
+                if name in self._usual:
+                    self._rows[name] = _some_rows(entry[2])
+                    if (copy := held.pop(name, None)) is not None:
+                        self._compare(copy, name)
+                yield entry
+            elif usual in self._rows:
+                self._compare(entry, usual)
+            elif entry[2].dtype in DENSE_DTYPES:  # the tensor can be read only now
+                held[usual] = entry[0], usual, _in_memory(entry[2]), entry[3]
+        yield from held.values()
+
+    def _compare(self, copy: _Entry, usual: str) -> None:
+        """Log a warning if a copy has other values than the tensor that is read."""
+        shape, rows = self._rows[usual]
+        own_shape, own_rows = _some_rows(copy[2])
+        if shape != own_shape or not torch.equal(rows, own_rows):
+            logger.warning(
+                "%s has other values than %s in this checkpoint, and is not used, because "
+                "tie_word_embeddings is true. If outputs are wrong, set it to false in config.json "
+                "or with hf_overrides",
+                *(copy[0], usual),
+            )
+
+
+_ROWS_COMPARED = 8
+
+
+def _some_rows(source: CheckpointTensor) -> tuple[torch.Size, Tensor]:
+    """Return the shape of a tensor, and some of its rows in float32."""
+    middle = source.shape[0] // 2 if source.shape else 0
+    index = (slice(middle, middle + _ROWS_COMPARED),) if source.shape else ()
+    return source.shape, source.read(index).float()
+
+
+def _in_memory(source: CheckpointTensor) -> CheckpointTensor:
+    tensor = source.read(())
+    return CheckpointTensor(
+        source.shape,
+        tensor.__getitem__,
+        dtype=source.dtype,
+        features=source.features,
+        path=source.path,
+        is_converted=source.is_converted,
+    )
 
 
 @contextmanager
@@ -204,15 +312,16 @@ def _is_zero_bias(name: str, targets: _Targets, source: CheckpointTensor) -> boo
 
 def _converted(
     tensors: Iterable[tuple[str, CheckpointTensor]], model: LoadableModel
-) -> Iterator[tuple[str, str, CheckpointTensor, Path | None]]:
+) -> Iterator[_Entry]:
     """Yield (name in the checkpoint, name in the model, tensor, file), without ignored tensors."""
     for checkpoint_name, whole in tensors:
         if whole.is_converted:
             yield checkpoint_name, checkpoint_name, whole, whole.path
             continue
-        if not model.is_ignored(checkpoint_name):
+        inner = model.inner_name(checkpoint_name)
+        if inner is not None and not model.is_ignored(inner):
             with _naming(whole.path):
-                for name, source in model.convert(model.renamed(checkpoint_name), whole):
+                for name, source in model.convert(model.renamed(inner), whole):
                     yield checkpoint_name, name, source, whole.path
     model.check_tensors()
 
@@ -234,8 +343,15 @@ def names_in_checkpoint(name: str, model: LoadableModel) -> list[str]:
             for each in found
             if each.startswith(replacement)
         }
+    if model.outer_names is not None:
+        prefix, inner = model.outer_names
+        found |= {prefix + each.removeprefix(inner) for each in found if each.startswith(inner)}
     found.remove(whole)
-    return sorted(each.removesuffix(".") for each in found if model.renamed(each) == whole)
+    return sorted(
+        each.removesuffix(".")
+        for each in found
+        if model.renamed(model.inner_name(each) or each) == whole
+    )
 
 
 def find_places(model: LoadableModel) -> dict[str, ParamTarget]:
@@ -245,27 +361,28 @@ def find_places(model: LoadableModel) -> dict[str, ParamTarget]:
 
 def _find_targets(model: LoadableModel) -> _Targets:
     targets = _Targets()
-    seen: set[int] = set()
+    seen: dict[int, dict[str, str]] = {}
     for path, module in model.named_modules():
         slices = module.slices if isinstance(module, SlicedModule) else {}
         if isinstance(module, SlicedModule):
             targets.elsewhere.update(f"{path}.{part}" for part in module.elsewhere)
         if isinstance(module, MethodLayer):
             parts = {part for of_param in slices.values() for part in of_param}
-            targets.aliases |= {
+            targets.unused |= {
                 checkpoint_name(path, part, tensor)
                 for part in parts
                 for tensor in module.method.unused_tensors
             }
         for param_name, param in module.named_parameters(recurse=False):
-            is_alias = id(param) in seen
-            seen.add(id(param))
+            tied = seen.get(id(param))
+            own = seen.setdefault(id(param), {})
             for part_name, slice_ in slices.get(param_name, {"": None}).items():
                 tensor = (slice_ and slice_.tensor) or param_name
                 name = checkpoint_name(path, part_name, tensor)
-                if is_alias:
-                    targets.aliases.add(name)
+                if tied is not None:
+                    targets.aliases[name] = tied.get(part_name, next(iter(tied.values())))
                 else:
+                    own[part_name] = name
                     targets.by_name[name] = ParamTarget(module, param_name, slice_)
     return targets
 

@@ -12,6 +12,15 @@ from vllm.distributed import Stage, TPGroup
 from vllm.model_executor.layers.embedding import VocabParallelEmbedding
 from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.media.encoder import MediaEncoder
+from vllm.multimodal.images.tower_config import TOWER_PARTS
+
+_AROUND_TOWERS = ("multi_modal_projector.", "mm_projector.", "connector.", "image_newline")
+TOWER_PREFIXES = tuple(
+    f"{level}{part}"
+    for level in ("", "model.")
+    for part in (*(f"{tower}." for tower in TOWER_PARTS), *_AROUND_TOWERS)
+)
+"""Beginnings of the names of tensors of multimodal checkpoints that encode images or sounds."""
 
 
 class LoadableModel(nn.Module, ABC):
@@ -21,7 +30,11 @@ class LoadableModel(nn.Module, ABC):
 
     Attributes:
         dtype: data type of activations, and of parameters unless a layer says otherwise.
+        outer_names: beginning of the names of all tensors of this checkpoint, and what it is in
+            other checkpoints of the family. None: the names are the usual ones.
     """
+
+    outer_names: tuple[str, str] | None = None
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {}
     """Beginning of a checkpoint name -> its replacement here; only the first one that fits is
@@ -30,7 +43,10 @@ class LoadableModel(nn.Module, ABC):
     checkpoint_names: ClassVar[Mapping[str, str]] = {}
     """Part of a checkpoint name -> its replacement here; all that occur are replaced."""
 
-    ignored_tensors: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
+    ignored_tensors: ClassVar[tuple[str, ...]] = (
+        *("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"),
+        *(".masked_bias", ".causal_mask"),
+    )
     """Ends of checkpoint names that are not weights."""
 
     ignored_prefixes: ClassVar[tuple[str, ...]] = ()
@@ -50,6 +66,19 @@ class LoadableModel(nn.Module, ABC):
                 break
         for part, replacement in self.checkpoint_names.items():
             name = name.replace(part, replacement)
+        return name
+
+    def inner_name(self, name: str) -> str | None:
+        """Return the usual name of a tensor or module of the checkpoint (`outer_names`); None if it
+        does not belong to this model.
+        """
+        if self.outer_names is None:
+            return name
+        prefix, inner = self.outer_names
+        if name.startswith(TOWER_PREFIXES):
+            return None
+        if name.startswith(prefix) and not name.startswith("lm_head."):
+            return inner + name.removeprefix(prefix)
         return name
 
     def convert(

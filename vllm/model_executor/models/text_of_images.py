@@ -24,7 +24,7 @@ from vllm.model_executor.models.gemma import Gemma3ForCausalLM
 from vllm.model_executor.models.gemma3n import Gemma3nForCausalLM
 from vllm.model_executor.models.gemma4 import Gemma4ForCausalLM
 from vllm.model_executor.models.glm import Glm4ForCausalLM
-from vllm.model_executor.models.interface import CausalLM, LoadableModel
+from vllm.model_executor.models.interface import TOWER_PREFIXES, CausalLM, LoadableModel
 from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.mixture import Qwen3MoeForCausalLM
@@ -37,10 +37,8 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.routed import Glm4MoeForCausalLM
 from vllm.model_executor.models.transformers_model import TransformersForCausalLM
 from vllm.model_executor.models.whisper import WhisperForCausalLM
-from vllm.multimodal.images.tower_config import TOWER_PARTS
 
 _ENCODER = "media_encoder."
-_AROUND_TOWERS = ("multi_modal_projector.", "mm_projector.", "connector.", "image_newline")
 
 
 class _LanguageModel(CausalLM):
@@ -53,11 +51,7 @@ class _LanguageModel(CausalLM):
         "language_model.": "",
         "model.language_model.": "model.",
     }
-    ignored_prefixes: ClassVar[tuple[str, ...]] = tuple(
-        f"{level}{part}"
-        for level in ("", "model.")
-        for part in (*(f"{tower}." for tower in TOWER_PARTS), *_AROUND_TOWERS)
-    )
+    ignored_prefixes: ClassVar[tuple[str, ...]] = TOWER_PREFIXES
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp)

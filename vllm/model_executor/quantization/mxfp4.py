@@ -22,6 +22,8 @@ from vllm.model_executor.layers.stored.stored_linear import StoredLinear, add_pa
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.ops.stored_weight import Mxfp4Weight
 
+_DENSE_NAME = "down_proj"
+"""Name of a dense weight of all experts of a layer."""
 _NAN = 255
 """NaN as a scale of E8M0."""
 _GROUP = 32
@@ -56,13 +58,23 @@ class MXFP4(Quantization):
     def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
         """Return the weight method of experts.
 
-        None if a rank would have odd parts of groups; then the experts are dequantized.
+        None if a rank would have odd parts of groups; then the experts are dequantized. Also None
+        for dense experts: a fine-tuned model may still have the settings of the original one.
         """
+        if self._is_dense(name):
+            return None
         sizes = layer.intermediate_size, layer.hidden_size
         return StoredExperts(name) if all(size % _SMALLEST_PART == 0 for size in sizes) else None
 
     def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
-        return Mxfp4Linear(name) if ".experts." in name else None
+        if ".experts." not in name or self._is_dense(name.partition(".experts.")[0] + ".experts"):
+            return None
+        return Mxfp4Linear(name)
+
+    def _is_dense(self, experts: str) -> bool:
+        """Return whether the checkpoint has dense weights of the experts of this name."""
+        names = (experts, *self.names.of_module(experts))
+        return any(self.names.has_tensor(f"{name}.{_DENSE_NAME}") for name in names)
 
 
 class Mxfp4Linear(StoredLinear):

@@ -81,7 +81,12 @@ class TorchAO(NamedFormat[_Layout]):
         name = config.get("_type") if isinstance(config, dict) else config
         known = (*_INT8, *_FP8, *_FEW_BITS, _INT4)
         if not isinstance(data, dict) or name not in known:
-            raise wrong(_TYPE, name, f"{', '.join(known)}, saved in safetensors")
+            raise wrong(
+                _TYPE,
+                name,
+                f"{', '.join(known)}, saved in safetensors. Older files are pickles of classes: "
+                "use the unquantized model with --quantization int8 or int4",
+            )
         choice(settings, "include_input_output_embeddings", (False, None), None)
         self.layout = _layout_of(name, data)
         self.ignored = names(settings, "modules_to_not_convert")

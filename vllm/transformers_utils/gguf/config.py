@@ -10,8 +10,16 @@ from vllm.transformers_utils.gguf.header import StoredTensor
 from vllm.transformers_utils.gguf.model import GGUFModel, architectures
 from vllm.transformers_utils.gguf.sizes import check_encoder_shapes, check_shapes, wrong_layers
 
-_ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
+_ENDS_OF_TURN = (
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"),
+    *("<|return|>", "<|call|>"),
+)
 """Tokens that end an answer, in addition to the one that the metadata names."""
+_END_OF_PART, _END_OF_ANSWER = "<|end|>", "<|return|>"
+"""GPT-OSS has both. The first one ends its thoughts there, and the second one the answer."""
+
+_OLD_LINEAR = ".rope.scale_linear"
+"""Metadata of files of 2023 with the factor of linear scaling."""
 
 _SCORES = {1: "softmax", 2: "sigmoid"}
 """Value of `expert_gating_func` -> name in config.json."""
@@ -134,7 +142,7 @@ def read_generation_config(model: GGUFModel) -> dict[str, Any]:
     tokens = model.metadata.get("tokenizer.ggml.tokens") or []
     kinds = model.metadata.get("tokenizer.ggml.token_type") or []
     for text in _ENDS_OF_TURN:
-        if text in tokens:
+        if text in tokens and not (text == _END_OF_PART and _END_OF_ANSWER in tokens):
             place = tokens.index(text)
             if place < len(kinds) and kinds[place] == 3:  # type 3 is a control token
                 ids.append(place)
@@ -223,6 +231,8 @@ def _rope(model: GGUFModel, head_size: int) -> dict[str, Any]:
         }
         if f"{kind}.rope.scaling.attn_factor" in model.metadata:
             rope["attention_factor"] = model.get(".rope.scaling.attn_factor", float)
+    elif scaling_type == "none" and f"{kind}{_OLD_LINEAR}" in model.metadata:
+        rope = {"rope_type": "linear", "factor": model.get(_OLD_LINEAR, float)}
     elif scaling_type in ("linear", "yarn"):
         rope = {"rope_type": scaling_type, "factor": model.get(".rope.scaling.factor", float)}
         if scaling_type == "yarn":

@@ -18,6 +18,7 @@ from vllm.transformers_utils.gguf.config import (
     read_generation_config,
     read_pooling,
 )
+from vllm.transformers_utils.gguf.header import SUFFIX
 from vllm.transformers_utils.gguf.model import GGUFModel, files_of_model, open_model
 from vllm.transformers_utils.gguf.tokenizer import tokenizer_files, warn_of_missing_rule
 from vllm.version import __version__
@@ -67,7 +68,8 @@ def _unpack(paths: tuple[Path, ...], states: tuple[tuple[int, int], ...]) -> Pat
         (made / name).parent.mkdir(exist_ok=True)
         (made / name).write_text(content, encoding="utf-8")
     for path in paths:
-        (made / path.name).symlink_to(path)
+        name = path.name if path.suffix == SUFFIX else path.name + SUFFIX
+        (made / name).symlink_to(path)
     if made != target:
         try:
             made.rename(target)

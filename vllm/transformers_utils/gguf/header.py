@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm.errors import WeightLoadError
+from vllm.utils.files.lfs import pointer_problem
 
 SUFFIX = ".gguf"
+_MAGIC = b"GGUF"
 
 
 class BlockType(NamedTuple):
@@ -125,6 +127,8 @@ def read_header(path: Path) -> Header:
         WeightLoadError: the file is damaged, is not a GGUF file, or has tensors of an unsupported
             type.
     """
+    if problem := pointer_problem(path):
+        raise WeightLoadError(problem)
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -140,6 +144,19 @@ def _damaged(path: Path, reason: str) -> WeightLoadError:
     return WeightLoadError(f"{path} is damaged or not a GGUF file: {reason}. Download it again")
 
 
+def is_gguf(path: Path) -> bool:
+    """Return whether a file is a GGUF file by its name or its first bytes. Ollama stores GGUF files
+    under names that are hashes.
+    """
+    if not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            return path.suffix == SUFFIX or file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return path.suffix == SUFFIX
+
+
 class _Reader:
     def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
         self.path = path
@@ -148,7 +165,7 @@ class _Reader:
         self.place = 0
 
     def read(self) -> Header:
-        if self._take(4) != b"GGUF":
+        if self._take(len(_MAGIC)) != _MAGIC:
             raise _damaged(self.path, "it does not begin with GGUF")
         (version,) = self._numbers("<I")
         if version not in (2, 3):

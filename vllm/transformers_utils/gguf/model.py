@@ -141,6 +141,24 @@ _IN_NO_FORMAT: Mapping[tuple[str, ...], str] = {
 instead."""
 
 
+_OTHER_KINDS = {
+    "mmproj": "the part of a model that reads images or sounds. Name the GGUF file of the language "
+    "model; to use images, name the safetensors checkpoint of the model",
+    "adapter": "a LoRA adapter. Name the GGUF file of a model, and give the adapter in the format "
+    "of peft",
+    "imatrix": "a matrix of importances, with which a model is quantized. Name the GGUF file of a "
+    "model",
+}
+"""`general.type` of GGUF files that are not models -> what they are, and what to do."""
+
+
+def _other_kind(metadata: Mapping[str, Any]) -> str | None:
+    """Return what a file is that is not a model, and what to do; None if it is a model."""
+    if metadata.get("general.architecture") == "clip":  # older files with images have no type
+        return _OTHER_KINDS["mmproj"]
+    return _OTHER_KINDS.get(str(metadata.get("general.type")))
+
+
 def architectures(*, with_experts: bool = False) -> list[str]:
     """Return each supported `general.architecture`; with `with_experts`, only those with
     experts.
@@ -420,6 +438,8 @@ def open_model(paths: Iterable[Path]) -> GGUFModel:
                     "must have each tensor once. Download its files again"
                 )
             tensors[name] = tensor
+    if (kind := _other_kind(headers[0].metadata)) is not None:
+        raise ConfigError(f"{paths[0]} is {kind}")
     _check_split(paths, headers[0], len(tensors))
     model = GGUFModel(paths, headers[0].metadata, tensors)
     if model.architecture not in architectures():
@@ -477,7 +497,9 @@ def files_of_model(path: Path) -> list[Path]:
 
 
 def find_model(folder: Path) -> Path | None:
-    """Return the first GGUF file in a folder; None if there is none.
+    """Return the first GGUF file of the model in a folder; None if there is none.
+
+    Files of other kinds, such as parts that read images, are left out.
 
     Raises:
         ConfigError: the folder has several models.
@@ -488,12 +510,21 @@ def find_model(folder: Path) -> Path | None:
         if match is None or int(match["number"]) == 1:
             firsts.append(path)
     if len(firsts) > 1:
+        firsts = [path for path in firsts if _is_model(path)] or firsts
+    if len(firsts) > 1:
         names = ", ".join(path.name for path in firsts[:5])
         raise ConfigError(
             f"model folder '{folder}' has {len(firsts)} GGUF models ({names}); name one of these "
             f"files as the model"
         )
     return firsts[0] if firsts else None
+
+
+def _is_model(path: Path) -> bool:
+    try:
+        return _other_kind(read_header(path).metadata) is None
+    except WeightLoadError:  # reported if the file is chosen
+        return True
 
 
 def _shown(value: object) -> str:

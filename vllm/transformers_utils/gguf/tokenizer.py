@@ -42,6 +42,8 @@ _SPECIAL: Mapping[str, Sequence[str]] = {
 """Special token -> its names in the metadata, the first one that is there counts."""
 _SPECIAL_OF_BERT = {"cls": ("cls", "bos"), "sep": ("seperator", "separator", "eos")}
 _PRE = "tokenizer.ggml.pre"
+_TEMPLATE = "tokenizer.chat_template"
+"""The chat template. Others are named after it, such as `tokenizer.chat_template.tool_use`."""
 _PHI3 = "<|placeholder1|>"
 """A token that only the vocabulary of Phi-3 has. Its special tokens take the white space after
 them, which the metadata does not say."""
@@ -95,9 +97,8 @@ def tokenizer_files(model: GGUFModel) -> dict[str, str]:
         _add_tokens(made, tokens, kinds, is_phi3=kind == "llama" and _PHI3 in tokens)
     settings = _special_tokens(model, tokens, names)
     _add_ends(made, model, tokens, settings, ends)
-    template = model.metadata.get("tokenizer.chat_template")
-    if isinstance(template, str):
-        settings["chat_template"] = template
+    if templates := _chat_templates(model):
+        settings["chat_template"] = templates
     if kind == "bert":
         settings["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     config = {
@@ -106,6 +107,23 @@ def tokenizer_files(model: GGUFModel) -> dict[str, str]:
         **settings,
     }
     return {"tokenizer.json": made.to_str(), "tokenizer_config.json": json.dumps(config)}
+
+
+def _chat_templates(model: GGUFModel) -> str | list[dict[str, str]] | None:
+    """Return the chat template, or a list as in tokenizer_config.json if there are several, which
+    have names; None if there is none.
+    """
+    first = model.metadata.get(_TEMPLATE)
+    named = {
+        key.removeprefix(f"{_TEMPLATE}."): value
+        for key, value in model.metadata.items()
+        if key.startswith(f"{_TEMPLATE}.") and isinstance(value, str)
+    }
+    if not named:
+        return first if isinstance(first, str) else None
+    if isinstance(first, str):
+        named = {"default": first} | named
+    return [{"name": name, "template": template} for name, template in named.items()]
 
 
 def _with_one_id_each(tokens: list[str], kinds: list[int] | None) -> list[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.errors import ConfigError
+from vllm.utils.files.lfs import pointer_problem
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -33,8 +34,10 @@ def read_json_array(path: Path) -> list[Any]:
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
+        if problem := pointer_problem(path):
+            raise ConfigError(problem) from None
         raise ConfigError(
             f"{path} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}"
         ) from None
