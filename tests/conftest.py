@@ -5,18 +5,22 @@ does not need it.
 """
 
 import functools
+import gc
 import logging
 import os
-import platform
 import random
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.isas import ONE_BY_ONE, VECTORS, InstructionSets
+from tests.kept_folders import VARIABLE
 from vllm.env.bridge import BRIDGE_SETTINGS
 from vllm.envs import BRIDGE_SETTINGS_MARK
 from vllm.utils.process.process_memory import keep_for_good
@@ -43,15 +47,33 @@ if is_main and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the folder of the models that all test processes share."""
+    if not hasattr(config, "workerinput"):  # with pytest-xdist, its processes get the variable
+        folder = tempfile.mkdtemp(prefix="models-of-tests-")
+        os.environ[VARIABLE] = folder
+        config.add_cleanup(functools.partial(shutil.rmtree, folder, ignore_errors=True))
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Limit the threads of each process. Test processes run in parallel, so more threads than cores
     would only wait for each other.
     """
-    # With pytest-xdist, the process that distributes the tests runs no test itself.
-    if session.config.getoption("dist", "no") == "no":
+    if _runs_tests(session.config):
         import torch
 
         torch.set_num_threads(1)
+
+
+def _runs_tests(config: pytest.Config) -> bool:
+    """Return False for the process that distributes the tests of pytest-xdist."""
+    return config.getoption("dist", "no") == "no"
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Collect no garbage while modules are imported and items made: nearly all of them stay."""
+    if _runs_tests(session.config):
+        gc.disable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -67,6 +89,7 @@ def pytest_collection_finish() -> None:
     """Exclude modules and test items from garbage collection. A full collection of them takes half
     a second, and each start on a simulated card requests several.
     """
+    gc.enable()
     keep_for_good()
     _pass_on_what_torch_logs()
 
@@ -165,34 +188,36 @@ def same_numbers_in_each_run() -> None:
     torch.default_generator.manual_seed(0)
 
 
-_X86_ISAS = (
-    "amx",
-    "amx_portable",
-    "avx512_bf16",
-    "avx512_vnni",
-    "avx512",
-    "avx_vnni",
-    "avx2",
-    "base",
-)
-_ISAS = ("arm_bf16", "base") if platform.machine() in ("aarch64", "arm64") else _X86_ISAS
+@pytest.fixture
+def isas() -> Iterator[InstructionSets]:
+    """Iterate over the instruction sets of the C++ kernels in one test, where the expected values
+    take longer than the kernels."""
+    found = InstructionSets()
+    yield found
+    found.restore()
 
 
+<<<<<<< HEAD
 @pytest.fixture(params=_ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Let the C++ kernels run on this instruction set; skip the test if the processor does not have
     it.
     """
     from vllm.ops.cpu.library import load_cpu_kernels
+=======
+@pytest.fixture(params=ONE_BY_ONE)
+def isa(request: pytest.FixtureRequest, isas: InstructionSets) -> str:
+    """The C++ kernels run on this instruction set."""
+    isas.use(request.param)
+    return str(request.param)
+>>>>>>> tests
 
-    library = load_cpu_kernels()
-    if library is None:
-        pytest.skip("the C++ kernels are not built")
-    best = library.isa
-    if not library.set_isa(request.param):
-        pytest.skip(f"no {request.param} in this build or on this processor")
-    yield request.param
-    library.set_isa(best)
+
+@pytest.fixture(params=VECTORS)
+def vector_isa(request: pytest.FixtureRequest, isas: InstructionSets) -> str:
+    """The C++ kernels run on this instruction set, which may differ in kernels without a matmul."""
+    isas.use(request.param)
+    return str(request.param)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers import WhisperFeatureExtractor
 
+from tests.kept_folders import kept
 from tests.multimodal.sound_models import QWEN2_AUDIO, SETTINGS, VOXTRAL
 from tests.tiny_images import TEXT, make_tokenizer
 from tests.tiny_models import randomize, spelled
@@ -61,6 +62,7 @@ FAMILIES = {
 }
 
 
+@kept
 def make_tiny_audio(family: str, folder: Path, *, seed: int = 0, **text: Any) -> Path:
     """Write config, weights, tokenizer and feature extractor of a small random model.
 

@@ -13,6 +13,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.kept_folders import kept
 from tests.multimodal import grid_models
 from tests.tiny_models import randomize, spelled
 from vllm.transformers_utils.transformers_version import is_version_4
@@ -315,6 +316,7 @@ FAMILIES = {
 }
 
 
+@kept
 def make_tiny_images(family: str, folder: Path, *, seed: int = 0, **text: Any) -> Path:
     """Write config, weights, tokenizer and image processor of a small random model.
 

@@ -15,6 +15,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
+from tests.kept_folders import kept
 from vllm.transformers_utils.transformers_version import dtype_argument, is_version_4
 
 VOCAB_SIZE = 4096
@@ -707,6 +708,7 @@ def tiny_config(family: str) -> PretrainedConfig:
     return create_config(**spelled(values))
 
 
+@kept
 def make_tiny_model(
     family: str, folder: Path, *, seed: int = 0, dtype: str = "float32", **overrides: Any
 ) -> Path:

@@ -17,6 +17,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 
+from tests.kept_folders import kept
 from tests.tiny_models import _DECODER, LOAD_FLOAT32, VOCAB_SIZE, randomize
 
 _BERT: dict[str, Any] = {
@@ -58,6 +59,7 @@ REWARD_MODELS = {"Qwen2ForRewardModel": 1, "Qwen2ForProcessRewardModel": 2}
 """Architecture, which transformers does not have -> rewards per token."""
 
 
+@kept
 def make_pooling_model(architecture: str, folder: Path, **overrides: Any) -> Path:
     """Write config.json and safetensors of a small random model; return the folder."""
     if architecture in REWARD_MODELS:

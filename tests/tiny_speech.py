@@ -14,6 +14,7 @@ import transformers
 from tokenizers import pre_tokenizers
 from transformers.generation import logits_process
 
+from tests.kept_folders import kept
 from tests.multimodal.sound_models import SETTINGS
 from tests.tiny_models import randomize
 from vllm.transformers_utils.transformers_version import is_version_4
@@ -47,6 +48,7 @@ def _make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     return tokenizer
 
 
+@kept
 def make_tiny_whisper(
     folder: Path, *, seed: int = 0, is_english: bool = False, **values: Any
 ) -> Path:

@@ -39,16 +39,16 @@ def names_of_families() -> set[str]:
 NAMES = names_of_families()
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
-def test_the_names_of_an_entry_are_classes_of_its_module(family):
-    if family.module is not None:
-        module = import_module(f"{MODELS}.{family.module}")
-        assert family.architectures
-        assert all(getattr(module, name).__name__ == name for name in family.architectures)
-        assert not any(hasattr(module, name) for name in family.also_published_as)
+def test_the_names_of_an_entry_are_classes_of_its_module():
     pooling = import_module(f"{MODELS}.pooling_decoders")
-    assert all(hasattr(pooling, name) for name in family.pooling_architectures)
-    assert family.architectures or not family.also_published_as
+    for name, family in FAMILIES.items():
+        if family.module is not None:
+            module = import_module(f"{MODELS}.{family.module}")
+            assert family.architectures, name
+            assert all(getattr(module, each).__name__ == each for each in family.architectures)
+            assert not any(hasattr(module, each) for each in family.also_published_as), name
+        assert all(hasattr(pooling, each) for each in family.pooling_architectures), name
+        assert family.architectures or not family.also_published_as, name
 
 
 def test_every_name_is_of_one_family():
@@ -152,8 +152,11 @@ def test_nothing_else_is_keyed_by_families():
         if name.startswith(("config/families/", "model_executor/models/")) or name in ALLOWED:
             continue
         source = path.read_text(encoding="utf-8")
-        wrong += [f"{name}:{line}: {', '.join(found)}" for line, found in tables(source)]
-        wrong += [f"{name}:{line}: {text}" for line, text in comparisons(source)]
+        # Most files have no name of a family, and to parse them would take seconds.
+        if len(NAMES.intersection(re.findall(r"""["']([^"'\n]+)(?=["'])""", source))) >= 3:
+            wrong += [f"{name}:{line}: {', '.join(found)}" for line, found in tables(source)]
+        if re.search("model_type|architecture", source):
+            wrong += [f"{name}:{line}: {text}" for line, text in comparisons(source)]
     assert not wrong, "move to vllm/config/families/table.py:\n" + "\n".join(wrong)
 
 

@@ -304,7 +304,7 @@ class Backend(ThreadingHTTPServer):
                 """Log nothing."""
 
         super().__init__(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
     def url(self) -> str:

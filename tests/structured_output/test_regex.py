@@ -79,7 +79,7 @@ def test_a_pattern_that_may_match_anywhere_does_so_in_python(pattern):
     schema = {"type": "string", "pattern": pattern}
     grammar, rng = compiled("json", schema), random.Random(2)
     assert grammar.backend == "llguidance"
-    outputs = [walk(open_matcher(grammar), rng, 150) for _ in range(12)]
+    outputs = [walk(open_matcher(grammar), rng, 150) for _ in range(5)]
     for output in filter(None, outputs):
         assert re.search(pattern, json.loads(output)), output
 

@@ -103,7 +103,7 @@ class FakeHub(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
-    thread = Thread(target=server.serve_forever)
+    thread = Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()

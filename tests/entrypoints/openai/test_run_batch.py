@@ -215,7 +215,7 @@ def file_server():
     with HTTPServer(("127.0.0.1", 0), FileServer) as server:
         server.received = []
         server.url = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         yield server
         server.shutdown()

@@ -42,6 +42,8 @@ _KEY_BYTES = 32
 _MAX_KEYS = 1 << 16
 _MAX_REQUEST_BYTES = _REQUEST.size + _MAX_KEYS * _KEY_BYTES
 
+_POLL_S = 0.05
+"""Interval at which the server checks whether it has to stop. `close` waits for this check."""
 _SERVER_TIMEOUT_S = 30.0
 """Seconds to wait for the request of a peer, which may be slow or gone, and for each part of the
 answer to be sent."""
@@ -85,7 +87,7 @@ class BlockServer:
         self.port: int = self._server.server_address[1]
         logger.info("serving KV blocks to other engines at %s:%d", host, self.port)
         threading.Thread(
-            target=self._server.serve_forever, name="kv-block-server", daemon=True
+            target=self._server.serve_forever, args=(_POLL_S,), name="kv-block-server", daemon=True
         ).start()
 
     def close(self) -> None:
