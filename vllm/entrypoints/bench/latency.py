@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.entrypoints.bench import offline, report
 from vllm.entrypoints.bench.dataset_args import DatasetArgs
 from vllm.entrypoints.bench.datasets import random_requests
-from vllm.utils.arguments import check_smallest
+from vllm.utils.arguments import add_number, check_smallest
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -18,15 +18,11 @@ _PERCENTILES = (10, 25, 50, 75, 90, 99)
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     group = parser.add_argument_group("batch")
-    for flag, default, help in (
-        ("--batch-size", 8, "prompts"),
-        ("--input-len", 32, "tokens of each prompt"),
-        ("--output-len", 128, "tokens of each output"),
-        ("--num-iters", 30, "measured runs of the batch"),
-        ("--num-iters-warmup", 10, "warm-up runs before them, not measured"),
-    ):
-        text = f"{help} (default: {default})"
-        group.add_argument(flag, type=int, default=default, metavar="N", help=text)
+    add_number(group, "--batch-size", "prompts", 8)
+    add_number(group, "--input-len", "tokens of each prompt", 32)
+    add_number(group, "--output-len", "tokens of each output", 128)
+    add_number(group, "--num-iters", "measured runs of the batch", 30)
+    add_number(group, "--num-iters-warmup", "warm-up runs before them, not measured", 10)
     offline.add_cli_args(parser)
 
 

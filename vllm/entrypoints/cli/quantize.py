@@ -45,11 +45,8 @@ def add_parser(
         "gptq: quantize the input features with the largest activations first (act-order), which "
         "is more accurate",
     )
-    for name, default, text in (
-        ("--num-samples", 128, "samples to measure"),
-        ("--sample-tokens", 512, "tokens of a sample"),
-    ):
-        add_number(parser, name, f"{text}", default)
+    add_number(parser, "--num-samples", "samples to measure", 128)
+    add_number(parser, "--sample-tokens", "tokens of a sample", 512)
     return parser
 
 

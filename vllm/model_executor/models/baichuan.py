@@ -9,7 +9,7 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions
-from vllm.model_executor.models.fused_weights import qkv_sizes, split_features
+from vllm.model_executor.models.fused_weights import FusedLayers, qkv_parts
 
 _VOCAB_SIZE_OF_1 = 64000
 
@@ -21,6 +21,7 @@ class BaichuanForCausalLM(DecoderForCausalLM):
     """
 
     checkpoint_names: ClassVar[dict[str, str]] = {".W_pack.": ".qkv_proj."}
+    fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_parts}
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, DecoderOptions(alibi_scale=1.0 if arch.rope is None else 0.0))
@@ -29,11 +30,7 @@ class BaichuanForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split fused query, key and value tensors, and normalize the rows of Baichuan 2's output
-        head.
-        """
+        """Normalize the rows of Baichuan 2's output head."""
         if name == "lm_head.weight" and self.has_normed_head:
             return ((name, source.mapped(F.normalize)),)
-        if ".qkv_proj." not in name:
-            return ((name, source),)
-        return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
+        return super().convert(name, source)

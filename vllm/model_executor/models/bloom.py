@@ -1,13 +1,12 @@
 """BLOOM and MPT: ALiBi instead of position embeddings."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
-from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderOptions,
@@ -15,9 +14,9 @@ from vllm.model_executor.models.decoder import (
     layer_norm_without_bias,
 )
 from vllm.model_executor.models.fused_weights import (
-    qkv_sizes,
-    split_features,
-    split_qkv_groups,
+    FusedLayers,
+    qkv_groups,
+    qkv_parts,
 )
 from vllm.ops.attention_options import AttentionOptions
 
@@ -41,6 +40,7 @@ class BloomForCausalLM(DecoderForCausalLM):
         ".mlp.dense_h_to_4h.": ".mlp.up_proj.",
         ".mlp.dense_4h_to_h.": ".mlp.down_proj.",
     }
+    fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_groups}
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         if arch.hf_config.get("apply_residual_connection_post_layernorm"):
@@ -59,12 +59,6 @@ class BloomForCausalLM(DecoderForCausalLM):
         )
         super().__init__(replace(arch, hidden_act="gelu_new"), tp, options)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split a fused query, key and value tensor, which is stored head by head."""
-        return split_qkv_groups(self.arch, name, source)
-
 
 class MptForCausalLM(DecoderForCausalLM):
     """MPT 7B and 30B (MosaicML 2023, "Introducing MPT-7B")."""
@@ -79,6 +73,7 @@ class MptForCausalLM(DecoderForCausalLM):
         ".attn.out_proj.": ".self_attn.o_proj.",
         ".ffn.": ".mlp.",
     }
+    fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_parts}
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         attention = dict(arch.hf_config.get("attn_config") or {})
@@ -101,11 +96,3 @@ class MptForCausalLM(DecoderForCausalLM):
         )
         size = (arch.config_count("expansion_ratio") or 4) * arch.hidden_size
         super().__init__(replace(arch, hidden_act="gelu", intermediate_size=size), tp, options)
-
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split a fused query, key and value tensor."""
-        if ".qkv_proj." not in name:
-            return ((name, source),)
-        return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))

@@ -17,7 +17,7 @@ from vllm.model_executor.models.decoder import (
     LayerSpec,
     layer_norm_without_bias,
 )
-from vllm.model_executor.models.fused_weights import qkv_sizes, split_features
+from vllm.model_executor.models.fused_weights import FusedLayers, qkv_parts
 from vllm.model_executor.models.mixture import Mixture, mixture_options
 
 _MATRICES = {"w1": "gate_proj", "v1": "up_proj", "w2": "down_proj"}
@@ -61,6 +61,7 @@ class DbrxForCausalLM(DecoderForCausalLM):
         ".ffn.router.layer.": ".mlp.gate.",
         ".ffn.experts.mlp.": ".mlp.experts.",
     }
+    fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_parts}
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         attention: Mapping[str, Any] = arch.hf_config.get("attn_config") or {}
@@ -74,11 +75,7 @@ class DbrxForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split fused query, key and value tensors, and tensors with the matrices of all
-        experts.
-        """
-        if ".qkv_proj." in name:
-            return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
+        """Split tensors with the matrices of all experts."""
         parent, _, kind = name.rpartition("experts.")
         if kind not in _MATRICES:
             return super().convert(name, source)

@@ -29,7 +29,11 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelL
 from vllm.model_executor.layers.norm import HeadLayerNorm, LayerNorm, RMSNorm
 from vllm.model_executor.layers.rotary import RotaryEmbedding
 from vllm.model_executor.layers.slice import CheckpointTensor, Slice, SlicedModule
-from vllm.model_executor.models.fused_weights import split_joined_experts
+from vllm.model_executor.models.fused_weights import (
+    FusedLayers,
+    split_joined_experts,
+    split_parts,
+)
 from vllm.model_executor.models.interface import CausalLM
 from vllm.ops import get_ops
 from vllm.ops.attention_options import PLAIN_ATTENTION, AttentionOptions
@@ -497,6 +501,8 @@ class DecoderForCausalLM(CausalLM):
     """A `Decoder` with an output head. Families are subclasses that set its options."""
 
     decoder_type: ClassVar[type[Decoder]] = Decoder
+    fused_layers: ClassVar[FusedLayers] = {}
+    """Layers that the checkpoint stores fused, and the layers into which `convert` splits them."""
     model: Any
 
     def __init__(
@@ -518,6 +524,9 @@ class DecoderForCausalLM(CausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
+        for fused, parts_of in self.fused_layers.items():
+            if f".{fused}." in name:
+                return split_parts(name, source, fused, parts_of(self.arch))
         return split_joined_experts(name, source)
 
     @property

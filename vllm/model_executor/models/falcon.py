@@ -1,12 +1,10 @@
 """Falcon."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import ClassVar
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -16,7 +14,7 @@ from vllm.model_executor.models.decoder import (
     ParallelLayerOfTwoNorms,
     layer_norm,
 )
-from vllm.model_executor.models.fused_weights import split_qkv_groups
+from vllm.model_executor.models.fused_weights import FusedLayers, qkv_groups
 
 
 class FalconForCausalLM(DecoderForCausalLM):
@@ -33,6 +31,7 @@ class FalconForCausalLM(DecoderForCausalLM):
         ".mlp.dense_h_to_4h.": ".mlp.up_proj.",
         ".mlp.dense_4h_to_h.": ".mlp.down_proj.",
     }
+    fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_groups}
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         config = arch.hf_config
@@ -51,12 +50,6 @@ class FalconForCausalLM(DecoderForCausalLM):
         )
         arch = replace(arch, hidden_act=config.get("activation") or "gelu")
         super().__init__(arch, tp, options, _layer_type(arch))
-
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split a fused query, key and value tensor, which is stored by key/value heads."""
-        return split_qkv_groups(self.arch, name, source)
 
 
 def _layer_type(arch: ModelArch) -> type[Layer]:

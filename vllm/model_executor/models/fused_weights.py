@@ -5,8 +5,9 @@ A family defines which output features belong to which part. The format knows wh
 are in a tensor, be it a weight or a tensor of a quantized weight (`CheckpointTensor.picked`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,6 +21,26 @@ JOINED_EXPERTS = {
     "down_proj": ("down_proj",),
 }
 """Parameter of transformers 5 with the matrices of all experts -> matrices of one, by rows."""
+
+
+class FusedParts(NamedTuple):
+    """The layers that a fused layer of a checkpoint consists of."""
+
+    sizes: Mapping[str, int]
+    """Name of each layer -> its output features in a group."""
+    num_groups: int = 1
+    """Groups that are stored one after another, each with some features of every layer."""
+
+
+FusedLayers = Mapping[str, Callable[[ModelArch], FusedParts]]
+"""Name of a fused layer -> function that returns its parts."""
+
+
+def split_parts(
+    name: str, source: CheckpointTensor, fused: str, parts: FusedParts
+) -> Iterator[tuple[str, CheckpointTensor]]:
+    """Yield the parts of the fused layer `fused`; see `split_sizes_of_groups`."""
+    return split_sizes_of_groups(name, source, fused, parts.sizes, parts.num_groups)
 
 
 def split_features(
@@ -89,19 +110,6 @@ def _split(
         features = Features(total, group, start, size)
         yield name.replace(fused, part), replace(source, features=features)
         start += size
-
-
-def split_qkv_groups(
-    arch: ModelArch, name: str, source: CheckpointTensor
-) -> Iterable[tuple[str, CheckpointTensor]]:
-    """Split a `qkv_proj` tensor that is stored by key/value heads; return other tensors unchanged.
-
-    For each key/value head it has the queries, the key and the value.
-    """
-    if ".qkv_proj." not in name:
-        return ((name, source),)
-    heads = qkv_heads(arch)
-    return split_groups(name, source, "qkv_proj", heads, arch.head_size, arch.num_kv_heads)
 
 
 def add_one_to_norms(name: str, source: CheckpointTensor) -> Iterable[tuple[str, CheckpointTensor]]:
@@ -185,12 +193,24 @@ def split_transposed_experts(
             yield f"{parent}.{expert}.{part}.weight", matrix.narrow(0, index * size, size)
 
 
-def qkv_sizes(arch: ModelArch) -> dict[str, int]:
-    """Return the output features of the query, key and value projections."""
+def qkv_parts(arch: ModelArch) -> FusedParts:
+    """Return the query, key and value projections, stored one after another."""
     kv_size = arch.num_kv_heads * arch.head_size
-    return {"q_proj": arch.num_heads * arch.head_size, "k_proj": kv_size, "v_proj": kv_size}
+    return FusedParts(
+        {"q_proj": arch.num_heads * arch.head_size, "k_proj": kv_size, "v_proj": kv_size}
+    )
 
 
-def qkv_heads(arch: ModelArch) -> dict[str, int]:
-    """Return the number of query, key and value heads for each key/value head."""
-    return {"q_proj": arch.num_heads // arch.num_kv_heads, "k_proj": 1, "v_proj": 1}
+def qkv_groups(arch: ModelArch) -> FusedParts:
+    """Return the query, key and value projections, stored by key/value heads.
+
+    For each key/value head there are its queries, its key and its value.
+    """
+    group, size = arch.num_heads // arch.num_kv_heads, arch.head_size
+    sizes = {"q_proj": group * size, "k_proj": size, "v_proj": size}
+    return FusedParts(sizes, arch.num_kv_heads)
+
+
+def gate_up_parts(arch: ModelArch) -> FusedParts:
+    """Return the gate and up projections of an MLP, stored one after another."""
+    return FusedParts({"gate_proj": arch.intermediate_size, "up_proj": arch.intermediate_size})

@@ -1,11 +1,10 @@
 """GLM 4, and ChatGLM 2 and 3, which differ only in tensor names."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -13,7 +12,7 @@ from vllm.model_executor.models.decoder import (
     Layer,
     PrePostNormLayer,
 )
-from vllm.model_executor.models.fused_weights import qkv_sizes, split_features
+from vllm.model_executor.models.fused_weights import FusedLayers, gate_up_parts, qkv_parts
 
 
 class GlmForCausalLM(DecoderForCausalLM):
@@ -22,19 +21,11 @@ class GlmForCausalLM(DecoderForCausalLM):
     """
 
     layer: ClassVar[type[Layer]] = DecoderLayer
+    fused_layers: ClassVar[FusedLayers] = {"gate_up_proj": gate_up_parts}
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         has_bias = bool(arch.hf_config.get("attention_bias", False))
         super().__init__(arch, tp, DecoderOptions(qkv_bias=has_bias, is_neox=False), self.layer)
-
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split the fused gate and up projection of the MLP."""
-        if ".gate_up_proj." not in name:
-            return ((name, source),)
-        size = self.arch.intermediate_size
-        return split_features(name, source, "gate_up_proj", {"gate_proj": size, "up_proj": size})
 
 
 class Glm4ForCausalLM(GlmForCausalLM):
@@ -67,11 +58,4 @@ class ChatGLMModel(GlmForCausalLM):
         ".dense_4h_to_h.": ".down_proj.",
     }
     ignored_tensors = ("rotary_pos_emb.inv_freq",)
-
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split the fused projections of attention and of the MLP."""
-        if ".qkv_proj." in name:
-            return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
-        return super().convert(name, source)
+    fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_parts, "gate_up_proj": gate_up_parts}

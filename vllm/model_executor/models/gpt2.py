@@ -9,9 +9,9 @@ from vllm.errors import ConfigError
 from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions, layer_norm
 from vllm.model_executor.models.fused_weights import (
-    qkv_sizes,
-    split_features,
-    split_qkv_groups,
+    qkv_groups,
+    qkv_parts,
+    split_parts,
 )
 from vllm.ops.attention_options import AttentionOptions
 
@@ -69,7 +69,7 @@ class GPT2LMHeadModel(DecoderForCausalLM):
         if is_weight and len(source.shape) == 2:
             source = source.mapped(lambda weight: weight.T)
         if ".qkv_proj." in name:
-            return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
+            return split_parts(name, source, "qkv_proj", qkv_parts(self.arch))
         return ((name, source),)
 
 
@@ -87,6 +87,5 @@ class GPTBigCodeForCausalLM(GPT2LMHeadModel):
         """
         if ".qkv_proj." not in name:
             return ((name, source),)
-        if self.arch.num_kv_heads == 1:
-            return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
-        return split_qkv_groups(self.arch, name, source)
+        parts = qkv_parts(self.arch) if self.arch.num_kv_heads == 1 else qkv_groups(self.arch)
+        return split_parts(name, source, "qkv_proj", parts)

@@ -1,11 +1,9 @@
 """GPT-NeoX (Pythia, Dolly, ...) and GPT-J."""
 
-from collections.abc import Iterable
 from typing import ClassVar
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -15,7 +13,7 @@ from vllm.model_executor.models.decoder import (
     ParallelLayerOfTwoNorms,
     layer_norm,
 )
-from vllm.model_executor.models.fused_weights import split_qkv_groups
+from vllm.model_executor.models.fused_weights import FusedLayers, qkv_groups
 
 
 class GPTNeoXForCausalLM(DecoderForCausalLM):
@@ -35,6 +33,7 @@ class GPTNeoXForCausalLM(DecoderForCausalLM):
         *(".attention.bias", ".attention.masked_bias"),
         ".attention.rotary_emb.inv_freq",
     )
+    fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_groups}
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         config = arch.hf_config
@@ -45,12 +44,6 @@ class GPTNeoXForCausalLM(DecoderForCausalLM):
             norm=layer_norm, qkv_bias=has_bias, output_bias=has_bias, mlp_bias=True, is_gated=False
         )
         super().__init__(arch, tp, options, layer)
-
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split a fused query, key and value tensor, which is stored head by head."""
-        return split_qkv_groups(self.arch, name, source)
 
 
 class GPTJForCausalLM(DecoderForCausalLM):

@@ -1,13 +1,12 @@
 """InternLM 2 and 3."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions
-from vllm.model_executor.models.fused_weights import split_qkv_groups
+from vllm.model_executor.models.fused_weights import FusedLayers, qkv_groups
 
 
 class InternLM2ForCausalLM(DecoderForCausalLM):
@@ -26,16 +25,11 @@ class InternLM2ForCausalLM(DecoderForCausalLM):
         ".feed_forward.w2.": ".mlp.down_proj.",
         ".feed_forward.w3.": ".mlp.up_proj.",
     }
+    fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_groups}
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         has_bias = bool(arch.hf_config.get("bias", False))
         super().__init__(arch, tp, DecoderOptions(qkv_bias=has_bias, output_bias=has_bias))
-
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split a fused query, key and value tensor, which is stored by key/value heads."""
-        return split_qkv_groups(self.arch, name, source)
 
 
 class InternLM3ForCausalLM(DecoderForCausalLM):

@@ -1,6 +1,6 @@
 """Jamba: decoders with Mamba mixers in most layers, attention in some, and experts in some."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -9,14 +9,13 @@ from torch import nn
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.mamba import MambaMixer, MambaSizes
-from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
     DecoderOptions,
     LayerSpec,
 )
-from vllm.model_executor.models.fused_weights import split_features
+from vllm.model_executor.models.fused_weights import FusedLayers, FusedParts
 from vllm.model_executor.models.mixture import Mixture, mixture_options
 
 
@@ -47,17 +46,12 @@ class JambaForCausalLM(DecoderForCausalLM):
         ".pre_ff_layernorm.": ".post_attention_layernorm.",
         "model.final_layernorm.": "model.norm.",
     }
+    fused_layers: ClassVar[FusedLayers] = {
+        "in_proj": lambda arch: FusedParts(_sizes(arch).in_parts)
+    }
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, DecoderOptions(needs_positions=False), JambaLayer)
-
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split the fused input projection of a mixer."""
-        if ".in_proj." not in name:
-            return super().convert(name, source)
-        return split_features(name, source, "in_proj", _sizes(self.arch).in_parts)
 
 
 def _sizes(arch: ModelArch) -> MambaSizes:

@@ -23,7 +23,7 @@ from vllm.model_executor.models.decoder import (
     rms_norm,
 )
 from vllm.model_executor.models.deepseek import DeepseekMixture
-from vllm.model_executor.models.fused_weights import split_features
+from vllm.model_executor.models.fused_weights import FusedLayers, FusedParts
 from vllm.ops.expert_options import RoutingOptions
 
 
@@ -89,6 +89,11 @@ class Lfm2Layer(DecoderLayer):
         return GatedMLP(replace(spec.arch, intermediate_size=_mlp_size(spec.arch)), False, spec.tp)
 
 
+def _convolution_parts(arch: ModelArch) -> FusedParts:
+    """Return the parts of the input projection of a short convolution."""
+    return FusedParts(dict.fromkeys(("in_b", "in_c", "in_x"), arch.hidden_size))
+
+
 class Lfm2ForCausalLM(DecoderForCausalLM):
     """LFM2 350M to 2.6B (Liquid AI 2025, arXiv 2511.23404)."""
 
@@ -108,18 +113,10 @@ class Lfm2ForCausalLM(DecoderForCausalLM):
         ".w2.": ".down_proj.",
         ".w3.": ".up_proj.",
     }
+    fused_layers: ClassVar[FusedLayers] = {"in_proj": _convolution_parts}
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, DecoderOptions(head_norm=rms_norm), self.layer_type)
-
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split the fused input projection of a short convolution."""
-        if ".in_proj." not in name:
-            return super().convert(name, source)
-        parts = dict.fromkeys(("in_b", "in_c", "in_x"), self.arch.hidden_size)
-        return split_features(name, source, "in_proj", parts)
 
 
 class Lfm2MoeLayer(Lfm2Layer):

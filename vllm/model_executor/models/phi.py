@@ -1,19 +1,17 @@
 """Phi 1 to 4."""
 
-from collections.abc import Iterable
 from typing import ClassVar
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
-from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderOptions,
     ParallelLayer,
     layer_norm,
 )
-from vllm.model_executor.models.fused_weights import qkv_sizes, split_features
+from vllm.model_executor.models.fused_weights import FusedLayers, gate_up_parts, qkv_parts
 
 
 class PhiForCausalLM(DecoderForCausalLM):
@@ -48,17 +46,7 @@ class Phi3ForCausalLM(DecoderForCausalLM):
     tensors.
     """
 
+    fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_parts, "gate_up_proj": gate_up_parts}
+
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, DecoderOptions())
-
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split the fused projections of attention and of the MLP."""
-        if ".qkv_proj." in name:
-            return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
-        if ".gate_up_proj." in name:
-            size = self.arch.intermediate_size
-            sizes = {"gate_proj": size, "up_proj": size}
-            return split_features(name, source, "gate_up_proj", sizes)
-        return ((name, source),)

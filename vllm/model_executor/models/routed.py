@@ -23,7 +23,7 @@ from vllm.model_executor.models.deepseek import (
     expert_groups,
     is_behind_first_layers,
 )
-from vllm.model_executor.models.fused_weights import qkv_sizes, split_features
+from vllm.model_executor.models.fused_weights import FusedLayers, qkv_parts
 from vllm.model_executor.models.llama import hunyuan_options, llama_options
 from vllm.model_executor.models.olmo import Olmo2Attention
 from vllm.ops.expert_options import RoutingOptions
@@ -238,6 +238,7 @@ class BailingMoeForCausalLM(RoutedForCausalLM):
         ".attention.key_layernorm.": ".self_attn.k_norm.",
         ".gate.expert_bias": ".gate.e_score_correction_bias",
     }
+    fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_parts}
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         config = arch.hf_config
@@ -252,16 +253,6 @@ class BailingMoeForCausalLM(RoutedForCausalLM):
             head_norm=rms_norm if config.get("use_qk_norm") else None,
         )
         super().__init__(arch, tp, options, self.layer_type)
-
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split fused query, key and value tensors."""
-        for own, part in super().convert(name, source):
-            if ".qkv_proj." in own:
-                yield from split_features(own, part, "qkv_proj", qkv_sizes(self.arch))
-            else:
-                yield own, part
 
 
 class BailingMoeV2ForCausalLM(BailingMoeForCausalLM):
