@@ -197,25 +197,20 @@ def isas() -> Iterator[InstructionSets]:
     found.restore()
 
 
-<<<<<<< HEAD
-@pytest.fixture(params=_ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+@pytest.fixture(params=ONE_BY_ONE)
+def isa(request: pytest.FixtureRequest, isas: InstructionSets) -> str:
     """Let the C++ kernels run on this instruction set; skip the test if the processor does not have
     it.
     """
-    from vllm.ops.cpu.library import load_cpu_kernels
-=======
-@pytest.fixture(params=ONE_BY_ONE)
-def isa(request: pytest.FixtureRequest, isas: InstructionSets) -> str:
-    """The C++ kernels run on this instruction set."""
     isas.use(request.param)
     return str(request.param)
->>>>>>> tests
 
 
 @pytest.fixture(params=VECTORS)
 def vector_isa(request: pytest.FixtureRequest, isas: InstructionSets) -> str:
-    """The C++ kernels run on this instruction set, which may differ in kernels without a matmul."""
+    """Let the C++ kernels run on this instruction set, one of those whose kernels without a matmul
+    differ.
+    """
     isas.use(request.param)
     return str(request.param)
 
