@@ -52,7 +52,7 @@ def read_commands(text: str) -> Iterator[list[str]]:
 
 @cache
 def flags_of(*subcommands: str) -> frozenset[str]:
-    parser: argparse.ArgumentParser = _create_parser()
+    parser: argparse.ArgumentParser = _create_parser(subcommands)
     for name in subcommands:
         (action,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
         parser = action.choices[name]

@@ -434,9 +434,10 @@ class Envs:
     )
     VLLM_PA_SOFTMAX_IMPL: str | None = _execution(
         None,
-        "Values that are subtracted from the scores in the softmax of decode attention: a "
-        "comma-separated list of amax, head_amax, wsum, wsum_head_amax, index_reduce and "
-        "scatter_reduce. Default: the largest score of each block, which is exact.",
+        "How the softmax of decode attention is kept from overflowing: a comma-separated list of "
+        "amax, head_amax, wsum, wsum_head_amax, index_reduce and scatter_reduce. Each one "
+        "subtracts another value from the scores. Default: the largest score of each block is "
+        "subtracted, which is exact.",
     )
     VLLM_FUSED_BLOCK_SOFTMAX: bool = _execution(
         False,

@@ -222,7 +222,7 @@ def broken(folder: Path, kind: str) -> Path:
         ('init_lora_weights="LoftQ"', "modified base weights, .* Merge the adapter into the"),
         (
             'target_parameters=["mlp.bias"]',
-            "only weights, and gate_up_proj, up_proj and down_proj of experts",
+            "only weights of layers, and gate_up_proj, up_proj and down_proj of experts",
         ),
         ('rank_pattern={"(": 4}', "is not a regular expression"),
         (

@@ -224,7 +224,7 @@ def test_the_fused_program_hands_over_what_modules_do(method, made):
 WRONG = [
     ("eagle", {"hidden_size": 32, "head_dim": 8}, {}, "hidden_size is 32, but the model"),
     ("eagle", {"num_hidden_layers": 2}, {"method": "eagle"}, "must be 1 for EAGLE, got 2"),
-    ("eagle3", {"draft_vocab_size": 99}, {}, "99, more than the vocabulary of 16 tokens"),
+    ("eagle3", {"draft_vocab_size": 99}, {}, "must be at most 16, the vocabulary of .*, got 99"),
     ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 5]}}, {},
      r"indices from 0 to 4, .* got \[0, 3, 5\]"),
     ("medusa", {"vocab_size": 99}, {}, "vocab_size is 99"),

@@ -51,7 +51,10 @@ def changes(**of):
         ),
         (changes(edits=(IDS, VALUES[:, :1])), "values of edits must be dense torch.float32 [3, 2]"),
         (changes(penalties=(IDS.long(), VALUES)), "token_ids of penalties must be dense"),
-        ({"changes": RowChanges(CHANGED, penalties=(IDS, VALUES))}, "penalties need params"),
+        (
+            {"changes": RowChanges(CHANGED, penalties=(IDS, VALUES))},
+            "params must be given if there are penalties",
+        ),
         (changes(masks=(MASK_OF, WORDS[:, :9])), "a mask of 9 words is too short for 300 tokens"),
         (changes(masks=(MASK_OF + 1, WORDS)), "3 requests, got 3 for 1 masks"),
     ],

@@ -77,6 +77,6 @@ def test_python_objects_are_refused_in_one_line(tmp_path):
     with (
         simulated_hpu(VLLM_HPU_SIM="gaudi2"),
         captured_log(),
-        pytest.raises(ConfigError, match="arguments that are Python objects"),
+        pytest.raises(ConfigError, match="to which these arguments cannot be sent"),
     ):
         with_recorded_traffic(args)

@@ -305,8 +305,8 @@ def _read_parameters(path: Path, given: Any) -> tuple[str, ...]:
     )
     if not is_known:
         raise RequestError(
-            f"{path}: target_parameters is {shown(given)}; only weights, and "
-            f"{ACCEPTED_PARAMETERS} of experts, are supported. {_MERGE}"
+            f"{path}: target_parameters is {shown(given)}; it may name only weights of layers, "
+            f"and {ACCEPTED_PARAMETERS} of experts. {_MERGE}"
         )
     return tuple(given)
 

@@ -91,8 +91,9 @@ def _read_eagle3(file: SpeculatorFile) -> SpeculatorArch:
     size = file.size("draft_vocab_size", default=file.target.vocab_size)
     if size > file.target.vocab_size:
         raise ConfigError(
-            f"{file.path}: draft_vocab_size is {size}, more than the vocabulary of "
-            f"{file.target.vocab_size} tokens of the model '{file.target_name}'"
+            f"{file.path}: draft_vocab_size must be at most {file.target.vocab_size}, the "
+            f"vocabulary of the model '{file.target_name}', got {size}. Name a speculator that "
+            f"was made for this model"
         )
     layers = eagle3_layers(found.arch.hf_config, num_layers)
     if len(layers) != 3 or not all(type(x) is int and 0 < x < num_layers for x in layers):

@@ -257,7 +257,10 @@ class Vocabulary:
         if not isinstance(found, int) or (
             found == self._tokenizer.unk_token_id and token != self._tokenizer.unk_token
         ):
-            raise ConfigError(f"the tokenizer of the model has no token {token!r}")
+            raise ConfigError(
+                f"the tokenizer of the model has no token {token!r}, which prompts "
+                f"with media need. Use the tokenizer of the original model"
+            )
         return found
 
     def text(self, text: str) -> list[int]:

@@ -54,7 +54,7 @@ _V0_ONLY = "it belongs to the V0 scheduler, which this version does not have"
 _NO_CUDA_GRAPHS = "this version does not use CUDA graphs"
 _TOKENIZER_POOL = "tokenisation runs in the frontend, without a pool"
 _ENCODER_WHOLE = "the engine decides how an image encoder is split over several ranks"
-_LORA_OFF = "adapters are read in the format of peft only"
+_LORA_OFF = "this engine reads adapters only in the format of peft, which has no such setting"
 _LORA_SHARDS = (
     "the engine decides how the two matrices of an adapter are split over ranks; outputs are the "
     "same"

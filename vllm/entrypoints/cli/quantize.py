@@ -36,9 +36,14 @@ def add_parser(
         "--bits",
         type=int,
         choices=(2, 3, 4, 8),
-        help=("bits of a quantized value, gptq only (default: 4)"),
+        help=("bits of a quantized value, only for gptq (default: 4)"),
     )
-    add_number(parser, "--group-size", "inputs that share a scale, awq and gptq; -1: all", 128)
+    add_number(
+        parser,
+        "--group-size",
+        "number of inputs that share a scale, for awq and gptq; -1: all",
+        128,
+    )
     add_switch(
         parser,
         "--desc-act",

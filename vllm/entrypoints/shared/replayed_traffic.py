@@ -60,8 +60,9 @@ def with_recorded_traffic(args: "EngineArgs") -> "EngineArgs":
         settings = msgspec.json.encode({k: v for k, v in vars(args).items() if v is not None})
     except TypeError as error:
         raise ConfigError(
-            f"--traffic {source}: its requests cannot be replayed for arguments that are Python "
-            f"objects ({error}). Use `vllm plan --traffic FILE --write-buckets FILE`"
+            f"--traffic {source}: its requests are replayed in another process, to which these "
+            f"arguments cannot be sent ({error}). Choose the buckets with `vllm plan --traffic "
+            f"FILE --write-buckets FILE`"
         ) from None
     environment = envs.child_environment({}, {"VLLM_BUCKETING_STRATEGY": "linear"})
     done = subprocess.run(

@@ -285,7 +285,8 @@ def setting_edges(settings: Mapping[str, Any], key: str) -> dict[str, int]:
     raise wrong_setting(
         key,
         value,
-        f"height and width, or shortest_edge or longest_edge, from 1 to {MAX_PIXELS} pixels",
+        f"an object with height and width, or with shortest_edge or longest_edge, each from 1 to "
+        f"{MAX_PIXELS}",
     )
 
 

@@ -264,7 +264,7 @@ def _fill_changes(args: Any, changes: RowChanges) -> None:
         token_ids, counts = changes.penalties
         args.num_penalties = token_ids.shape[-1]
         if args.params is None:
-            raise ValueError("penalties need params")
+            raise ValueError("params must be given if there are penalties, got None")
         _check("token_ids of penalties", token_ids, torch.int32, (args.n, args.num_penalties))
         _check("counts of penalties", counts, torch.float32, (args.n, args.num_penalties))
         args.penalty_ids, args.penalty_counts = token_ids.data_ptr(), counts.data_ptr()

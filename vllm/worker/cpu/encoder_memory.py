@@ -234,7 +234,7 @@ def encoder_bytes(config: VllmConfig, encoder: MediaEncoder) -> int:
         largest_size = max(1, num_embeddings(family, largest))
         num_items = max(1, config.scheduler.encoder_budget // largest_size)
     logger.info(
-        "start: the encoder needs up to %s for %s; counting took %.2f s",
+        "start: the encoder needs up to %s for %s; computing this took %.2f s",
         format_bytes(num_items * peak),
         f"{num_items} {encoder.unit}" if num_items > 1 else "the largest item",
         time.monotonic() - began,
