@@ -71,7 +71,7 @@ def _runs_tests(config: pytest.Config) -> bool:
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """Collect no garbage while modules are imported and items made: nearly all of them stay."""
+    """Turn off garbage collection during test collection, because nearly all objects are kept."""
     if _runs_tests(session.config):
         gc.disable()
 
@@ -190,8 +190,10 @@ def same_numbers_in_each_run() -> None:
 
 @pytest.fixture
 def isas() -> Iterator[InstructionSets]:
-    """Iterate over the instruction sets of the C++ kernels in one test, where the expected values
-    take longer than the kernels."""
+    """Return the instruction sets of the C++ kernels, for a test that runs on all of them.
+
+    It saves time if computing the expected values takes longer than the kernels.
+    """
     found = InstructionSets()
     yield found
     found.restore()
@@ -208,8 +210,9 @@ def isa(request: pytest.FixtureRequest, isas: InstructionSets) -> str:
 
 @pytest.fixture(params=VECTORS)
 def vector_isa(request: pytest.FixtureRequest, isas: InstructionSets) -> str:
-    """Let the C++ kernels run on this instruction set, one of those whose kernels without a matmul
-    differ.
+    """Let the C++ kernels run on an instruction set.
+
+    Only the sets whose kernels without a matmul differ are used.
     """
     isas.use(request.param)
     return str(request.param)

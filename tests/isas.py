@@ -36,7 +36,7 @@ VECTORS: list[Any] = [isa if isa in _DISTINCT else exhaustive(isa) for isa in IS
 
 
 class InstructionSets:
-    """Switches between the instruction sets of a build, and back to the best one at the end."""
+    """Switch between the instruction sets of a build, and back to the best one at the end."""
 
     def __init__(self) -> None:
         from vllm.ops.cpu.library import load_cpu_kernels  # imports torch
@@ -47,7 +47,7 @@ class InstructionSets:
         self._library, self._best = library, library.isa
 
     def use(self, isa: str) -> None:
-        """Switch to this set; skip the test where the build or the processor lacks it."""
+        """Switch to this set; skip the test if the build or the processor does not have it."""
         if not self._library.set_isa(isa):
             pytest.skip(f"no {isa} in this build or on this processor")
 
@@ -58,5 +58,5 @@ class InstructionSets:
                 yield isa
 
     def restore(self) -> None:
-        """Switch back."""
+        """Switch back to the best instruction set."""
         self._library.set_isa(self._best)

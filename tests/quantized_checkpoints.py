@@ -509,7 +509,7 @@ def _nvfp4(weight: Tensor, is_compressed: bool = False) -> tuple[Tensors, Tensor
 
 
 def _modelopt_awq(weight: Tensor, has_input_factors: bool = False) -> tuple[Tensors, Tensor]:
-    """Signed integers with a scale for each 32 inputs; a byte has the integers of two outputs."""
+    """Quantize to signed integers with a scale for each 32 inputs; a byte has two outputs."""
     factors = torch.rand(weight.shape[1]) + 0.5 if has_input_factors else torch.ones(())
     groups = (weight / factors).unflatten(1, (-1, 32))
     scales = groups.abs().amax(-1, keepdim=True) / 7

@@ -87,7 +87,10 @@ def imports() -> dict[str, set[str]]:
 
 @pytest.fixture(autouse=True, scope="module")
 def trees_are_forgotten() -> Iterator[None]:
-    """A million objects, which every later garbage collection of this process would visit."""
+    """Delete the syntax trees after these tests.
+
+    They are a million objects, which would slow down every later garbage collection.
+    """
     yield
     trees.cache_clear()
 

@@ -141,7 +141,9 @@ def test_messages_that_a_page_explains_are_printed():
 
 
 def test_the_first_reading_is_short():
-    """CONTRIBUTING says what to read first; the map of the code fits on one screen."""
+    """The first pages that CONTRIBUTING names have few words, and the map of the code fits on one
+    screen.
+    """
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     order = text[text.index("Read in this order:") :].partition("Then you know")[0]
     pages = re.findall(r"\]\(([\w/]+\.md)\)", order)

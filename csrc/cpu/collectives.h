@@ -21,7 +21,7 @@ namespace VLLM_ISA {
 
 using vllm_cpu::Arena;
 
-// The sequence of exchanges of a group.
+// One exchange of data between the ranks of a group; a rank makes all of them in the same order.
 class Exchange {
  public:
   explicit Exchange(const Arena& arena) : arena_(arena), count_(slot(arena.rank)->count + 1) {}

@@ -134,7 +134,7 @@ class ProgramPass {
 
   static bool is_below(int64_t index, int64_t end) { return index >= 0 && index < end; }
 
-  // Takes all rows of the launch through a run, shared between the threads.
+  // Runs the operations [first, end) on all rows of the launch. The threads share the work.
   void share_rows(const Operation* first, const Operation* end) {
     const int64_t rows = launch_.num_tokens;
     if (num_threads_ > 1 && is_cached(program_) && rows >= 2 * kMaxTileRows * num_threads_) {
@@ -153,7 +153,7 @@ class ProgramPass {
     }
   }
 
-  // Takes some rows through a run. Operations between two matmuls share a loop.
+  // Runs the operations [op, end) on some rows. Operations between two matmuls share a loop.
   void run_rows(const Operation* op, const Operation* end, const Rows& rows, int num_threads) {
     while (op < end) {
       if (is_product(*op)) {

@@ -9,7 +9,7 @@ namespace VLLM_ISA {
 
 constexpr float kTiny = 1.17549435e-38f;  // the smallest normal float
 
-// Scratch memory of one thread, for rows of a vocabulary.
+// Scratch memory of one thread for one row of logits.
 struct SamplingScratch {
   float *maxima, *bounds, *exponentials;  // [blocks]
   float *row, *first, *second;            // [vocabulary]

@@ -51,7 +51,7 @@ def test_mxfp4_gives_the_logits_of_its_numbers(checkpoints, use_ops):
 
 
 def test_dense_experts_may_have_the_settings_of_the_original(checkpoints, tmp_path):
-    """As in a fine-tuned model whose config.json was copied."""
+    """A fine-tuned model may have a copy of the original config.json, which says MXFP4."""
     dense, packed = checkpoints
     shutil.copy(packed / "config.json", tmp_path)
     shutil.copy(dense / "model.safetensors", tmp_path)

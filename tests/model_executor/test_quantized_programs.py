@@ -73,11 +73,11 @@ def test_some_layers_may_be_quantized_and_others_not(tmp_path, monkeypatch, name
 
 
 LAST_OF_TWO = {"rank": 1, "size": 2}
-"""Rank 0 begins where the file does, as a single one: only others tell where they begin."""
+"""Only a rank other than 0 shows errors in its first index, because rank 0 begins at 0."""
 
 
 def assert_same_weights(name, folders, tp):
-    """Return the model of quantized weights."""
+    """Check that the weights of two checkpoints agree, and return the first model."""
     models = [load(folder, tp) for folder in folders]
     got, want = map(weights_of, models)
     assert any(".mlp." in path for path in want)

@@ -260,7 +260,9 @@ def forbid(arrays: RowArrays, row: int, *ranges: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_rows_with_masks_sample_no_forbidden_token(num_threads):
-    """Greedy rows and random ones, rows whose masks hold for all tokens, and rules for times."""
+    """The batch has greedy and random rows, masks that hold for all tokens, and rules for time
+    stamps.
+    """
     torch.set_num_threads(num_threads)
     rows, plain = list(range(NUM_ROWS)), single_steps(list(range(NUM_ROWS)), 1)
     setting = make_setting()

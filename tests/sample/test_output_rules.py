@@ -157,7 +157,7 @@ def test_a_card_forbids_the_same_tokens():
 
 
 def test_known_masks_forbid_what_follows_the_output():
-    """A decode step in one call reads them for tokens after the first one."""
+    """A decode step that runs in one call reads these masks for all tokens but the first."""
     state = make_state()
     rows = np.arange(4, dtype=np.int32)
     state.add(0, make_request(WITHOUT_TIMES), [])

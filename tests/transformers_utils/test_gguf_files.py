@@ -538,7 +538,7 @@ def test_files_that_are_not_models_are_named_and_left_out(bundled, tmp_path, met
 
 
 def test_a_file_may_have_another_suffix(bundled, tmp_path):
-    """As the files that Ollama stores."""
+    """Ollama stores GGUF files under hashes, without the suffix .gguf."""
     path = shutil.copy(bundled, tmp_path / "sha256-0123")
     folder = find_folder(str(path))
     assert (folder / "sha256-0123.gguf").samefile(path)

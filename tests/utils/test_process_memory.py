@@ -66,7 +66,7 @@ def test_new_pages_are_zeroed_and_begin_at_a_page():
 
 @ONLY_LINUX
 def test_memory_keeps_its_content_and_addresses_when_it_moves_to_huge_pages():
-    """Ranges in any order, ranges that overlap, and addresses without memory."""
+    """The ranges are unordered, some overlap, and one has addresses without memory."""
     many = [np.random.default_rng(seed).bytes(700_000) for seed in range(12)]
     arrays = [np.frombuffer(bytearray(each), np.uint8) for each in many]
     big = np.arange(6 << 20, dtype=np.int32)
