@@ -11,6 +11,9 @@ from vllm.errors import RequestError
 from vllm.multimodal.interface.family import EncoderInput
 from vllm.multimodal.interface.source import MediaSource
 
+HANGS_S = 60
+"""A test that has not ended then would never end."""
+
 
 def encoded(num_bytes: int) -> EncoderInput:
     return EncoderInput({"pixels": np.zeros(num_bytes, np.uint8)}, (1,))
@@ -68,9 +71,9 @@ def run():
             finally:
                 lane._thread.shutdown()
             assert not lane._reading
-            assert len(asyncio.all_tasks()) == 1, "no task is left"
+            assert asyncio.all_tasks() == {asyncio.current_task()}, "no task is left"
 
-        asyncio.run(main())
+        asyncio.run(asyncio.wait_for(main(), HANGS_S))
 
     return run
 
