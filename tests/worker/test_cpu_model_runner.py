@@ -35,6 +35,9 @@ def make_llm(folder: Path, **settings: Any) -> LLM:
         skip_tokenizer_init=True,
         max_model_len=160,
         max_num_seqs=8,
+        # The times of steps decide when the engine schedules ahead, which changes when requests
+        # are preempted. Tokens that are computed again as a prompt are rounded at other points.
+        async_scheduling=False,
         **{"dtype": "bfloat16", "block_size": 16, "num_gpu_blocks_override": 200} | settings,
     )
 
