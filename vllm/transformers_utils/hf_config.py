@@ -459,7 +459,7 @@ def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
             f"{' or '.join(map(repr, accepted))}, got {model_type!r}. Use a checkpoint that "
             "contains only the language model"
         )
-    whole = {key: raw[key] for key in _OF_THE_WHOLE if raw.get(key) is not None}
+    whole: dict[str, Any] = {k: raw[k] for k in _OF_THE_WHOLE if raw.get(k) is not None}
     if text.get("tie_word_embeddings") is True:
         # Older files have it only here, and false as the default of the whole. Whoever loads the
         # weights unties them if the checkpoint has an output head.
