@@ -332,7 +332,7 @@ class TransformersForCausalLM(CausalLM):
             ):
                 raise self._refusal(
                     f"its module {path} ({type(module).__name__}) stores data of earlier tokens "
-                    "outside of the KV cache"
+                    "outside of the KV cache. Use one of the models in docs/supported_models.md"
                 )
 
     def _fix_rotations(self) -> None:
