@@ -129,10 +129,8 @@ def test_agrees_with_reference(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 100, 5000])
-def test_sliding_window(window, is_list_cut, is_contiguous, mode):
-    """The window is exact to the token, whether or not the block list contains the blocks before
-    it.
-    """
+def test_sliding_window(window, is_contiguous, mode):
+    """The window is exact to the token; the block list contains the blocks before it."""
     cache = random_cache([1, 15, 16, 17, 31, 64, 250])
     query = random_query(cache, 4)
     launch = decode_launch(cache, is_contiguous)

@@ -16,6 +16,7 @@ from vllm.attention.backends.metadata import AttentionLayer
 from vllm.attention.backends.padded import PaddedPrefill, fit_kernel, layer_kinds
 from vllm.attention.backends.sdpa import FusedSDPA, SDPAKernel, bridge_sdpa, naive_sdpa
 from vllm.ops.attention_options import AttentionOptions
+from vllm.platforms.habana.trials import TRIALS
 
 pytestmark = needs_simulated_device
 
@@ -119,4 +120,4 @@ def test_a_model_without_them_needs_no_trial():
     kernel = bridge_sdpa(kernels)
     cache = random_cache([20], KV_HEADS, HEAD_SIZE, BLOCK_SIZE)
     assert fit_kernel(kernel, layer_kinds([Layer(cache, "cpu", None, None)])) == FusedSDPA(kernels)
-    assert kernels._tried == {}
+    assert not kernels._tried.keys() & TRIALS.keys()
