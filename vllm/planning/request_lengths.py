@@ -125,13 +125,17 @@ def read_lengths(path: Path, max_requests: int = MAX_REQUESTS) -> RequestLengths
         raise _unreadable(path, "it is not text in UTF-8") from None
 
 
-def _read(file: TextIO, source: str, max_requests: int) -> RequestLengths:
-    lines: Iterator[tuple[int, Any]]
-    parse: Callable[[Any, str], Mapping[str, Any]]
+def _lines_of(
+    file: TextIO, source: str
+) -> tuple[Iterator[tuple[int, Any]], Callable[[Any, str], Mapping[str, Any]]]:
+    """Return the numbered lines of a file, and the function that reads the fields of one line."""
     if _is_json(file):
-        lines, parse = _json_lines(file, source), _json_record
-    else:
-        lines, parse = _csv_lines(file, source)
+        return _json_lines(file, source), _json_record
+    return _csv_lines(file, source)
+
+
+def _read(file: TextIO, source: str, max_requests: int) -> RequestLengths:
+    lines, parse = _lines_of(file, source)
     rows: list[tuple[int, int, float | None]] = []
     stride = count = 1
     for count, (number, line) in enumerate(islice(lines, MAX_LINES), start=1):

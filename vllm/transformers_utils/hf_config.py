@@ -444,8 +444,8 @@ def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     family = family_of_architecture(str(name))
     is_named = raw.get("model_type") in (family.model_type, *family.also_typed)
     if text is None and is_named and _SIZES & raw.keys():
-        whole = {WHOLE_CONFIG: dict(raw)} if "vision_config" in raw else {}
-        return {**raw, "model_type": wanted, **whole}
+        tower = {WHOLE_CONFIG: dict(raw)} if "vision_config" in raw else {}
+        return {**raw, "model_type": wanted, **tower}
     if not isinstance(text, Mapping):
         raise ConfigError(
             f"config.json of {name} has no 'text_config', which describes its language model. "
