@@ -127,6 +127,7 @@ def read_lengths(path: Path, max_requests: int = MAX_REQUESTS) -> RequestLengths
 
 def _read(file: TextIO, source: str, max_requests: int) -> RequestLengths:
     lines: Iterator[tuple[int, Any]]
+    parse: Callable[[Any, str], Mapping[str, Any]]
     if _is_json(file):
         lines, parse = _json_lines(file, source), _json_record
     else:

@@ -142,8 +142,8 @@ class TrafficMetrics:
         phases, micros = passes[:, 0], passes[:, 7]
         needed, padded = passes[:, 1:4], passes[:, 4:7]
         size = self._table.block_size
-        self._needed_s += float(forward_seconds(phases, *needed.T, size).sum())
-        self._padded_s += float(forward_seconds(phases, *padded.T, size).sum())
+        self._needed_s += _seconds(phases, needed, size)
+        self._padded_s += _seconds(phases, padded, size)
         cells = np.concatenate([phases[:, None], rounded_sizes(needed)], 1)
         for cell, count, (cell_micros, *totals) in _summed(cells, micros, *needed.T):
             self._table.add(*cell, cell_micros / 1e6, count)
@@ -158,6 +158,12 @@ class TrafficMetrics:
         for bucket, count, (bucket_micros,) in _summed(buckets, micros[is_timed]):
             before_count, before_s = self._times.get(bucket, (0, 0.0))
             self._times[bucket] = before_count + count, before_s + bucket_micros / 1e6
+
+
+def _seconds(phases: Shapes, sizes: Shapes, block_size: int) -> float:
+    """Return the predicted seconds of forward passes, all together."""
+    batch, query_len, blocks = sizes.T
+    return float(forward_seconds(phases, batch, query_len, blocks, block_size).sum())
 
 
 def _summed(

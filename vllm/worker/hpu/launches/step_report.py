@@ -86,8 +86,8 @@ class RecentLaunches:
 
     def begin_step(self) -> None:
         """Note that a step begins."""
-        self._passes = passes = []
-        self._steps.append((self._clock(), passes))
+        self._passes = []
+        self._steps.append((self._clock(), self._passes))
 
     def add(self, needed: tuple[int, int, int], bucket: Bucket, *, is_compiled: bool) -> None:
         """Record a forward pass of the step that has begun last.
@@ -134,7 +134,8 @@ class RecentLaunches:
         size, starts = self._block_size, range(0, len(passes), LAUNCH_FIELDS)
         is_compiled = all(passes[LAUNCH_FIELDS - 1 :: LAUNCH_FIELDS])
         expected = [
-            forward_seconds(passes[i], *passes[i + 4 : i + 7], block_size=size) for i in starts
+            forward_seconds(passes[i], passes[i + 4], passes[i + 5], passes[i + 6], size)
+            for i in starts
         ]
         for start, seconds in zip(starts, expected, strict=True):
             share = seconds / sum(expected) if is_compiled else 0.0
