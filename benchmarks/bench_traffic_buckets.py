@@ -172,9 +172,7 @@ def measure_decodes(
             "decode_buckets": len(plan.catalog.decode),
             **describe(found),
             "chosen_in_s": round(seconds, 2),
-            "certificates": {
-                str(phase): round(each.certificate, 4) for phase, each in chosen.by_phase.items()
-            },
+            "certificates": [round(each.certificate, 4) for each in chosen.choices],
             "lines": chosen.lines,
         }
     return results

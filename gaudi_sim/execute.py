@@ -20,6 +20,7 @@ from gaudi_sim.card.memory import Allocation
 from gaudi_sim.card.unlaunched import Results, results_of
 from gaudi_sim.kernels.semantics import SEMANTICS, collective
 from gaudi_sim.operators import needs_host, signature_of
+from vllm.cost_model.links import empty_all_reduce_seconds, moving_seconds
 from vllm.cost_model.work import work_of
 
 _ALLOCATIONS = ("aten::empty.memory_format", "aten::empty_strided")
@@ -53,6 +54,17 @@ def execute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return call.exchange(card)
         card.check_recorded_collective(operator.name)
     return call.compute(card)
+
+
+def _group_size(args: list[Any]) -> int:
+    """Return the number of cards of the process group among the arguments of a collective; 1 if
+    there is none.
+    """
+    for x in args:
+        kind: Any = x._type() if isinstance(x, torch.ScriptObject) else None
+        if kind is not None and kind.name() == "ProcessGroup":
+            return int(torch.distributed.ProcessGroup.unbox(x).size())
+    return 1
 
 
 class _Operator:
@@ -298,11 +310,22 @@ class _Call:
 
     def exchange(self, card: SimulatedCard) -> Any:
         """Run a collective that is not part of a recipe."""
-        card.collective(self._num_bytes())
+        card.collective(self._exchange_s(card))
         return map_leaves(self._wrap, self.operator.run(*self.args, **self.kwargs))
 
     def _num_bytes(self) -> int:
         return sum(x.raw.nbytes for x in self.wrappers)
+
+    def _exchange_s(self, card: SimulatedCard) -> float:
+        """Return the seconds in which a collective moves its data."""
+        name, num_cards = self.operator.name, _group_size(self.args)
+        num_bytes = float(self._num_bytes())
+        if "gather" in name:  # half of its result, see `links.all_reduce_bytes`
+            num_bytes *= num_cards / (num_cards + 1) / 2
+        elif "reduce" not in name:  # all of it crosses the links to one other card once
+            num_bytes, num_cards = num_bytes / 2, 2
+        moving_s = float(moving_seconds(card.spec, num_bytes, max(num_cards, 2)))
+        return moving_s + empty_all_reduce_seconds(card.spec)
 
     def _signature(
         self, card: SimulatedCard, need: str | None, raw: Any, copied_bytes: int
@@ -315,7 +338,7 @@ class _Call:
         is_launched = bool(results) and not self.operator.is_allocation
         seconds, work = 0.0, None
         if self.operator.is_collective:
-            seconds = self._num_bytes() / card.spec.link_bytes_per_s
+            seconds = self._exchange_s(card)
         elif is_launched:
             work = work_of(op, operands, results)
             work = replace(work, num_bytes=work.num_bytes + 2 * copied_bytes)

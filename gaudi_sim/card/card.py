@@ -279,10 +279,13 @@ class SimulatedCard:
         if waits:
             self.clock.sync()
 
-    def collective(self, num_bytes: int) -> None:
+    def collective(self, compute_s: float) -> None:
         """Add the time of an exchange with other cards that is not part of a recipe.
 
         The exchange ends the recorded graph.
+
+        Args:
+            compute_s: seconds in which the links move the data.
         """
         if self.capture is not None:
             raise SimulationError(
@@ -290,7 +293,7 @@ class SimulatedCard:
                 "it needs PT_HPU_ENABLE_LAZY_COLLECTIVES=true"
             )
         self.flush()
-        self._launch(constants.LAUNCH_EAGER_OP_S, num_bytes / self.spec.link_bytes_per_s)
+        self._launch(constants.LAUNCH_EAGER_OP_S, compute_s)
 
     def check_recorded_collective(self, name: str) -> None:
         """Check that nothing is recorded before a collective that becomes part of a recipe.

@@ -396,7 +396,7 @@ def test_the_rates_of_links_are_saved_with_the_rates_of_the_card(
     program = """
 import json, sys
 from types import SimpleNamespace
-from vllm.cost_model.throughput import all_reduce_bytes
+from vllm.cost_model.links import all_reduce_bytes
 from vllm.hpu_check import collectives
 from vllm.hpu_check.stopwatch import measure_links
 now_s = 0.0

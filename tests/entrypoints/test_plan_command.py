@@ -63,6 +63,8 @@ def test_the_table_the_object_and_the_page_have_the_same_figures(model, tmp_path
     prefill = start["prefill"]
     line = next(line for line in lines if line.startswith("  prompts"))
     assert line.split()[1:3] == [str(prefill["num_buckets"]), str(prefill["num_shapes"])]
+    sizes = lines[next(i for i, x in enumerate(lines) if x.startswith("Sizes of buckets")) + 1]
+    assert re.findall(r"(\d+) \(", sizes) == [str(n) for n in prefill["num_sizes"].values()]
     assert start["cold_s"] > start["cached_s"] > 0
     num_buckets = prefill["num_buckets"] + start["decode"]["num_buckets"]
     assert len(found["buckets"]) == len(found["bucket_s"]) == num_buckets
@@ -77,6 +79,7 @@ def test_the_mode_that_is_planned_is_said(model, monkeypatch, capsys):
         assert main(["plan", model, "--device", "gaudi2", "--max-num-seqs", "1", "-tp", "1"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[1] == "Planned for torch.compile: serve with PT_HPU_LAZY_MODE=0"
+        assert any(" are reserved for graphs, and torch.compile has no HPU" in x for x in lines)
         monkeypatch.setenv("PT_HPU_LAZY_MODE", "1")
         envs.get.cache_clear()
         flags = ["--device", "gaudi2", "--max-num-seqs", "1", "--enforce-eager", "--json"]
@@ -88,6 +91,7 @@ def test_the_mode_that_is_planned_is_said(model, monkeypatch, capsys):
     mode = "lazy mode without HPU graphs (--enforce-eager)"
     assert found["mode"] == f"Planned for {mode}: serve with PT_HPU_LAZY_MODE=1"
     assert found["start"]["decode"]["num_graphs"] == 0
+    assert not found["reserved"], "nothing is reserved with --enforce-eager"
 
 
 def test_a_page_that_cannot_be_written_gets_one_line(model, tmp_path, capsys):

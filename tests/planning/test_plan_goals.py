@@ -93,7 +93,7 @@ def test_pipeline_stages_have_no_throughput(flags, capsys):
         (["--output-len", "9"], "--output-len 9 has no effect without a goal: give --goal-ttft,"),
         (
             ["--num-buckets", "9"],
-            "--num-buckets 9 needs --traffic FILE, the traffic for which so many",
+            "--num-buckets 9 needs --traffic FILE, the traffic for which buckets",
         ),
         (["--goal-ttft", "5", "--device", "cpu"], "goals need a card whose speed is known"),
         (

@@ -1,6 +1,7 @@
 """Test `vllm plan --traffic`: the buckets for a traffic, their padding, and the file with them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,37 @@ def test_recorded_traffic_is_not_replayed(
     assert "too few" not in out
 
 
+@pytest.mark.parametrize(
+    ("flag", "unit"),
+    [("--warm-up-budget", "seconds of warm-up"), ("--graph-budget", "GiB of HPU graphs")],
+)
+def test_a_budget_is_kept_and_its_use_is_said(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, unit: str
+) -> None:
+    table = TrafficTable(128)
+    for batch in range(1, 14):
+        table.add(Phase.DECODE, batch, 1, 2 * batch + 1, count=50)
+        table.add(Phase.PREFILL, 1, 70 * batch, 0, count=5)
+    table.save(tmp_path / "traffic.json")
+    given = [*flags, "--traffic", str(tmp_path / "traffic.json"), "--json"]
+    assert main([*given, flag, "1e-6"]) == 2
+    [error] = capsys.readouterr().err.splitlines()
+    named = re.search(
+        rf"{flag} 1e-06 is too small: the 2 .*{unit}\. Set it to at least (.*)", error
+    )
+    assert named is not None
+    least, found = float(named[1]), []
+    for limit in (least, 3 * least):
+        assert main([*given, flag, str(limit)]) == 0
+        found.append(json.loads(capsys.readouterr().out)["traffic"])
+        [line] = found[-1]["certificates"]
+        said = re.match(rf"(\d+) buckets \((\S+) of \S+ {unit}\): .* no set within the bud", line)
+        assert said is not None and int(said[1]) == len(found[-1]["buckets"])
+        assert float(said[2]) <= limit * 1.005  # of three digits
+    assert found[0]["padding"] > found[1]["padding"]
+    assert len(found[0]["buckets"]) == 2 < len(found[1]["buckets"])
+
+
 def test_an_engine_with_optimal_buckets_is_planned_with_its_traffic(
     flags: list[str],
     tmp_path: Path,
@@ -123,6 +155,24 @@ def test_traffic_beyond_the_limits_of_the_engine_is_cut_and_this_is_said(
         ),
         ("input,output\n1,1\n", ["--device", "cpu"], "--device cpu has no buckets"),
         (None, ["--write-buckets", "x"], "--write-buckets x needs --traffic"),
+        (None, ["--graph-budget", "2"], "--graph-budget 2.0 needs --traffic FILE"),
+        ("input,output\n1,1\n", ["--warm-up-budget", "nan"], "--warm-up-budget nan must be a num"),
+        (
+            "input,output\n1,1\n",
+            ["--warm-up-budget", "0"],
+            "--warm-up-budget 0 must be a number of",
+        ),
+        ("input,output\n1,1\n", ["--graph-budget", "-1"], "--graph-budget -1 must be a number of"),
+        (
+            "input,output\n1,1\n",
+            ["--graph-budget", "1", "--num-buckets", "9"],
+            "--num-buckets 9 and --graph-budget 1.0 limit the same buckets",
+        ),
+        (
+            "input,output\n1,1\n",
+            ["--graph-budget", "1", "--enforce-eager"],
+            "--graph-budget 1 needs HPU graphs, which exist only in lazy mode",
+        ),
         (None, ["--request-rate", "2"], "--request-rate 2 needs --traffic with lengths"),
         ("input,output\n1,1\n", ["--request-rate", "nan"], " and 1e+06, got nan"),
         ("input,output\n1,1\n", ["--request-rate", "0"], ", got 0"),

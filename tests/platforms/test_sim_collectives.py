@@ -4,15 +4,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gaudi_sim.bridge import SimBridge
 from gaudi_sim.card.card import SimulationError
 from tests.hpu import needs_simulated_device
+from vllm.cost_model.fitted import CONSTANTS
+from vllm.cost_model.links import empty_all_reduce_seconds
+from vllm.cost_model.throughput import ModelFigures, ServingCost
 from vllm.distributed import CardLink, Collectives, TorchCollectives
 from vllm.errors import CollectiveError
 from vllm.platforms.habana.real import RealBridge
@@ -90,6 +95,39 @@ def test_a_collective_ends_the_recorded_graph_and_is_none_of_it(lazy, alone):
         assert lazy.counters().compilations == num_compilations
         assert lazy.card.clock.compute_s - before > y.nbytes / 262.5e9
         assert lazy.counters().host_syncs == 0
+
+
+@pytest.mark.parametrize("num_cards", [2, 8])
+def test_a_collective_takes_the_time_that_plans_predict(lazy, num_cards):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_cards)
+    try:
+        x = torch.ones(16, 2**16).to("hpu")
+        gathered = torch.empty(16 * num_cards, 2**16, device="hpu")
+        found = []
+        for run in (dist.all_reduce, partial(dist.all_gather_into_tensor, gathered)):
+            lazy.mark_step()
+            before = lazy.card.clock.compute_s
+            run(x)
+            found.append(lazy.card.clock.compute_s - before)
+    finally:
+        dist.destroy_process_group()
+    figures = ModelFigures(
+        dense_params=1.0,
+        vocab_size=1,
+        hidden_size=2**17,  # of 2 bytes
+        num_layers=1,
+        attention=(),
+        weight_bytes=2,
+        kv_bytes=2,
+        is_fp8=False,
+    )
+    cost = ServingCost("gaudi2", num_cards, figures)
+    moving = cost.fitted.values[list(CONSTANTS).index("link_bytes")]
+    waiting = empty_all_reduce_seconds(lazy.card.spec)
+    two_all_reduces = float(cost.decode_seconds(16, 16).part("links"))
+    assert two_all_reduces / 2 == pytest.approx(waiting + moving * (found[0] - waiting))
+    # A gather moves its result, of all cards together, over the links once.
+    assert found[1] - waiting == pytest.approx((found[0] - waiting) * num_cards / 2)
 
 
 def test_a_capture_takes_lazy_collectives_only(alone):

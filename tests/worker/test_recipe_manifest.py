@@ -44,6 +44,20 @@ def test_the_fields_that_differ_are_named_in_one_line(tmp_path):
     ]
 
 
+def test_recipes_of_other_weights_or_adapters_are_not_those_of_this_engine(tmp_path):
+    config = make_config()
+    hpu = replace(config.hpu, recipe_cache=f"{tmp_path},false,64")
+    config = replace(config, hpu=hpu, scheduler=replace(config.scheduler, max_loras=2))
+    others = (
+        replace(config, model=replace(config.model, quantization="fp8")),
+        replace(config, lora=replace(config.lora, max_lora_rank=64)),
+        replace(config, hpu=replace(config.hpu, merged_prefill=True)),
+    )
+    RecipeManifest.of(config, "lazy", 9, 0).add([decode(1, 1)])
+    assert RecipeManifest.of(config, "lazy", 9, 0).found
+    assert not any(RecipeManifest.of(other, "lazy", 9, 0).found for other in others)
+
+
 def test_a_damaged_or_newer_file_is_no_reason_to_fail(tmp_path):
     path = tmp_path / FILE_NAME
     good = {"format": "vllm recipes", "version": 1, "configurations": []}

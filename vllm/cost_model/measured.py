@@ -17,6 +17,7 @@ from typing import Any
 from vllm.cost_model import constants
 from vllm.cost_model.cards import CARDS, CardSpec
 from vllm.cost_model.fitted import CONSTANTS, Fitted, fitted_constants
+from vllm.cost_model.links import empty_all_reduce_seconds
 from vllm.cost_model.run_times import RunTimes, read_run_times
 from vllm.cost_model.start import compile_seconds
 from vllm.errors import ConfigError
@@ -38,12 +39,6 @@ class _Rate:
     """Whether a slower card has more of it."""
 
 
-def _published_all_reduce_s(spec: CardSpec) -> float:
-    """Return the seconds of an all-reduce without data, which published runs of models imply."""
-    values = fitted_constants(spec.name.lower()).values
-    return 1e-6 * float(values[list(CONSTANTS).index("all_reduce_us")])
-
-
 RATES = {
     "matmul_flops_per_s": _Rate(
         lambda spec: constants.GEMM_SHARE * spec.bf16_flops, ("prompt_matmuls", "decode_matmuls")
@@ -53,7 +48,7 @@ RATES = {
     ),
     "launch_s": _Rate(lambda spec: constants.LAUNCH_STEP_S, ("layer_us",), is_time=True),
     "link_bytes_per_s": _Rate(lambda spec: spec.link_bytes_per_s, ("link_bytes",)),
-    "all_reduce_s": _Rate(_published_all_reduce_s, ("all_reduce_us",), is_time=True),
+    "all_reduce_s": _Rate(empty_all_reduce_seconds, ("all_reduce_us",), is_time=True),
     "compile_s": _Rate(lambda spec: compile_seconds(COMPILED_OPERATORS), (), is_time=True),
 }
 """Constants that are rates, by their names in the file."""

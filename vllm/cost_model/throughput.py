@@ -14,9 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 from vllm.cost_model import constants
 from vllm.cost_model.cards import CARDS
 from vllm.cost_model.fitted import CONSTANTS, Fitted, Floats, fitted_constants
+from vllm.cost_model.links import moving_seconds
 
-NUM_PEERS = 7
-"""Cards of a box that a card has links to, equally many to each (published)."""
 _ACTIVATION_BYTES = 2
 _ALL_REDUCES = 2
 """All-reduces of one layer."""
@@ -265,10 +264,9 @@ class ServingCost:
         terms[..., _COLUMN["layer_us"]] = 1e-6 * figures.num_layers
         if num_cards > 1:
             num_reduces = _ALL_REDUCES * figures.num_layers
-            moved = all_reduce_bytes(
-                num_tokens * figures.hidden_size * _ACTIVATION_BYTES, num_cards
-            )
-            terms[..., _COLUMN["link_bytes"]] = num_reduces * moved / spec.link_bytes_per_s
+            num_bytes = num_tokens * figures.hidden_size * _ACTIVATION_BYTES
+            moving_s = moving_seconds(spec, num_bytes, num_cards)
+            terms[..., _COLUMN["link_bytes"]] = num_reduces * moving_s
             terms[..., _COLUMN["all_reduce_us"]] = 1e-6 * num_reduces
         return terms
 
@@ -296,19 +294,6 @@ _COLUMN = {name: column for column, name in enumerate(CONSTANTS)}
 _COLUMNS_OF = {
     part: [_COLUMN[name] for name, of in _PART_OF.items() if of == part] for part in PARTS
 }
-
-
-def all_reduce_bytes(num_bytes: ArrayLike, num_cards: int) -> Floats:
-    """Return the bytes that all links of a card together could move while an all-reduce runs.
-
-    Each card exchanges a part of the sum twice with each other card, over the links between the
-    two.
-
-    Args:
-        num_bytes: bytes of the tensor that is summed.
-        num_cards: number of cards that take part.
-    """
-    return np.asarray(num_bytes, np.float64) * (2 * NUM_PEERS / num_cards)
 
 
 def _floats(*values: ArrayLike) -> tuple[Floats, ...]:

@@ -6,8 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from vllm.cost_model.links import all_reduce_bytes
 from vllm.cost_model.measured import COMPILED_OPERATORS
-from vllm.cost_model.throughput import all_reduce_bytes
 from vllm.distributed import TPGroup
 from vllm.platforms.habana.bridge import HabanaBridge
 

@@ -40,6 +40,7 @@ class LaunchWork:
         num_ops: number of operators, views included.
         num_launches: number of recipes that are launched, counted for each layer; these are
             captured.
+        seconds: seconds that the operators take one after another, collectives included.
         recipes: recipes to compile: a key of each -> its number of operators. Two shapes that share
             a recipe have the same key.
     """
@@ -47,6 +48,7 @@ class LaunchWork:
     operators: tuple[Work, ...]
     num_ops: int
     num_launches: int
+    seconds: float
     recipes: Mapping[Hashable, int]
 
     @classmethod
@@ -57,6 +59,7 @@ class LaunchWork:
             tuple(work for work in works if work != Work()),
             sum(map(len, launched)),
             len(launched),
+            sum(operator.compute_s for recipe in launched for operator in recipe),
             {tuple(recipe): len(recipe) for recipe in launched},
         )
 
@@ -66,12 +69,9 @@ class LaunchWork:
             (*self.operators, *work.operators),
             self.num_ops + work.num_ops,
             self.num_launches + work.num_launches,
+            self.seconds + work.seconds,
             {**self.recipes, **work.recipes},
         )
-
-    def seconds(self, spec: CardSpec) -> float:
-        """Return the seconds that the operators take one after another."""
-        return sum(work.seconds(spec) for work in self.operators)
 
 
 @dataclass(frozen=True)

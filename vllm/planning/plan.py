@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from vllm.bucketing import Bucket, plan_buckets
+from vllm.bucketing import Bucket, format_bytes, plan_buckets
 from vllm.bucketing.ledger import GRAPHS, MemoryClass
 from vllm.config import VllmConfig
 from vllm.cost_model.measured import Measured
@@ -18,6 +18,7 @@ from vllm.planning.throughput.prediction import Prediction
 from vllm.planning.throughput.table import as_objects
 from vllm.planning.traffic import bucket_row, bucket_seconds, shape_seconds
 from vllm.platforms.cpu import machine_memory_bytes
+from vllm.worker.hpu.launches.execution import GraphExecution
 from vllm.worker.hpu.warmup.profile import held_bytes
 from vllm.worker.interface import MemoryReport
 
@@ -82,6 +83,8 @@ class Plan:
     """Predicted seconds of a forward pass in each bucket; empty with pipeline stages."""
     completed: str = ""
     """Buckets that the file of VLLM_BUCKETING_FROM_FILE lacks, as one sentence; empty: none."""
+    reserved: str = ""
+    """Advice about memory that is reserved for graphs although the mode has none; empty: none."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as an object for JSON."""
@@ -155,6 +158,19 @@ def describe(engine: EnginePlan, device: str, measured: Measured | None = None) 
         stages=engine.stages if len(engine.stages) > 1 else (),
         bucket_s=bucket_s,
         completed=_completed(engine),
+        reserved=_reserved(engine),
+    )
+
+
+def _reserved(engine: EnginePlan) -> str:
+    """Return advice about memory that is reserved for HPU graphs in a mode without them."""
+    launches = engine.worker.runner.launches
+    num_bytes = sum(engine.ledger.budget(cls) for cls in GRAPHS)
+    if isinstance(launches.execution, GraphExecution) or not num_bytes:
+        return ""
+    return (
+        f"{format_bytes(num_bytes)} are reserved for graphs, and {launches.execution.name} has no "
+        "HPU graphs: with VLLM_GRAPH_RESERVED_MEM=0 the KV cache gets this memory"
     )
 
 

@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 
-from vllm.bucketing import Phase
+from vllm.bucketing import Bucket, Phase
 from vllm.bucketing.catalog.capture_plan import Capture, PhaseGraphs, capture_graphs
 from vllm.bucketing.ledger import assign_graphs
 from vllm.cost_model.start import capture_seconds, compile_seconds
@@ -34,6 +34,13 @@ class PhaseStart:
     """Buckets that have HPU graphs."""
     capture_s: float
     graph_bytes: int
+    num_sizes: dict[str, int]
+    """Different sizes of the buckets in each dimension, by field of `Bucket`."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds to compile, run and capture the shapes of the phase."""
+        return self.compile_s + self.run_s + self.capture_s
 
 
 @dataclass(frozen=True)
@@ -128,6 +135,7 @@ class ShapeCosts:
             recipe for sample in self._all_samples() for recipe in sample.warm_up.recipes
         )
         self._shared = {recipe for recipe, count in seen.items() if count > 1}
+        self._own_s = {id(x): _seconds(self._own_recipes(x)) for x in self._all_samples()}
 
     def _all_samples(self) -> Iterable[_Sample]:
         return {id(sample): sample for both in self._samples.values() for sample in both}.values()
@@ -150,7 +158,7 @@ class ShapeCosts:
             _, warmed = self._plan.record(warm_up)
         row_bytes, token_bytes = result.nbytes // len(result), hidden.nbytes // len(hidden)
         return _Sample(
-            *(shape, warmed, warmed.seconds(self._plan.spec), forward),
+            *(shape, warmed, warmed.seconds, forward),
             *(row_bytes, token_bytes, extra_bytes),
         )
 
@@ -158,7 +166,7 @@ class ShapeCosts:
 
     def compile_s(self, shape: PaddedShape) -> float:
         """Return the seconds of compiling the recipes that no other shape needs."""
-        return self._between(shape, lambda sample: _seconds(self._own_recipes(sample)))
+        return self._between(shape, lambda sample: self._own_s[id(sample)])
 
     @property
     def shared_s(self) -> float:
@@ -179,6 +187,31 @@ class ShapeCosts:
         sample = self._samples_of(shape)[0]
         outputs = shape.num_rows * sample.row_bytes + shape.bucket.num_tokens * sample.token_bytes
         return outputs + round(self._between(shape, lambda sample: sample.extra_bytes))
+
+    # ---- of one bucket --------------------------------------------------------------------
+
+    def warm_up_s(self, bucket: Bucket) -> float:
+        """Return the seconds of compiling, running and capturing the shapes of a bucket."""
+        return sum(
+            self.compile_s(shape)
+            + self.run_s(shape)
+            + (self.capture_s(shape) if self.has_graphs else 0.0)
+            for shape in self._shapes_of(bucket)
+        )
+
+    def bucket_graph_bytes(self, bucket: Bucket) -> int:
+        """Return the memory that the HPU graphs of a bucket keep."""
+        return sum(map(self.graph_bytes, self._shapes_of(bucket)))
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether the execution mode has HPU graphs."""
+        return isinstance(self._plan.worker.runner.launches.execution, GraphExecution)
+
+    def _shapes_of(self, bucket: Bucket) -> list[PaddedShape]:
+        """Return the shapes of a bucket; none if the engine has no bucket of its phase."""
+        is_used = any(kind[0] is bucket.phase for kind in self._samples)
+        return self._plan.shapes_of(bucket) if is_used else []
 
     def _samples_of(self, shape: PaddedShape) -> tuple[_Sample, _Sample]:
         """Return the smallest and largest sample of the shape's kind.
@@ -228,6 +261,10 @@ def plan_start(plan: EnginePlan) -> StartPlan:
             num_graphs=len(captured),
             capture_s=sum(map(costs.capture_s, with_graphs)),
             graph_bytes=0 if found is None else found.used_bytes,
+            num_sizes={
+                name: len({getattr(bucket, name) for bucket in buckets})
+                for name in ("batch", "query_len", "blocks")
+            },
         )
 
     first = plan.first_buckets()

@@ -29,6 +29,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         yield plan.measured
     yield ""
     yield from memory_lines(plan.memory, "the machine" if what == "rank" else "each card")
+    if plan.reserved:
+        yield from wrap(plan.reserved, 100)
     if plan.stages:
         yield ""
         yield from stage_lines(plan.stages)
@@ -78,6 +80,9 @@ def start_lines(start: StartPlan) -> Iterator[str]:
     for name, phase in (("prompts", start.prefill), ("decodes", start.decode)):
         yield _phase_line(name, phase)
     yield f"  sampling                  {_seconds(start.sampling_s):>9}"
+    yield "Sizes of buckets    batch               tokens              KV blocks"
+    for name, phase in (("prompts", start.prefill), ("decodes", start.decode)):
+        yield f"  {name:<16}  {'  '.join(_sizes(phase))}".rstrip()
     yield (
         f"All buckets are warm {_seconds(start.cold_s)} after the weights are read, or "
         f"{_seconds(start.cached_s)} with recipes on disk"
@@ -105,6 +110,14 @@ def _phase_line(name: str, phase: PhaseStart) -> str:
         f"{_seconds(phase.compile_s):>9} {_seconds(phase.run_s):>9}  {phase.num_graphs:>10} "
         f"{_seconds(phase.capture_s):>9}  {format_bytes(phase.graph_bytes):>12}"
     )
+
+
+def _sizes(phase: PhaseStart) -> list[str]:
+    """Return the number of sizes in each dimension, and the mean warm-up of one of them."""
+    return [
+        f"{f'{count} ({_seconds(phase.seconds / max(count, 1))} each)':<18}"
+        for count in phase.num_sizes.values()
+    ]
 
 
 def _seconds(seconds: float) -> str:

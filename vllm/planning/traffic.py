@@ -1,6 +1,6 @@
 """Chooses buckets of a planned engine for a traffic, recorded or replayed from request lengths."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from vllm.bucketing.catalog.from_traffic import (
     choose_for_traffic,
     traffic_limits,
 )
-from vllm.bucketing.optimal import Floats, Ints, ShapeCost, cost_of
+from vllm.bucketing.optimal import Budget, Floats, Ints, ShapeCost, cost_of
 from vllm.bucketing.step_limits import ceil_div
 from vllm.bucketing.traffic import ROUNDING, Shapes, TrafficTable, Weights
 from vllm.cost_model.throughput import ServingCost
@@ -27,6 +27,9 @@ from vllm.planning.throughput.goals import Goals
 
 Traffic = TrafficTable | RequestLengths
 """Recorded sizes of forward passes, or lengths of requests."""
+
+Choose = Callable[[TrafficTable], TrafficBuckets]
+"""Chooses the buckets for a traffic."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ def plan_traffic(
     num_buckets: int,
     cost: ServingCost,
     goals: Goals | None = None,
+    budget: Budget | None = None,
 ) -> TrafficPlan:
     """Choose the buckets of an engine for a traffic.
 
@@ -132,29 +136,34 @@ def plan_traffic(
         num_buckets: number of buckets of each phase.
         cost: cost of its steps.
         goals: goals for the requests; None: none.
+        budget: limit of all buckets, instead of their number; None: none.
 
     Raises:
-        ConfigError: the traffic has another block size.
+        ConfigError: the traffic has another block size, or the budget is too small.
     """
     seconds = shape_seconds(cost, engine.config.cache.block_size)
-    if isinstance(traffic, TrafficTable):
-        return _plan_recorded(engine, traffic, source, num_buckets, seconds)
-    return _plan_requests(engine, traffic, source, num_buckets, seconds, goals)
-
-
-def _choose(
-    engine: EnginePlan, table: TrafficTable, num_buckets: int, seconds: ShapeCost
-) -> TrafficBuckets:
     limits = traffic_step_limits(engine.config, engine.report.num_blocks)
-    longest = longest_prompt(engine.config)
-    return choose_for_traffic(table, limits, num_buckets, longest_prompt=longest, cost=seconds)
+
+    def choose(table: TrafficTable) -> TrafficBuckets:
+        return choose_for_traffic(
+            table,
+            limits,
+            num_buckets,
+            longest_prompt=longest_prompt(engine.config),
+            cost=seconds,
+            budget=budget,
+        )
+
+    if isinstance(traffic, TrafficTable):
+        return _plan_recorded(engine, traffic, source, choose, seconds)
+    return _plan_requests(engine, traffic, source, choose, seconds, goals)
 
 
 def _plan_recorded(
-    engine: EnginePlan, table: TrafficTable, source: str, num_buckets: int, seconds: ShapeCost
+    engine: EnginePlan, table: TrafficTable, source: str, choose: Choose, seconds: ShapeCost
 ) -> TrafficPlan:
     table.check(source, engine.config.cache.block_size)
-    chosen = _choose(engine, table, num_buckets, seconds)
+    chosen = choose(table)
     limits = traffic_step_limits(engine.config, engine.report.num_blocks)
     buckets = (*engine.catalog.prefill, *engine.catalog.decode)
     longest_launch = engine.limits.max_query_len
@@ -177,7 +186,7 @@ def _plan_requests(
     engine: EnginePlan,
     requests: RequestLengths,
     source: str,
-    num_buckets: int,
+    choose: Choose,
     seconds: ShapeCost,
     goals: Goals | None,
 ) -> TrafficPlan:
@@ -189,7 +198,7 @@ def _plan_requests(
 
     present = BucketPlan(engine.catalog, engine.limits, (), ())
     first = replay(config, num_blocks, present, requests, seconds_of)
-    chosen = _choose(engine, first.table, num_buckets, seconds)
+    chosen = choose(first.table)
     # Replay again, because the planner of batches groups prompts by the available buckets.
     sizes = tuple((int(b.phase), b.batch, b.query_len, b.blocks) for b in chosen.buckets)
     hpu = replace(config.hpu, bucketing_strategy="optimal", chosen_buckets=sizes)

@@ -4,57 +4,43 @@ Each set includes the mandatory buckets, into which the largest forward pass of 
 every forward pass has a bucket.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+
+import numpy as np
 
 from vllm.bucketing.bucket import Bucket, Phase, prefill
 from vllm.bucketing.catalog.catalog import Catalog, Cost
 from vllm.bucketing.catalog.closure import missing_buckets
 from vllm.bucketing.optimal import Budget, ChosenBuckets, ShapeCost, choose_buckets
+from vllm.bucketing.optimal.shapes import sizes_of
 from vllm.bucketing.step_limits import StepLimits, round_up
 from vllm.bucketing.traffic import TrafficTable
 from vllm.cost_model.padded import forward_seconds
-
-ForPhase = dict[Phase, ChosenBuckets]
+from vllm.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class TrafficBuckets:
     """The buckets of both phases that were chosen for a traffic."""
 
-    by_phase: ForPhase
-    """Without a phase that the traffic does not have."""
+    choices: tuple[ChosenBuckets, ...]
+    """The choice for each phase that the traffic has; one for both phases if they share a budget.
+    """
     buckets: tuple[Bucket, ...]
     """Buckets of both phases, ascending; also the mandatory ones of a phase without traffic."""
-    num_asked: int
-    """Buckets of each phase that were asked for."""
-    num_mandatory: dict[Phase, int]
-    """The least number of buckets of each phase."""
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """One line for each phase: its padding, and a bound on how much better it could be. The
-        line also names the least number of buckets, if fewer were asked for.
-        """
-        return tuple(
-            self.by_phase[phase].describe() + self._too_few(phase)
-            for phase in Phase
-            if phase in self.by_phase
-        )
+    lines: tuple[str, ...]
+    """One line for each choice: its padding, and a bound on how much better it could be. The line
+    also names the least number of buckets, if fewer were asked for."""
 
     @property
     def padding(self) -> float:
         """Cost of padding, relative to the cost of both phases without padding."""
-        cost = sum(chosen.cost for chosen in self.by_phase.values())
-        unpadded = sum(chosen.unpadded for chosen in self.by_phase.values())
+        cost = sum(chosen.cost for chosen in self.choices)
+        unpadded = sum(chosen.unpadded for chosen in self.choices)
         return cost / unpadded - 1 if unpadded else 0.0
-
-    def _too_few(self, phase: Phase) -> str:
-        least = self.num_mandatory[phase]
-        if least <= self.num_asked:
-            return ""
-        return f". --num-buckets {self.num_asked} is too few; at least {least} are needed"
 
 
 def seconds_of(limits: StepLimits) -> ShapeCost:
@@ -100,6 +86,7 @@ def choose_for_traffic(
     *,
     longest_prompt: int | None = None,
     cost: ShapeCost | None = None,
+    budget: Budget | None = None,
     max_seconds: float = 10.0,
 ) -> TrafficBuckets:
     """Choose the buckets of an engine for a traffic.
@@ -111,39 +98,66 @@ def choose_for_traffic(
             are more mandatory ones.
         longest_prompt: tokens of the longest prompt; see `traffic_limits`.
         cost: cost of a forward pass; None: of a model with 8 billion parameters.
+        budget: limit of the buckets of both phases together, instead of their number.
         max_seconds: maximum number of seconds; see `choose_buckets`; half of it for each phase.
+
+    Raises:
+        ConfigError: the budget is less than the mandatory buckets take.
     """
     limits = traffic_limits(table, limits, longest_prompt)
     cost = cost or seconds_of(limits)
     mandatory = mandatory_buckets(limits)
-    required = {phase: [b for b in mandatory if b.phase is phase] for phase in Phase}
-    by_phase: ForPhase = {}
-    for phase in Phase:
-        shapes, weights = table.shapes_within(limits, phase)
-        if not len(shapes):
+    by_phase = {phase: table.shapes_within(limits, phase) for phase in Phase}
+    exact = {p: float(weights @ cost(*shapes.T)) for p, (shapes, weights) in by_phase.items()}
+    # Query lengths of prompt buckets are multiples of the block size.
+    prompts = by_phase[Phase.PREFILL][0]
+    prompts[:, 2] = -(-prompts[:, 2] // limits.block_size) * limits.block_size
+    choose = partial(choose_buckets, candidates=None, cost=cost, may_split=True)
+    choices, lines = [], []
+    if budget is not None:
+        _check_budget(budget, mandatory)
+        shapes, weights = (np.concatenate(parts) for parts in zip(*by_phase.values(), strict=True))
+        found = choose(shapes, weights, mandatory=mandatory, budget=budget, max_seconds=max_seconds)
+        choices = [replace(found, unpadded=sum(exact.values()))]
+        lines = [choices[0].describe()]
+    for phase, (shapes, weights) in by_phase.items():
+        if budget is not None or not len(shapes):
             continue
-        unpadded = float(weights @ cost(*shapes.T))
-        if phase is Phase.PREFILL:
-            # Query lengths of prompt buckets are multiples of the block size.
-            shapes[:, 2] = -(-shapes[:, 2] // limits.block_size) * limits.block_size
-        chosen = choose_buckets(
-            shapes,
-            weights,
-            None,
-            required[phase],
-            budget=Budget.of_count(max(num_buckets, len(required[phase]))),
-            cost=cost,
-            may_split=True,
-            max_seconds=max_seconds / 2,
+        required = [bucket for bucket in mandatory if bucket.phase is phase]
+        count = max(num_buckets, len(required))
+        found = choose(
+            shapes, weights, mandatory=required, count=count, max_seconds=max_seconds / 2
         )
-        by_phase[phase] = replace(chosen, unpadded=unpadded)
-    found = {bucket for chosen in by_phase.values() for bucket in chosen.buckets}
-    return TrafficBuckets(
-        by_phase,
-        tuple(sorted(found.union(mandatory))),
-        num_buckets,
-        {phase: len(buckets) for phase, buckets in required.items()},
-    )
+        choices.append(replace(found, unpadded=exact[phase]))
+        too_few = ""
+        if num_buckets < len(required):
+            too_few = (
+                f". --num-buckets {num_buckets} is too few; at least {len(required)} are needed"
+            )
+        lines.append(choices[-1].describe() + too_few)
+    buckets = {bucket for found in choices for bucket in found.buckets}
+    return TrafficBuckets(tuple(choices), tuple(sorted(buckets.union(mandatory))), tuple(lines))
+
+
+def _check_budget(budget: Budget, mandatory: list[Bucket]) -> None:
+    """Check that a budget allows the mandatory buckets.
+
+    Raises:
+        ConfigError: it does not; the error names the least budget.
+    """
+    least = float(budget.price(*sizes_of(mandatory).T).sum())
+    if least > budget.limit:
+        raise ConfigError(
+            f"{budget.name} {budget.limit:g} is too small: the {len(mandatory)} buckets that every "
+            f"traffic needs take {least:.3g} {budget.unit}. Set it to at least "
+            f"{_rounded_up(least)}"
+        )
+
+
+def _rounded_up(value: float) -> str:
+    """Return a number with three digits that is not smaller."""
+    step = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return f"{math.ceil(value / step) * step:.6g}"
 
 
 def bucket_file_text(buckets: Iterable[Bucket], lines: Iterable[str] = ()) -> str:

@@ -26,11 +26,13 @@ class Budget:
         price: price of each bucket, from the arrays of `ShapeCost`, for example seconds of warm-up
             or bytes of graphs.
         unit: name of the unit in errors.
+        name: the setting with the limit, for errors.
     """
 
     limit: float
     price: ShapeCost
     unit: str = "buckets"
+    name: str = "budget"
 
     @classmethod
     def of_count(cls, count: int) -> "Budget":
@@ -50,6 +52,9 @@ class ChosenBuckets:
     """Lower bound of the cost of all sets within the budget."""
     unpadded: float
     """Cost of all shapes without padding."""
+    spent: str = ""
+    """The part of the budget that the buckets take, such as "58.2 of 60 seconds"; empty: the budget
+    is a count of buckets."""
 
     @property
     def certificate(self) -> float:
@@ -71,10 +76,12 @@ class ChosenBuckets:
         count = len(self.buckets)
         phases = {str(bucket.phase) for bucket in self.buckets}
         kind = f"{phases.pop()} " if len(phases) == 1 else ""
+        spent, others = f" ({self.spent})" if self.spent else "", "set within the budget"
+        if not self.spent:
+            others = f"{count} bucket{'s' * (count != 1)}"
         return (
-            f"{count} {kind}bucket{'s' * (count != 1)}: {_percent(self.padding)} padding; "
-            f"no {count} bucket{'s' * (count != 1)} can have less than "
-            f"{_percent(self.least_padding)}"
+            f"{count} {kind}bucket{'s' * (count != 1)}{spent}: {_percent(self.padding)} padding; "
+            f"no {others} can have less than {_percent(self.least_padding)}"
         )
 
 

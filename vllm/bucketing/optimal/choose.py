@@ -17,6 +17,7 @@ from vllm.bucketing.optimal.shapes import (
     cost_of,
     least_costs,
     single,
+    sizes_of,
     split_factor,
 )
 from vllm.bucketing.traffic import Shapes, Weights
@@ -103,7 +104,11 @@ def choose_buckets(
             "make a bucket mandatory that covers the largest shape, or raise the limit"
         )
     assert lower <= total * (1 + 1e-6), f"the bound {lower} is above the cost {total} of a set"
-    return ChosenBuckets(buckets, total, min(max(lower, exact), total), exact)
+    spent = ""
+    if budget is not None:
+        price = float(budget.price(*sizes_of(buckets).T).sum())
+        spent = f"{price:.3g} of {budget.limit:g} {budget.unit}"
+    return ChosenBuckets(buckets, total, min(max(lower, exact), total), exact, spent)
 
 
 def _solve(problem: Problem, deadline: float) -> tuple[Ints, float]:

@@ -153,6 +153,8 @@ def _problem(
         raise ValueError(f"no candidate bucket covers {Bucket(Phase(phase), *rest)}")
     candidate_costs = np.asarray(cost(*priced_sizes.T), np.float64)
     prices = np.asarray(budget.price(*priced_sizes.T), np.float64)
+    if not np.array_equal(priced_sizes, sizes):  # a larger bucket may be cheaper to warm up
+        prices = np.minimum(prices, np.asarray(budget.price(*sizes.T), np.float64))
     room = budget.limit - float(prices[:num_mandatory].sum())
     if unbatched is None:
         unbatched = np.full(len(weights), np.inf)

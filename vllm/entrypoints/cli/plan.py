@@ -87,6 +87,24 @@ def add_parser(
         ),
     )
     group.add_argument(
+        "--warm-up-budget",
+        type=float,
+        metavar="S",
+        help=(
+            "choose as many buckets for --traffic as can be compiled, run and captured in S "
+            "seconds (default: no limit; --num-buckets for each phase)"
+        ),
+    )
+    group.add_argument(
+        "--graph-budget",
+        type=float,
+        metavar="GIB",
+        help=(
+            "choose as many buckets for --traffic as have HPU graphs of at most GIB together "
+            "(default: no limit; --num-buckets for each phase)"
+        ),
+    )
+    group.add_argument(
         "--request-rate",
         type=float,
         metavar="R",
@@ -134,6 +152,7 @@ def _plan(args: argparse.Namespace, device: str, host_bytes: int | None) -> int:
     """Print the plan, and return the exit code."""
     from vllm.entrypoints.openai.cli_args import exit_after_help, read_args
     from vllm.entrypoints.pages.plan_page import plan_page
+    from vllm.planning.budgets import bucket_budget
     from vllm.planning.card_search import found_lines, found_object, serve_command
     from vllm.planning.engine_throughput import serving_cost
     from vllm.planning.fit import planned_or_nearest
@@ -153,11 +172,7 @@ def _plan(args: argparse.Namespace, device: str, host_bytes: int | None) -> int:
             f"--write-buckets {args.write_buckets} needs --traffic FILE, the traffic for which "
             "buckets are chosen"
         )
-    if traffic is None and args.num_buckets is not None:
-        raise ConfigError(
-            f"--num-buckets {args.num_buckets} needs --traffic FILE, the traffic for which so many "
-            "buckets are chosen"
-        )
+    _check_budgets(args, has_traffic=traffic is not None)
     flags = _given_flags(args)
     engine_args, server_args = read_args(args)
     exit_after_help(server_args)
@@ -180,7 +195,8 @@ def _plan(args: argparse.Namespace, device: str, host_bytes: int | None) -> int:
     if traffic is not None and engine is not None:
         fitted = None if measured is None else measured.fitted
         count, cost = engine.config.hpu.num_buckets, serving_cost(engine, fitted)
-        buckets = plan_traffic(engine, traffic, source, count, cost, goals)
+        budget = bucket_budget(engine, args.warm_up_budget, args.graph_budget)
+        buckets = plan_traffic(engine, traffic, source, count, cost, goals, budget)
         as_json["traffic"] = buckets.as_json()
         lines += ["", *buckets.lines()]
         if args.write_buckets is not None:
@@ -217,6 +233,29 @@ def _traffic_path(source: str, device: str) -> Path:
     if device not in CARDS:
         raise ConfigError(f"--traffic needs a card: --device {device} has no buckets")
     return Path(source)
+
+
+def _check_budgets(args: argparse.Namespace, *, has_traffic: bool) -> None:
+    """Check the flags that limit the buckets for a traffic.
+
+    Raises:
+        ConfigError: there is no traffic, several are given, or a budget is not a positive number.
+    """
+    names = ("num_buckets", "warm_up_budget", "graph_budget")
+    values = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    given = [f"{flag} {value}" for flag, value in values.items() if value is not None]
+    if given and not has_traffic:
+        raise ConfigError(
+            f"{given[0]} needs --traffic FILE, the traffic for which buckets are chosen"
+        )
+    for flag, unit in (("--warm-up-budget", "seconds"), ("--graph-budget", "GiB")):
+        value = values[flag]
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{flag} {value:g} must be a number of {unit} above 0, such as 60")
+    if len(given) > 1:
+        raise ConfigError(
+            f"{' and '.join(given)} limit the same buckets. Give only one of these flags"
+        )
 
 
 def _at_rate(traffic: "Traffic | None", rate: float) -> "RequestLengths":
@@ -365,7 +404,7 @@ def _search(
 
 _OWN_FLAGS = {
     *("device", "num_cards", "host_memory", "json", "html", "measured"),
-    *("traffic", "request_rate", "write_buckets"),
+    *("traffic", "request_rate", "write_buckets", "warm_up_budget", "graph_budget"),
     *("input_len", "output_len", "run", "command"),
     *("goal_ttft", "goal_tpot", "goal_tokens_per_s"),
     *("model", "model_tag", "tensor_parallel_size", "max_num_seqs"),

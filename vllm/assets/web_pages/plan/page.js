@@ -44,6 +44,7 @@ function showMemory({total_bytes: total, uses}) {
   bars.addTotal(plan.device === "cpu" ? "the machine" : "each card", gib(total));
   showText("stages", (plan.stages ?? []).map((stage, i) => `Stage ${i + 1}: layers ${stage.first_layer} to `
     + `${stage.end_layer - 1}, ${gib(stage.weight_bytes)} of weights, room for ${count(stage.num_blocks)} KV blocks`).join(". "));
+  showText("reserved", plan.reserved);
 }
 
 // The order in which a server does it.
@@ -66,6 +67,12 @@ function showStart({prefill, decode, sampling_s, cold_s, cached_s}) {
     cached += run;
   }
   bars.addTotal("all buckets", `${spent(cold_s)}, or ${spent(cached_s)}`);
+  const sizes = ({num_sizes: counts, ...phase}) => {
+    const total = phase.compile_s + phase.run_s + phase.capture_s;
+    return Object.entries({batch: "batch sizes", query_len: "lengths", blocks: "numbers of KV blocks"})
+      .map(([key, name]) => `${count(counts[key])} ${name} (${spent(total / Math.max(1, counts[key]))} each)`).join(", ");
+  };
+  showText("sizes", `Sizes of prompt buckets: ${sizes(prefill)}. Sizes of decode buckets: ${sizes(decode)}.`);
 }
 
 function showThroughput(speeds) {
@@ -143,7 +150,7 @@ if (plan.buckets.length) {
   const {traffic} = plan;
   const share = (padding) => traffic ? `, ${percent(padding)} % of padding in this traffic` : "";
   showBuckets(`${count(plan.buckets.length)} buckets of the engine${share(traffic?.present_padding)}`,
-    plan.buckets, plan.bucket_s, traffic?.shapes ?? [], traffic?.notes ?? []);
+    plan.buckets, plan.bucket_s, traffic?.shapes ?? [], [plan.completed, ...traffic?.notes ?? []].filter(Boolean));
   if (traffic) {
     showBuckets(`${count(traffic.buckets.length)} buckets chosen for ${traffic.source}${share(traffic.padding)}`,
       traffic.buckets, traffic.bucket_s, traffic.shapes, traffic.certificates);

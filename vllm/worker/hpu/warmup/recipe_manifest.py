@@ -103,6 +103,7 @@ class RecipeManifest:
         fields = {
             "model": model.path or model.model,
             "dtype": model.dtype_name,
+            "quantization": model.quantization,
             "kv_cache_dtype": config.cache.kv_cache_dtype,
             "tensor_parallel_size": config.parallel.tensor_parallel_size,
             "pipeline_parallel_size": config.parallel.pipeline_parallel_size,
@@ -113,6 +114,8 @@ class RecipeManifest:
             "max_num_seqs": limits.max_num_seqs,
             "max_draft_tokens": limits.max_draft_tokens,
             "max_loras": limits.max_loras,
+            "max_lora_rank": config.lora.max_lora_rank if limits.max_loras else 0,
+            "merged_prefill": config.hpu.merged_prefill,
             "contiguous_pa": config.hpu.contiguous_pa,
             "prompt_attention": config.hpu.prompt_attention,
             "torch": torch.__version__,
