@@ -280,7 +280,7 @@ def test_tokens_that_are_expanded_already_are_left_as_they_are(llm):
         assert tokens_of([found]) == tokens_of([want])
     for token_ids in ([*short[:start], *[token] * 3], [5, token]):
         images = {"multi_modal_data": {"image": IMAGE}} if len(token_ids) > 2 else {}
-        with pytest.raises(RequestError, match="as many placeholders <image> as images"):
+        with pytest.raises(RequestError, match="as many placeholders <image> as images, got"):
             llm.generate({"prompt_token_ids": token_ids, **images}, GREEDY)
 
 

@@ -219,7 +219,7 @@ def test_on_a_simulated_card_nothing_compiles_after_the_warm_up(family, mode, tm
         ([5], r"\['video'\]\[0\] must be the bytes of a file, an array or tensor"),
         (
             [draw_frames(2)] * 2,
-            "must have one placeholder <|video_pad|> for each of the 2 videos, got 1",
+            "must have as many placeholders <|video_pad|> as videos, got 1",
         ),
     ],
 )

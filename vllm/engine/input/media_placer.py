@@ -173,8 +173,8 @@ class MediaPlacer:
             count = sum(kind_of[token_ids[at]] == kind for at in replaced_at)
             if count != len(waiting[kind]):
                 raise _refused(
-                    f"the prompt must have one placeholder {texts[kind]} for each of the "
-                    f"{len(waiting[kind])} {plural(kind)}, got {count}"
+                    f"the prompt must have as many placeholders {texts[kind]} as {plural(kind)}, "
+                    f"got {count} placeholders and {len(waiting[kind])} {plural(kind)}"
                 )
         found: list[int] = []
         placed, before = [(each, 0) for each in expanded if not texts[each.item.modality]], 0
