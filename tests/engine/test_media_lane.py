@@ -64,14 +64,14 @@ def run():
 
     def run(test, cache_bytes=100):
         async def main():
-            lane, workers = MediaLane(Prompts), Workers()
+            lane, workers, before = MediaLane(Prompts), Workers(), asyncio.all_tasks()
             lane.cache, lane._workers = PixelCache(cache_bytes), workers
             try:
                 await test(lane, workers)
             finally:
                 lane._thread.shutdown()
             assert not lane._reading
-            assert asyncio.all_tasks() == {asyncio.current_task()}, "no task is left"
+            assert asyncio.all_tasks() == before, "no task is left"
 
         asyncio.run(asyncio.wait_for(main(), HANGS_S))
 

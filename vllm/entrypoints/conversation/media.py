@@ -46,7 +46,9 @@ _ELSEWHERE = {
     "mm_processor_kwargs of the request, such as {'max_pixels': 1003520}": (
         *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"),
     ),
-    "--media-io-kwargs, a flag of the server": ("fps", "nframes", "num_frames"),
+    "--media-io-kwargs, or for frames of a program in (frames, {'fps': 2})": (
+        *("fps", "nframes", "num_frames"),
+    ),
 }
 """Field or flag for settings -> names of the settings, which some clients send in parts."""
 _MAX_UUID_CHARS = 256
