@@ -103,7 +103,7 @@ def test_stages_that_take_turns_give_the_tokens_of_one_process(folder, monkeypat
 
 def test_layers_that_read_earlier_ones_need_one_stage(tmp_path):
     folder = str(make_tiny_model("gemma4", tmp_path))
-    with pytest.raises(ConfigError, match="pipeline_parallel_size=2: Gemma4ForCausalLM needs 1"):
+    with pytest.raises(ConfigError, match="must be 1 for Gemma4ForCausalLM, got 2"):
         LLM(folder, pipeline_parallel_size=2, **MORE_BLOCKS)
 
 
