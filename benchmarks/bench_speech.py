@@ -227,13 +227,26 @@ def measure(args: argparse.Namespace, shape: str, folder: Path) -> list[dict[str
                     if number:
                         answers.setdefault((seconds, key), []).append(answer)
             print(f"{shape}: round {number} of {args.rounds}", file=sys.stderr, flush=True)
+            # A run may be stopped before its last round, which prints the results.
+            for line in lines_of(shape, answers):
+                so_far = {key: line[key] for key in ("seconds", "engine", "type", "s_per_s")}
+                print(so_far, "ratio", line.get("ratio"), file=sys.stderr, flush=True)
     finally:
         for engine in engines.values():
             engine.stop()
+    return lines_of(shape, answers)
+
+
+def lines_of(
+    shape: str, answers: dict[tuple[int, tuple[str, str]], list[dict[str, float]]]
+) -> list[dict[str, Any]]:
+    """Return the results so far, one for each engine and length of sound that every engine has."""
+    num_rounds = min(map(len, answers.values()), default=0)
+    whole = {key: found[:num_rounds] for key, found in answers.items()}
     return [
         {"shape": shape, "seconds": seconds, "engine": name, "type": kind}
-        | summary(found, answers.get((seconds, ("faster-whisper", kind))), seconds)
-        for (seconds, (name, kind)), found in answers.items()
+        | summary(found, whole.get((seconds, ("faster-whisper", kind))), seconds)
+        for (seconds, (name, kind)), found in whole.items()
     ]
 
 

@@ -171,7 +171,8 @@ def test_every_form_of_answer_says_the_same(client: openai.OpenAI, recording: Sa
         assert each.avg_logprob < 0 and 0 < each.no_speech_prob < 1 and each.tokens
     texts = [" ".join(each.text.split()) for each in verbose.segments]
     srt, vtt = (create(file=file, response_format=form, **FIELDS) for form in ("srt", "vtt"))
-    assert srt.count(" --> ") == vtt.count(" --> ") == len(texts)
+    # Segments without text are no subtitles.
+    assert srt.count(" --> ") == vtt.count(" --> ") == len(list(filter(None, texts)))
     assert all(text.replace("-->", "->") in srt for text in texts)
     plain = create(file=file, **FIELDS).text
     assert create(file=file, response_format="text", **FIELDS) == plain + "\n"

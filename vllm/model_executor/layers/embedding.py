@@ -97,6 +97,8 @@ class VocabParallelEmbedding(MethodLayer, ReadsContext):
 
     def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
         shape, wanted = list(source.shape), [self.num_embeddings, self.embedding_dim]
+        if place.slice is None:  # a file for each rank has only its part of the table
+            wanted[0] = self.local_size
         if len(shape) == 2 and shape[0] != wanted[0] and shape[1] == wanted[1]:
             raise WeightLoadError(
                 f"tensor {name} has shape {shape} in the checkpoint, but the model needs {wanted}. "

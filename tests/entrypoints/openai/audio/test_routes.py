@@ -98,6 +98,13 @@ def test_subtitles(form: Any, expected: str) -> None:
     assert [params.logprobs for _, params, _ in engine.seen] == [None]
 
 
+def test_a_segment_without_text_is_no_subtitle() -> None:
+    got: Any = official(SpeechEngine(" ", " Hello.")).audio.transcriptions.create(
+        model="", file=wav(spoken(2)), response_format="srt", language="en"
+    )
+    assert got.startswith("1\n00:00:02,") and got.endswith("\nHello.\n\n") and got.count("-->") == 1
+
+
 def test_translations_are_english() -> None:
     engine = SpeechEngine(" Hello.")
     client = official(engine)

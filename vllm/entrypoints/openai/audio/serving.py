@@ -138,7 +138,9 @@ async def _complete(recording: Recording, body: SpeechFields, task: Task) -> Res
     segments = await recording.segments()
     if body.has_confidence:
         return json_response(_verbose(recording, segments, body, task))
-    texts = [TimedText(each.start_s, each.end_s, each.text) for each in segments]
+    # A subtitle without text would end at its empty line.
+    spoken = [each for each in segments if each.text.strip()]
+    texts = [TimedText(each.start_s, each.end_s, each.text) for each in spoken]
     return PlainTextResponse(srt(texts) if body.response_format == "srt" else vtt(texts))
 
 
