@@ -459,10 +459,10 @@ def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
             f"{' or '.join(map(repr, accepted))}, got {model_type!r}. Use a checkpoint that "
             "contains only the language model"
         )
-    whole: dict[str, Any] = {key: raw[key] for key in _OF_THE_WHOLE if raw.get(key) is not None}
+    shared: dict[str, Any] = {key: raw[key] for key in _OF_THE_WHOLE if raw.get(key) is not None}
     if text.get("tie_word_embeddings") is True:
         # Older files have it only here, and false as the default of the whole. Whoever loads the
         # weights unties them if the checkpoint has an output head.
-        whole["tie_word_embeddings"] = True
+        shared["tie_word_embeddings"] = True
     rest = {key: value for key, value in raw.items() if key != "text_config"}
-    return {**text, **whole, "model_type": model_type, WHOLE_CONFIG: rest}
+    return {**text, **shared, "model_type": model_type, WHOLE_CONFIG: rest}
