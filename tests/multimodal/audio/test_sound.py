@@ -89,7 +89,7 @@ def test_many_channels_are_read_from_memory_of_the_file(num_channels: int) -> No
     assert len(got) == 4_000 and np.abs(got - channels.mean() / 2**15).max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["opus", "wav"])
+@pytest.mark.parametrize("name", ["opus", "wav", "m4a", "webm", "webm-live"])
 def test_recordings_one_after_the_other_are_not_cut_off_after_the_first(name: str) -> None:
     data = sound_file(FORMS[name], tone(0.5, FORMS[name].rate))
     assert "one recording, got several" in refusal(data + data)

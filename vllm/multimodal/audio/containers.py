@@ -63,7 +63,7 @@ _UNKNOWN = 2**31 - 2**12
 """Programs that write to a pipe state a size of their own from here on; no file is as large."""
 _SEVERAL = "it must be one recording, got several, one after the other"
 _OGG_HEADER_BYTES, _OGG_IS_FIRST, _OGG_IS_LAST = 27, 2, 4
-_SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
+_EBML, _SEGMENT, _CLUSTER = 0x1A45DFA3, 0x18538067, 0x1F43B675
 _LENGTH_MARKS = (b"Xing", b"Info", b"VBRI")
 """Marks in the first frame of an MP3 file that states how long it is."""
 _MARK_BYTES = 256
@@ -212,6 +212,8 @@ def _check_mp4(data: bytes) -> None:
             size, header = int.from_bytes(data[at + 8 : at + 16], "big"), 16
         if size == 0:  # 0 means: to the end of the file
             return
+        if at and data[at + 4 : at + 8] == b"ftyp":  # FFmpeg would read only the first file
+            raise IncompleteError(_SEVERAL)
         if size < header:
             raise IncompleteError(
                 f"the box at byte {at} must have at least {header} bytes, got {size}"
@@ -230,6 +232,8 @@ def _check_webm(data: bytes) -> None:
         id_bytes = _width(data, at)
         begin = at + id_bytes + _width(data, at + id_bytes)
         kind = int.from_bytes(data[at : at + id_bytes], "big")
+        if at and kind == _EBML:
+            raise IncompleteError(_SEVERAL)
         size_bytes = data[at + id_bytes : begin]
         # Removes the marker bit of the length.
         size = int.from_bytes(size_bytes, "big") - (1 << 7 * len(size_bytes))
