@@ -70,7 +70,10 @@ GOOD = {"version": 1, "card": "gaudi2", "rates": {"launch_s": 1e-4}}
             json.dumps(GOOD | {"rates": {"launch_s": float("nan")}}),
             "launch_s must be a number above 0, got nan",
         ),
-        (json.dumps(GOOD | {"rates": {"launch_s": True}}), "launch_s is True"),
+        (
+            json.dumps(GOOD | {"rates": {"launch_s": True}}),
+            "launch_s must be a number above 0, got True",
+        ),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_in_one_line(tmp_path, text, message):

@@ -431,7 +431,7 @@ if sys.argv[1] == "0":
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("all_reduce", "the sum over 1 cards is wrong: 1.0"),
+        ("all_reduce", "the sum over 1 cards must be 0.0, got 1.0"),
         ("all_gather", r"all-gather over 1 cards .* got \[1.0\]"),
     ],
 )

@@ -153,9 +153,13 @@ def check_case(settings: dict[str, Any], checkpoint: Callable[[str], str]) -> No
         plan = make_engine_plan(EngineArgs(**args), card)
         assert plan.report.block_bytes == block_bytes, what
         assert plan.ledger.total_bytes == ledger.total_bytes, what
+        # A plan of latent attention in FP8 lacks some KB of each layer's weights.
+        is_exact = (name, settings.get("quantization")) != ("deepseek_v2", "fp8")
+        is_exact = is_exact and name not in ORDERED
         for cls in MemoryClass:
             tolerance = 0.02 if cls is MemoryClass.WORKSPACE or name in ORDERED else 0
-            assert plan.ledger.budget(cls) == pytest.approx(ledger.budget(cls), tolerance, 2**20), (
+            least = 0 if cls is MemoryClass.WEIGHTS and is_exact else 2**20
+            assert plan.ledger.budget(cls) == pytest.approx(ledger.budget(cls), tolerance, least), (
                 what
             )
         if plan.report.launch_bytes == worker._report.launch_bytes and name not in ORDERED:

@@ -114,10 +114,9 @@ def _phase_line(name: str, phase: PhaseStart) -> str:
 
 def _sizes(phase: PhaseStart) -> list[str]:
     """Return the number of sizes in each dimension, and the mean warm-up of one of them."""
-    return [
-        f"{f'{count} ({_seconds(phase.seconds / max(count, 1))} each)':<18}"
-        for count in phase.num_sizes.values()
-    ]
+    counts = phase.num_sizes.values()
+    each = [f" ({_seconds(phase.seconds / count)} each)" if count > 1 else "" for count in counts]
+    return [f"{f'{count}{text}':<18}" for count, text in zip(counts, each, strict=True)]
 
 
 def _seconds(seconds: float) -> str:

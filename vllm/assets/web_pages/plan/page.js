@@ -70,7 +70,8 @@ function showStart({prefill, decode, sampling_s, cold_s, cached_s}) {
   const sizes = ({num_sizes: counts, ...phase}) => {
     const total = phase.compile_s + phase.run_s + phase.capture_s;
     return Object.entries({batch: "batch sizes", query_len: "lengths", blocks: "numbers of KV blocks"})
-      .map(([key, name]) => `${count(counts[key])} ${name} (${spent(total / Math.max(1, counts[key]))} each)`).join(", ");
+      .filter(([key]) => counts[key] > 1)
+      .map(([key, name]) => `${count(counts[key])} ${name} (${spent(total / counts[key])} each)`).join(", ") || "one";
   };
   showText("sizes", `Sizes of prompt buckets: ${sizes(prefill)}. Sizes of decode buckets: ${sizes(decode)}.`);
 }
