@@ -1,5 +1,7 @@
 """Test flat paged attention against the torch reference of the operators."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -110,32 +112,34 @@ def random_query(cache: Cache, num_heads: int) -> Tensor:
     return torch.randn(len(cache.seq_lens), num_heads, HEAD_SIZE).to(cache.keys.dtype)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("block_size", [16, 128])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (8, 1)])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_agrees_with_reference(
-    lengths, num_heads, num_kv_heads, block_size, dtype, is_contiguous, mode
-):
-    cache = random_cache(LENGTHS[lengths], num_kv_heads, HEAD_SIZE, block_size, dtype)
-    query = random_query(cache, num_heads)
-    launch = decode_launch(cache, is_contiguous)
-    got = flat(query, cache, launch, mode=mode)
-    torch.testing.assert_close(got, reference(query, cache), **TOLERANCES[dtype])
+def test_agrees_with_reference(lengths, block_size, dtype):
+    for num_heads, num_kv_heads in ((2, 2), (4, 2), (8, 1)):
+        cache = random_cache(LENGTHS[lengths], num_kv_heads, HEAD_SIZE, block_size, dtype)
+        query = random_query(cache, num_heads)
+        want = reference(query, cache)
+        for is_contiguous, mode in product((True, False), MODES):
+            got = flat(query, cache, decode_launch(cache, is_contiguous), mode=mode)
+            what = f"{num_heads} heads, {num_kv_heads} of keys, {is_contiguous=}, {mode=}"
+            torch.testing.assert_close(
+                got, want, **TOLERANCES[dtype], msg=lambda m, w=what: f"{w}: {m}"
+            )
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 100, 5000])
-def test_sliding_window(window, is_contiguous, mode):
+def test_sliding_window(window):
     """The window is exact to the token; the block list contains the blocks before it."""
     cache = random_cache([1, 15, 16, 17, 31, 64, 250])
     query = random_query(cache, 4)
-    launch = decode_launch(cache, is_contiguous)
-    got = flat(query, cache, launch, window, mode=mode)
-    torch.testing.assert_close(got, reference(query, cache, window), rtol=1e-5, atol=1e-5)
+    want = reference(query, cache, window)
+    for is_contiguous, mode in product((True, False), MODES):
+        got = flat(query, cache, decode_launch(cache, is_contiguous), window, mode=mode)
+        what = f"{is_contiguous=}, {mode=}"
+        torch.testing.assert_close(
+            got, want, rtol=1e-5, atol=1e-5, msg=lambda m, w=what: f"{w}: {m}"
+        )
 
 
 @pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])

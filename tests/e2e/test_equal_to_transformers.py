@@ -215,12 +215,27 @@ SCALED_IN_VERSION_4 = ("gemma", "gemma2")
 LIMITS = {"gemma3": 2e-4}
 """Limits of the difference of a log-probability. With seven layers, one value differs by
 1.07e-4."""
-SAME_LAYERS = ("llama3", "llama_linear", "llama_yarn", "bundled")
+OTHER_ROTATIONS = ("llama3", "llama_linear", "llama_yarn")
+SAME_LAYERS = (*OTHER_ROTATIONS, "bundled")
 """Llamas with other tables of rotations or other sizes, no concern of how requests are batched."""
 SIBLINGS = (
     *("deepseek_v2_lite", "falcon_7b", "phi3_short", "gpt_bigcode_multi_head"),
     *("gpt_neox_sequential", "stablelm_head_norms", "stablelm_parallel", "cohere_head_norms"),
     *("granite_hybrid_dense", "falcon_h1_norms", "lfm2_moe", "qwen3_5_moe", "nemotron_h_latent"),
+    *(
+        "qwen3",
+        "phi",
+        "phi3",
+        "stablelm",
+        "starcoder2",
+        "cohere",
+        "glm",
+        "glm4",
+        "gptj",
+        "gpt_neox",
+    ),
+    *("olmo", "olmo2", "nemotron", "granite_code", "falcon_40b", "mpt", "gemma"),
+    *("mixtral", "qwen3_moe", "olmoe", "granite_moe", "deepseek_v2"),
 )
 """Differ from another family here within a layer only, which tests/model_executor compares."""
 
@@ -230,8 +245,8 @@ GRAPHS, COMPILED = "HPU graphs", "torch.compile"
 ON_CPU = {
     *(
         (family, "CPU", ALL_AT_ONCE)
-        for family in (*EVERY_FAMILY, *VARIANTS, *PUBLISHED_NAMES)
-        if family not in (*RARE_FAMILIES, *SIBLINGS)
+        for family in (*EVERY_FAMILY, *VARIANTS)
+        if family not in (*RARE_FAMILIES, *SIBLINGS, *OTHER_ROTATIONS)
     ),
     *((family, "CPU", "bfloat16") for family in ("bundled", "gemma2", "opt", "phi")),
     *(
@@ -256,10 +271,8 @@ prefixes, as these keep more blocks."""
 
 ON_A_CARD = {
     *((family, GRAPHS, LOGPROBS) for family in ("llama", "deepseek_v3")),
-    # These families have: windows; norms of heads; learned positions with biases; ALiBi; learned
-    # positions and one key/value head; LongRoPE; experts.
-    *((family, GRAPHS, CARD) for family in ("mistral", "qwen3", "opt", "falcon_rw")),
-    *((family, GRAPHS, CARD) for family in ("gpt_bigcode", "phi3_short", "qwen2_moe")),
+    # These families have: ALiBi; learned positions, biases and one key/value head; LongRoPE.
+    *((family, GRAPHS, CARD) for family in ("falcon_rw", "gpt_bigcode", "phi3_short")),
     # Llama 4 has experts and attention in chunks; later layers of Gemma 4 read the keys and values
     # of earlier layers.
     *((family, GRAPHS, CARD) for family in ("llama4", "gemma4")),
@@ -286,8 +299,8 @@ ON_A_CARD = {
     ("gemma2", GRAPHS, "slices"),
     # Simulated builds of the bridge: a build without the kernels that were added late, a build
     # without kernels that every build should have, and a build with kernels for the softmax of
-    # blocks. These families have sinks and experts, windows in most layers, and layers without
-    # rotary embedding; the family with slices above has soft caps.
+    # blocks. These families have sinks and experts, windows in most layers with norms of heads, and
+    # layers without rotary embedding; the family with slices above has soft caps.
     ("gpt_oss", GRAPHS, "release 1.19"),
     ("gemma3", GRAPHS, "no late kernels"),
     ("cohere2", GRAPHS, "gaudi3, fused softmax of blocks"),
@@ -295,6 +308,7 @@ ON_A_CARD = {
 
 EXHAUSTIVE = {
     *((family, "CPU", ALL_AT_ONCE) for family in (*RARE_FAMILIES, *SIBLINGS)),
+    *((family, "CPU", ALL_AT_ONCE) for family in (*OTHER_ROTATIONS, *PUBLISHED_NAMES)),
     *((family, GRAPHS, LOGPROBS) for family in (*FAMILIES, *MORE_FAMILIES)),
     *((family, GRAPHS, PAIRS) for family in STATE_FAMILIES),
     *(

@@ -43,7 +43,7 @@ BUCKETS = {
 }
 WARMING = {"ready_when": "first", "first_buckets": 2, "warm_up_share": 0.5}
 STEP_S, PART_S = 0.01, 0.03
-NUM_REQUESTS = 24
+NUM_REQUESTS = 16
 CANCELLED = frozenset({"3", "11"})
 
 
@@ -175,8 +175,8 @@ def want():
 
 
 OTHERS = [
-    *((0, 1, length, 0) for length in (16, 48, 64)),
-    *((1, batch, length, blocks) for batch in (1, 2, 4) for length in (1, 3) for blocks in (6, 20)),
+    *((0, 1, length, 0) for length in (16, 64)),
+    *((1, batch, length, blocks) for batch in (1, 4) for length in (1, 3) for blocks in (6, 20)),
 ]
 """Buckets that an engine is to use instead, for phase, batch, query length and blocks."""
 

@@ -93,17 +93,17 @@ def search_to_the_end(model, width, max_tokens, length_penalty):
     return [output for _, output in sorted(scored, reverse=True)[:width]]
 
 
-@pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
-def test_stopping_early_does_not_change_the_result(seed, length_penalty):
+def test_stopping_early_does_not_change_the_result(length_penalty):
     params = BeamSearchParams(
         beam_width=2,
         max_tokens=12,
         length_penalty=length_penalty,
         include_stop_str_in_output=True,
     )
-    found = [beam.tokens[1:] for beam in search(BigramModel(seed), params)]
-    assert found == search_to_the_end(BigramModel(seed), 2, 12, length_penalty)
+    for seed in range(40):
+        found = [beam.tokens[1:] for beam in search(BigramModel(seed), params)]
+        assert found == search_to_the_end(BigramModel(seed), 2, 12, length_penalty), seed
 
 
 def test_the_search_stops_when_no_beam_can_get_among_the_best_any_more():

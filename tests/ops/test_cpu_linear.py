@@ -76,15 +76,16 @@ def expected(x: Tensor, weight: Tensor, weight_format: WeightFormat | None, bias
 
 @pytest.mark.parametrize(("weight_dtype", "weight_format", "dtype"), COMBINATIONS)
 @pytest.mark.parametrize(("num_out", "num_in"), [(1, 8), (64, 32), (200, 688), (130, 2056)])
-def test_products_agree_with_float64(isa, num_out, num_in, weight_dtype, weight_format, dtype):
+def test_products_agree_with_float64(isas, num_out, num_in, weight_dtype, weight_format, dtype):
     weight, bias = torch.randn(num_out, num_in, dtype=weight_dtype), torch.randn(num_out).to(dtype)
-    packed = packed_of(weight, weight_format)
-    for num_rows in (1, 2, 3, 4, 5, 6, 7, 64):
-        x = torch.randn(num_rows, num_in).to(dtype)
-        got = packed.linear(x, bias)
-        want = expected(x, weight, weight_format, bias)
-        assert got.dtype is dtype
-        torch.testing.assert_close(got, want.to(dtype), **TOLERANCES[dtype])
+    inputs = [torch.randn(num_rows, num_in).to(dtype) for num_rows in (1, 2, 3, 4, 5, 6, 7, 64)]
+    outputs = [expected(x, weight, weight_format, bias).to(dtype) for x in inputs]
+    for _ in isas:
+        packed = packed_of(weight, weight_format)
+        for x, want in zip(inputs, outputs, strict=True):
+            got = packed.linear(x, bias)
+            assert got.dtype is dtype
+            torch.testing.assert_close(got, want, **TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize(("weight_dtype", "weight_format", "dtype"), COMBINATIONS)
@@ -289,6 +290,6 @@ for call in (lambda: packed.linear(x), lambda: experts.forward(*choices)):
     assert run.stdout.splitlines() == [
         "not enough memory for 1024 rows of a linear layer",
         "True",
-        "not enough memory for 1024 tokens of 2 experts",
+        "not enough memory to run 2 experts for 1024 tokens",
         "True",
     ]

@@ -47,21 +47,24 @@ def choices_of(num_tokens: int, num_experts: int, top_k: int) -> tuple[Tensor, T
     ("num_experts", "top_k", "hidden", "size"),
     [(4, 1, 64, 64), (8, 2, 96, 200), (64, 8, 128, 40), (5, 3, 640, 24)],
 )
-def test_packed_experts_agree_with_the_reference(isa, num_experts, top_k, hidden, size, dtype):
+def test_packed_experts_agree_with_the_reference(isas, num_experts, top_k, hidden, size, dtype):
     gate_up, down = experts_of(num_experts, hidden, size, dtype)
-    packed = PackedExperts.pack(gate_up.clone(), down.clone())
+    tolerance = 1e-5 if dtype is FLOAT32 else 2**-6
+    cases = []
     for num_tokens in (1, 2, 7, 64, 300):
         x = torch.randn(num_tokens, hidden + 8).to(dtype)[:, :hidden]
-        topk_ids, topk_weights = choices_of(num_tokens, num_experts, top_k)
-        got = packed.forward(x, topk_ids, topk_weights)
-        want = NATIVE.moe(x, topk_ids, topk_weights, gate_up, down)
-        tolerance = 1e-5 if dtype is FLOAT32 else 2**-6
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
-    first = packed.multiply_gate_up(1, x)
-    torch.testing.assert_close(first, F.linear(x, gate_up[1]), rtol=tolerance, atol=tolerance)
-    second = packed.multiply_down(1, first[:, :size])
-    want = F.linear(first[:, :size], down[1])
-    torch.testing.assert_close(second, want, rtol=tolerance, atol=tolerance)
+        choices = choices_of(num_tokens, num_experts, top_k)
+        cases.append((x, choices, NATIVE.moe(x, *choices, gate_up, down)))
+    for _ in isas:
+        packed = PackedExperts.pack(gate_up.clone(), down.clone())
+        for x, choices, want in cases:
+            got = packed.forward(x, *choices)
+            torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+        first = packed.multiply_gate_up(1, x)
+        torch.testing.assert_close(first, F.linear(x, gate_up[1]), rtol=tolerance, atol=tolerance)
+        second = packed.multiply_down(1, first[:, :size])
+        want = F.linear(first[:, :size], down[1])
+        torch.testing.assert_close(second, want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])

@@ -116,7 +116,9 @@ def test_random_numbers_need_a_position_for_each_key():
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0, 0.0])
 @pytest.mark.parametrize("vocab_size", [1, 127, 128, 200, 256, 300])
-def test_tokens_are_in_the_vocabulary_whatever_the_random_numbers_are(isa, vocab_size, number):
+def test_tokens_are_in_the_vocabulary_whatever_the_random_numbers_are(
+    vector_isa, vocab_size, number
+):
     logits = LOGITS.new_zeros(N, vocab_size)
     numbers = RowNumbers(exponentials=torch.full((N, vocab_size // 128 + 129), number))
     out = tokens()

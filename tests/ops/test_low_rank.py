@@ -1,5 +1,7 @@
 """Test the low-rank matmuls of adapters: the kernels of every instruction set against torch."""
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ LAYERS = [
 RANKS = (1, 8, 13, 64, 256)
 
 
+@cache
 def adapters(dtype: torch.dtype, *, seed: int = 0) -> list[list[LoRAWeights | None]]:
     """Return an adapter of each rank; some leave a projection unchanged, or share A between
     several."""

@@ -40,7 +40,13 @@ def seeded() -> None:
 
 
 @pytest.fixture
-def ops(isa: str) -> NativeOps:
+def ops(vector_isa: str) -> NativeOps:
+    """Use the C++ kernels, with each instruction set whose vectors differ, one after another."""
+    return CPUOps()
+
+
+@pytest.fixture
+def matrix_ops(isa: str) -> NativeOps:
     """Use the C++ kernels, with each instruction set of this machine, one after another."""
     return CPUOps()
 
@@ -246,9 +252,9 @@ def test_route_chooses_experts_that_exist_whatever_the_logits_are(ops):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_heads", "size", "out", "rest"), [(1, 6, 1, 0), (5, 24, 65, 16)])
-def test_products_of_heads_agree_with_reference(ops, num_heads, size, out, rest, dtype):
+def test_products_of_heads_agree_with_reference(matrix_ops, num_heads, size, out, rest, dtype):
     matrices = torch.randn(num_heads, size, out).to(dtype)
-    heads, reference = ops.prepare_heads(matrices), NATIVE.prepare_heads(matrices)
+    heads, reference = matrix_ops.prepare_heads(matrices), NATIVE.prepare_heads(matrices)
     assert torch.equal(heads.dense(), matrices)
     for num_tokens in (0, 1, 7, 70):
         x = torch.randn(num_tokens, num_heads, size + rest).to(dtype)
@@ -321,12 +327,12 @@ def test_not_a_number_is_not_hidden(ops):
 
 
 @pytest.mark.parametrize("bits", [0x7FC00001, -1])
-def test_not_a_number_may_have_any_bits(ops, bits):
+def test_not_a_number_may_have_any_bits(matrix_ops, bits):
     cache, query = PagedCache([40], 1, 16, 16, torch.float32), torch.ones(1, 2, 16)
     cache.keys.view(torch.int32)[cache.block_tables[0, 0], 3] = bits
-    assert cache.decode(ops, query, None).isnan().all()
+    assert cache.decode(matrix_ops, query, None).isnan().all()
     tables = cache.block_tables
-    new = ops.paged_attention_prefill(
+    new = matrix_ops.paged_attention_prefill(
         query, cache.keys, cache.values, tables, [0, 1], [40], AttentionOptions(1.0)
     )
     assert new.isnan().all()
@@ -388,34 +394,36 @@ def test_reshape_and_cache_writes_real_slots_only(ops, num_padding, block_size, 
     ("num_heads", "num_kv_heads", "block_size"),
     [(1, 1, 16), (4, 4, 128), (6, 2, 16), (7, 1, 128), (12, 4, 16), (32, 8, 128)],
 )
-def test_decode_attention_agrees_with_reference(ops, num_heads, num_kv_heads, block_size, dtype):
+def test_decode_attention_agrees_with_reference(isas, num_heads, num_kv_heads, block_size, dtype):
     head_sizes = [16, 64, 80, 100, 128, 256]
     for head_size in head_sizes if num_heads == 6 else [64, 100]:
         cache = PagedCache([1, 0, 257, 600, 33, 128], num_kv_heads, head_size, block_size, dtype)
         query, _, _ = packed_qkv(6, num_heads, num_kv_heads, head_size, dtype)
         for window in (None, 1, 50, 300):
-            got = cache.decode(ops, query, window)
-            assert_close(got, cache.decode(NATIVE, query, window))
-            assert not got[1].any(), "a padding row is zero"
+            want = cache.decode(NATIVE, query, window)
+            for _ in isas:
+                got = cache.decode(CPUOps(), query, window)
+                assert_close(got, want)
+                assert not got[1].any(), "a padding row is zero"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decode_attention_has_the_same_bits_in_any_batch_on_any_threads(
-    ops, dtype, restore_threads
+    matrix_ops, dtype, restore_threads
 ):
     cache = PagedCache([5, 1000, 300, 64, 511], 2, 64, 16, dtype)
     query = torch.randn(5, 8, 64, dtype=dtype)
-    together = cache.decode(ops, query, None)
+    together = cache.decode(matrix_ops, query, None)
     for num_threads, row in product((1, 2, 3), range(5)):
         torch.set_num_threads(num_threads)
-        alone = cache.decode(ops, query, None, slice(row, row + 1))
+        alone = cache.decode(matrix_ops, query, None, slice(row, row + 1))
         assert torch.equal(alone[0], together[row])
 
 
-def test_decode_attention_survives_large_scores(ops):
+def test_decode_attention_survives_large_scores(matrix_ops):
     cache = PagedCache([600], 1, 64, 16, torch.float32)
     query = torch.randn(1, 4, 64) * 1e4
-    assert_close(cache.decode(ops, query, None), cache.decode(NATIVE, query, None))
+    assert_close(cache.decode(matrix_ops, query, None), cache.decode(NATIVE, query, None))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -71,7 +71,7 @@ def assert_same(got, want) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [0.3, 2.0, 8.0])
 @pytest.mark.parametrize("vocab_size", [301, 1000, 4096, 20000])
-def test_tokens_are_those_of_torch(isa, vocab_size, scale, dtype):
+def test_tokens_are_those_of_torch(vector_isa, vocab_size, scale, dtype):
     requests = mixed_requests(4 * len(MIXED), vocab_size)
     logits = random_logits(len(requests), vocab_size, scale).to(dtype)
     before = logits.clone()
@@ -88,7 +88,7 @@ def sampled_by_torch(vocab_size: int, scale: float, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("vocab_size", [1, 50, 127, 128, 129, 1000])
-def test_greedy_is_the_first_of_the_largest_logits(isa, vocab_size):
+def test_greedy_is_the_first_of_the_largest_logits(vector_isa, vocab_size):
     logits = random_logits(40, vocab_size).bfloat16()
     logits[4, vocab_size // 2 :] = 100
     logits[5, :-1] = -torch.inf
@@ -127,7 +127,7 @@ LOGITS = {
 @pytest.mark.parametrize(
     "params", [*FILTERS, {"top_k": 300}, {"top_k": 300, "top_p": 0.9}], ids=str
 )
-def test_kept_tokens_are_those_that_torch_keeps(isa, params):
+def test_kept_tokens_are_those_that_torch_keeps(vector_isa, params):
     for name, logits in LOGITS.items():
         expected = kept_by_torch(name, *params.items())
         assert kept_tokens(make_sampler, logits, params) == expected, name
@@ -143,7 +143,7 @@ def kept_by_torch(name: str, *params: tuple[str, float]) -> list[int]:
 )
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bad_logits_are_flagged_and_hurt_no_other_row(isa, params, bad, dtype):
+def test_bad_logits_are_flagged_and_hurt_no_other_row(vector_isa, params, bad, dtype):
     logits = random_logits(4, 300).to(dtype)
     requests = [make_request(seed=i, logprobs=2, **params) for i in range(4)]
     healthy, _ = sample_with(make_sampler, requests, logits)
@@ -182,13 +182,13 @@ def test_neither_neighbours_nor_threads_nor_instruction_sets_change_a_token(rest
         assert alone.token_ids[0] == want[i]
 
 
-def test_random_numbers_are_those_of_numpy_but_for_the_last_bits(isa):
+def test_random_numbers_are_those_of_numpy_but_for_the_last_bits(vector_isa):
     keys, positions = stream_keys(np.arange(200)), np.arange(200, dtype=np.int64) * 977
     got = load_sampling_kernels().exponentials(keys, positions, 1131)
     np.testing.assert_allclose(got, exponentials_at(keys, positions, 1131), rtol=6e-7, atol=0)
 
 
-def test_random_numbers_next_to_the_ends_are_exact_too(isa):
+def test_random_numbers_next_to_the_ends_are_exact_too(vector_isa):
     """Check log(x) for x near 1, where it is near 0, and the smallest and largest random
     numbers.
     """
@@ -203,7 +203,7 @@ def test_random_numbers_next_to_the_ends_are_exact_too(isa):
 
 @pytest.mark.parametrize("num_logprobs", [0, 1, 5, 20, 300])
 @pytest.mark.parametrize("vocab_size", [7, 128, 300, 5000])
-def test_logprobs_are_those_of_log_softmax(isa, vocab_size, num_logprobs):
+def test_logprobs_are_those_of_log_softmax(vector_isa, vocab_size, num_logprobs):
     logits = random_logits(9, vocab_size, 4.0)
     tokens = torch.arange(9) % vocab_size
     wanted = np.array([8, 0, 3], np.int64)
@@ -219,7 +219,7 @@ def test_logprobs_are_those_of_log_softmax(isa, vocab_size, num_logprobs):
     assert all(part.equal(whole[wanted]) for part, whole in zip(some, found, strict=True))
 
 
-def test_equal_logits_are_likeliest_in_the_order_of_their_tokens(isa):
+def test_equal_logits_are_likeliest_in_the_order_of_their_tokens(vector_isa):
     logits = torch.tensor([[2.0, -0.0, 5.0, 5.0, 0.0, 2.0, -torch.inf]])
     ids, logprobs, ranks = load_sampling_kernels().gather_logprobs(logits, torch.tensor([5]), 7)
     assert ids[0].tolist() == [5, 2, 3, 0, 5, 1, 4, 6]
