@@ -176,7 +176,7 @@ def bytes_on_disk(model: Path) -> int:
 
 
 def evaluation_samples() -> list[list[int]]:
-    """Return samples of tokens of the modules that are evaluated."""
+    """Return samples of token ids of the Python modules on which the perplexity is measured."""
     from vllm.transformers_utils.tokenizer import get_tokenizer
 
     tokenizer = get_tokenizer(str(MODEL))

@@ -135,7 +135,9 @@ class Run:
 
 
 def read_runs(path: Path = ROWS) -> list[Run]:
-    """Return the static runs of a named model; others have no batch or no model."""
+    """Return the published runs that have a batch size and one of the models in MODELS; other rows
+    are skipped.
+    """
     with path.open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["batch"] and row["model"] in MODELS]
     return [

@@ -560,9 +560,9 @@ class Envs:
     VLLM_HPU_SIM_STRICT: bool = _simulation(
         False,
         "Raise an error if the simulated card finds one of these: a compilation, host sync or "
-        "dynamic shape in a step after the warm-up; an index out of range; inputs that a card "
-        "would confuse with the inputs of another graph; a collective in a graph without a "
-        "mark_step before it.",
+        "dynamic shape in a step after the warm-up; an index out of range; inputs with the hash "
+        "of other inputs, for which a card would replay the wrong graph; a collective in a graph "
+        "without a mark_step before it.",
     )
     VLLM_HPU_SIM_VENDOR: bool = _simulation(
         False,

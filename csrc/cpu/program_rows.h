@@ -28,7 +28,7 @@ struct ProgramBuffers {
   }
 };
 
-// Rows [begin, begin + count) of a launch. Local buffers contain them from row begin - shift on.
+// Rows [begin, begin + count) of a launch. Row r of the launch is row r - shift of a local buffer.
 struct Rows {
   int64_t begin, count, shift;
 };

@@ -170,8 +170,8 @@ def test_parts_of_a_prompt_have_context_even_where_no_prompt_has():
 @pytest.mark.parametrize("strategy", ["linear", "exponential", "sparse"])
 @pytest.mark.parametrize("contiguous_pa", [False, True])
 def test_no_decode_bucket_is_beyond_what_is_launched_at_once(strategy, contiguous_pa):
-    """With shared blocks, 128 requests could reference 131,072 blocks; they run in parts of
-    4,106.
+    """128 requests with shared blocks can have 131,072 references to blocks. Their batch is split,
+    so that a forward pass has at most 4,106.
     """
     config = make_config(
         block_size=128,

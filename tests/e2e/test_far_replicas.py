@@ -54,7 +54,7 @@ def test_a_server_has_replicas_on_another_machine_which_may_be_lost_and_return(t
         variables={"VLLM_SERVER_DEV_MODE": "1"},
         is_awaited=False,
     ) as server:
-        wait_until(lambda: "waiting for their machines" in server.log_text())
+        wait_until(lambda: "waiting for the machines of" in server.log_text())
         # Bytes that are not a message of a replica do no harm.
         for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\0" * 9, b"\xff" * 64):
             with socket.create_connection(("127.0.0.1", port)) as connection:

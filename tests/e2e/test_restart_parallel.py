@@ -21,7 +21,9 @@ def ranks(server: Server) -> list[psutil.Process]:
 
 
 def kill_a_rank(server: Server) -> tuple[list[tuple[int, str]], list[psutil.Process]]:
-    """Kill a rank during a load. Return the answers, and the ranks before."""
+    """Kill a rank while requests run. Return the answers, and the processes of the ranks from
+    before the kill.
+    """
     before = ranks(server)
     return asyncio.run(answers_around(server, LOAD, before[0].kill)), before
 

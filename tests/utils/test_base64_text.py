@@ -59,7 +59,7 @@ def test_a_large_text_is_decoded_in_pieces(size):
             TEXT.replace("+", " "),
             "has a space; accepted is the standard base64 alpha",
         ),
-        ("AAAAA", "has 5 digits: one is missing, or one too many"),
+        ("AAAAA", "has 5 characters, which is not a possible length: it is cut off, or has one"),
         ("AA=A", "has '=' before its end, or more than two of them"),
         ("AA===", "has '=' before its end, or more"),
         ("AAA?", "has a character"),

@@ -98,8 +98,8 @@ class ObservabilityConfig:
     who can reach the endpoint sees the token ids of all prompts and outputs."""
 
     record_traffic: str | None = None
-    """File in which the sizes of forward passes without padding are recorded, so that --traffic can
-    choose buckets for them. If the file exists, it is continued. It is written at most once a
+    """File that records the size of each forward pass before padding, so that --traffic can choose
+    buckets for these sizes. If the file exists, it is continued. It is written at most once a
     minute and at the end. It contains no text and no token ids. Only devices with buckets (Gaudi)
     record sizes."""
 

@@ -139,7 +139,7 @@ class EncoderCache:
             num_computed: computed tokens of each request, by its batch index.
         """
         self._step_budget = self.budget
-        if not self._held:  # most steps of requests without media
+        if not self._held:  # the usual case: no running request has media
             return
         for request in self.holders:
             self._pass_items(request, int(num_computed[request.row]))

@@ -131,10 +131,9 @@ class AdapterConfig:
         return alpha / rank**0.5 if self.uses_rslora else alpha / rank
 
     def parameter_of(self, experts: str, is_inner: bool) -> str | None:
-        """Return the parameter of experts to which tensors of an adapter belong.
+        """Return to which parameter of the experts the tensors of an adapter belong.
 
-        The name of a tensor does not contain it, because peft wraps the parameters one around the
-        other.
+        Their names do not contain the parameter, because peft nests one wrapper for each parameter.
 
         Args:
             experts: name of the module.

@@ -54,7 +54,10 @@ def decode_base64(text: str, start: int = 0, *, max_bytes: int | None = None) ->
         _check_size(num_bytes, max_bytes)
     if len(digits) == 1:
         num_digits = num_bytes // 3 * 4 + 1
-        raise Base64Error(f"has {num_digits} digits: one is missing, or one too many")
+        raise Base64Error(
+            f"has {num_digits} characters, which is not a possible length: it is cut off, or has "
+            "one character too many"
+        )
     decoded.append(_decode_digits(digits + b"=" * (-len(digits) % 4)))
     _check_size(num_bytes + len(decoded[-1]), max_bytes)
     return b"".join(decoded)

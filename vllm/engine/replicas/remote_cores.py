@@ -177,10 +177,10 @@ class RemoteEngineCores:
                     f"free port"
                 ) from None
             logger.info(
-                "replicas %s: waiting for their machines at %s:%d",
-                ", ".join(map(str, sorted(self._replicas))),
+                "listening on %s:%d; waiting for the machines of the replicas %s to connect",
                 self._address,
                 self._port,
+                ", ".join(map(str, sorted(self._replicas))),
             )
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -107,7 +107,8 @@ def _unbroken(data: bytes) -> list[tuple[int, int]]:
     found = []
     position = _STEP
     while position < len(data):
-        # The mark before a long range is at most one step before the first position inside it.
+        # Positions are checked every _STEP bytes. So the quotation mark before a long range is at
+        # most _STEP bytes before the first position inside the range.
         first = data.rfind(b'"', position - _STEP, position) + 1
         last = data.find(b'"', position)
         if last < 0:

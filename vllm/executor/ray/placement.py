@@ -154,8 +154,10 @@ def _room(node: dict[str, Any], tensor_size: int, resources: dict[str, float]) -
 
 
 def _ordered(nodes: dict[int, str], here: str) -> list[int]:
-    """Sort the bundles of ranks: the machines with the most bundles first, because a stage fits
-    into one machine, and the engine's machine before equal ones.
+    """Return the bundles in the order of the ranks.
+
+    Machines with the most bundles come first, so that a stage fits on one machine. Of machines with
+    equally many, the engine's own comes first.
     """
     on_node = Counter(nodes.values())
     return sorted(nodes, key=lambda b: (-on_node[nodes[b]], nodes[b] != here, nodes[b]))

@@ -78,7 +78,8 @@ def load_decoders() -> None:
         from PIL import Image as pillow
 
         pillow.init()
-        # The limit of pixels is checked here, so the lower one of Pillow need not be told.
+        # This package checks its own limit of pixels, so switch off Pillow's warning about a lower
+        # one.
         warnings.simplefilter("ignore", pillow.DecompressionBombWarning)
         from PIL import AvifImagePlugin
 

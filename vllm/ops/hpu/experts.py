@@ -40,8 +40,8 @@ class ExpertOperators(NamedTuple):
     def of(cls, kernels: FusedKernels, options: ExpertOptions = SILU_EXPERTS) -> "ExpertOperators":
         """Return the operators of a card that experts with these options may need.
 
-        Only experts with biases ask for operators with biases, because the first question tries one
-        of them on the card.
+        Operators with biases are looked up only for experts with biases, because the first look-up
+        runs one of them on the card.
         """
         has_biases = options.limit is not None
         return cls(*(("biases" not in x or has_biases) and kernels.has(x) for x in _PARTS))

@@ -214,7 +214,8 @@ def encoder_bytes(config: VllmConfig, encoder: MediaEncoder) -> int:
         peak = peak_bytes(config, given)
     except NotImplementedError as error:  # an operator reads values, which fake tensors lack
         logger.warning(
-            "the memory that the encoder of images or sounds needs is not known before it runs: %s",
+            "cannot estimate the memory of the image or sound encoder, so none is reserved for "
+            "it: %s",
             error,
         )
         return 0

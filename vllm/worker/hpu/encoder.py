@@ -204,11 +204,11 @@ class CardEncoder:
         given_up, self.sizes = self.sizes[num_sizes:], self.sizes[:num_sizes]
         is_enough = bool(self.sizes) and self.sizes[-1] >= self._largest
         if not self.sizes or (self.max_embeddings is None and not is_enough):
-            at_least = "" if refused is None else f" at least {format_bytes(refused)},"
+            at_least = "" if refused is None else f" (at least {format_bytes(refused)})"
             raise ConfigError(
                 f"no memory for the encoder of {self.reads}: a forward pass of {given_up[0]} "
-                f"{self.unit} needs more than there is:{at_least} and there are "
-                f"{format_bytes(most_bytes)}. Lower --max-num-batched-tokens or --max-model-len, "
+                f"{self.unit} needs more than the {format_bytes(most_bytes)} that are left"
+                f"{at_least}. Lower --max-num-batched-tokens or --max-model-len, "
                 f"or send no {self.reads} (--limit-mm-per-prompt {self._modality}=0)"
             )
         if is_enough:

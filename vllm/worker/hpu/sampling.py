@@ -128,9 +128,10 @@ class PaddedSampling:
         output: PaddedOutput,
         metadatas: Iterable[SamplingMetadata],
     ) -> None:
-        """Sample from a forward pass of padding, in these ways.
+        """Warm up sampling: sample once with each of `metadatas`, from a forward pass that has only
+        padding.
 
-        A pipeline stage that does not sample takes part in the same steps as the last stage.
+        Pipeline stages that do not sample take the same steps as the last stage.
         """
         sampled = None
         for metadata in metadatas:

@@ -56,7 +56,9 @@ def _most_telling(errors: Sequence[Any]) -> tuple[Sequence[int | str], Any]:
 
 
 def _is_of_name(error: Any) -> bool:
-    """Return whether an error only says that a key such as `type` names another type of object."""
+    """Return whether pydantic rejected one type of a union only because a key such as `type` holds
+    the name of a different type.
+    """
     path = error["loc"][1:]
     return error["type"] == "literal_error" and len(path) == 1 and isinstance(path[0], str)
 

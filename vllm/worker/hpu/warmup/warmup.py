@@ -1,16 +1,20 @@
 """Runs every padded shape once, before the first request needs it.
 
-Forward passes of an encoder of images come first. Phase 1 compiles: prompts, then decodes, the
-largest first, each in the same way as in real steps. Decodes that read longer slices of the cache
-than the profiling run has measured come before these, the smallest first, so that shapes that do
-not fit are predicted and not tried. If the bridge supports it, all shapes are compiled without
-running, and then each runs once: only running shows how much memory it takes, and a first run is
-slower than later ones. Phase 2, with HPU graphs, captures them in the configured order and memory.
-A shape that does not fit in memory is given up with a warning, and batches that would have used it
-are padded to a larger one or split.
+The order is:
 
-Each forward pass is a step: the caller decides when it runs and, as several ranks may warm up
-together, whether it is kept. Ranks with the same decisions go through the same steps.
+1. the image encoder;
+2. decodes that read longer slices of the cache than the profiling run has measured, the smallest
+   first, so that the memory of larger ones can be predicted;
+3. prompts, then decodes, the largest first, each in the same way as in real steps;
+4. with HPU graphs, their capture, in the configured order and up to the configured memory.
+
+If the bridge supports it, all shapes are compiled without running, and then each runs once. Only
+running shows how much memory a shape takes, and a first run is slower than later ones. A shape that
+does not fit in memory is given up with a warning. Batches that would have used it are padded to a
+larger shape or split.
+
+Each forward pass is a step. The caller decides when a step runs. With several ranks it also decides
+whether the shape is kept, so that all ranks take the same steps.
 """
 
 import time
