@@ -470,8 +470,8 @@ class Decoder(nn.Module):
         if self.is_one_stage and (first, end) != (0, len(self.layers)):
             raise ConfigError(
                 "the layers of this model cannot be divided into stages: later layers also read "
-                "outputs of earlier layers, the embeddings, or a table indexed by token id. Leave out "
-                "the setting that divides them (such as pipeline_parallel_size)"
+                "outputs of earlier layers, the embeddings, or a table indexed by token id. Leave "
+                "out the setting that divides them (such as pipeline_parallel_size)"
             )
 
     def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
