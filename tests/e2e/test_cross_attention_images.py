@@ -156,11 +156,11 @@ def test_texts_and_ids_without_images(llm):
     (output,) = llm.generate(f"It writes {IMAGE} as text", GREEDY)
     assert image_id not in output.prompt_token_ids
     assert tokenizer.decode(output.prompt_token_ids) == f"It writes {IMAGE} as text"
-    with pytest.raises(RequestError, match="it has 1, and 0 images are given"):
+    with pytest.raises(RequestError, match="got 1 placeholders and 0 images"):
         llm.generate({"prompt_token_ids": [5, image_id]}, GREEDY)
     with pytest.raises(RequestError, match=f"token id {image_id + 8} at position 1"):
         llm.generate({"prompt_token_ids": [5, image_id + 8]}, GREEDY)
-    with pytest.raises(RequestError, match="it has 2, and 1 images are given"):
+    with pytest.raises(RequestError, match="got 2 placeholders and 1 images"):
         llm.generate(request(f"{IMAGE} {IMAGE}", [0]), GREEDY)
     given = {"prompt_token_ids": [5, image_id, 6], "multi_modal_data": {"image": [image(0)]}}
     assert llm.generate(given, GREEDY)[0].prompt_token_ids == [5, image_id, 6]

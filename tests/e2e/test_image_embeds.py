@@ -165,7 +165,7 @@ def test_a_chat_takes_embeddings(llm):
         assert chat({"type": "image_embeds", "image_embeds": form}) == want
     for form, message in (
         ("no!", r"messages\[0\].content\[0\]: image_embeds: is not base64"),
-        (base64_of(one[:, 1:]), r"messages\[0\].content\[0\]: .*has shape \[16, 47\]"),
+        (base64_of(one[:, 1:]), r"messages\[0\].content\[0\]: .*got \[16, 47\]"),
         (5, r"messages\[0\].content\[0\].image_embeds must be the base64 text .*got int"),
         ({"a": 1}, r"messages\[0\].content\[0\]: .*must have the key 'image_embeds'.*got 'a'"),
     ):
@@ -203,9 +203,12 @@ def with_value(value):
     ("given", "message"),
     [
         (ONE[:15], "an image of this model must have 16 embeddings, got 15"),
-        ({"image_embeds": ONE[:, :40]}, r"has shape \[16, 40\], and must have \[embeddings, 48\]"),
-        ({"image_embeds": ONE[None, None]}, r"has shape \[1, 1, 16, 48\]"),
-        ({"image_embeds": ONE[:0]}, r"has shape \[0, 48\]"),
+        (
+            {"image_embeds": ONE[:, :40]},
+            r"must have the shape \[embeddings, 48\] .* got \[16, 40\]",
+        ),
+        ({"image_embeds": ONE[None, None]}, r"got \[1, 1, 16, 48\]"),
+        ({"image_embeds": ONE[:0]}, r"got \[0, 48\]"),
         ({"image_embeds": with_value(np.nan)}, "NaN, infinite, or too large"),
         ({"image_embeds": with_value(-np.inf)}, "NaN, infinite, or too large"),
         ({"image_embeds": ONE.astype(int)}, "has dtype int64; accepted: float16"),
@@ -222,7 +225,7 @@ def with_value(value):
             "image_grid_thw must have three integers",
         ),
         ([ONE] * 17, "at most 16 images, got 17"),
-        ([ONE, ONE], "it has 1, and 2 images are given"),
+        ([ONE, ONE], "got 1 placeholders and 2 images"),
     ],
 )
 def test_wrong_embeddings_are_refused_in_one_line(llm, given, message):

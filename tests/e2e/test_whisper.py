@@ -449,7 +449,7 @@ def test_bfloat16_is_as_near_as_transformers(folder, reference):
     ("settings", "message"),
     [
         ({"max_model_len": 97}, "max_model_len"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: .* an encoder"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1 .* an encoder"),
         (
             {"limit_mm_per_prompt": {"audio": 0}},
             "input of sounds is not available: limit_mm_per_prompt",

@@ -399,7 +399,7 @@ def test_calls_reach_the_core(run):
 def test_a_long_text_is_tokenised_as_a_short_one_is(run):
     async def check(engine, client):
         text = "import os\n" * 2000
-        with pytest.raises(RequestError, match="at most 63"):
+        with pytest.raises(RequestError, match="more than 63 tokens"):
             await collect(engine, prompt=text)
         outputs = await collect(engine, prompt=text, truncate_prompt_tokens=20)
         expected = engine.input_processor.prompts.tokenize(text).token_ids[-20:]
@@ -427,7 +427,7 @@ def test_a_text_far_too_long_is_refused_before_it_is_tokenised(run, monkeypatch)
 
     async def check(engine, client):
         monkeypatch.setattr(PromptTokenizer, "count_tokens", count)
-        with pytest.raises(TextTooLongError, match=r"20000000 bytes.*at most 63"):
+        with pytest.raises(TextTooLongError, match=r"20000000 bytes.*more than 63"):
             await collect(engine, prompt="import os\n" * 2_000_000)
         assert not counted  # no token has 300 KB of text, so nothing has to be counted
         monkeypatch.setattr(TextLengthBound, "min_tokens", lambda self, text, num_bytes: 0)

@@ -114,8 +114,8 @@ def test_long_pairs_are_cut(scorer):
     ("first", "second", "message"),
     [
         (["w7", "w8"], ["w9"], r"as many as text_2 \(1\), got 2"),
-        ([], ["w9"], "text_1 must have at least one text"),
-        ("w7", [], "text_2 must have at least one text"),
+        ([], ["w9"], "text_1 must have at least one string"),
+        ("w7", [], "text_2 must have at least one string"),
         ("w7", [7], "text_2 must be"),
         ("w7", "w8 " * 70, "maximum context length is 64"),
     ],

@@ -492,5 +492,5 @@ def test_samples_are_short_and_some_are_held_out(tmp_path):
     assert max(map(len, measured + held_out)) <= 10
     only = split_samples(["x" * 5], lambda text: list(text.encode()), 10, 4)
     assert only == ([[120] * 5], [[120] * 5])
-    with pytest.raises(ConfigError, match="fewer than two tokens"):
+    with pytest.raises(ConfigError, match="at least one text of two or more tokens"):
         split_samples(["x"], lambda text: list(text.encode()), 10, 4)

@@ -262,7 +262,7 @@ def test_attention_skips_padding_on_either_side(eager, side):
 
 def test_attention_refuses_what_the_simulation_does_not_compute(eager):
     x = on_card(1, 1, 2, 4)
-    with pytest.raises(RuntimeError, match="no dropout"):
+    with pytest.raises(RuntimeError, match="neither dropout"):
         FusedSDPA.apply(x, x, x, None, 0.1)
 
 

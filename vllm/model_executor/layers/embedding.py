@@ -99,7 +99,8 @@ class VocabParallelEmbedding(MethodLayer, ReadsContext):
         shape, wanted = list(source.shape), [self.num_embeddings, self.embedding_dim]
         if place.slice is None:  # a file for each rank has only its part of the table
             wanted[0] = self.local_size
-        if len(shape) == 2 and shape[0] != wanted[0] and shape[1] == wanted[1]:
+        is_table = name.endswith(".weight")  # other tensors of a quantized table have other shapes
+        if is_table and len(shape) == 2 and shape[0] != wanted[0] and shape[1] == wanted[1]:
             raise WeightLoadError(
                 f"tensor {name} has shape {shape} in the checkpoint, but the model needs {wanted}. "
                 f"If the vocabulary of the checkpoint has {shape[0]} tokens, set vocab_size in "
