@@ -144,8 +144,10 @@ def _grids_of(value: Any) -> list[tuple[int, ...]]:
         return [tuple(value)]
     # numpy would reserve the size of the longest string for each entry of a list.
     if isinstance(value, (list, tuple, int, float)):
-        is_number = isinstance(value, (int, float))
-        got = type(value).__name__ if is_number else f"a list of {len(value)} entries"
+        if isinstance(value, (list, tuple)):
+            got = f"a list of {len(value)} entries"
+        else:
+            got = type(value).__name__
         raise RequestError(f"{_GRID} must have three integers for each image, got {got}")
     try:
         tensor = dense_tensor(value, INTEGERS)
