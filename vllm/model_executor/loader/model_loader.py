@@ -327,7 +327,9 @@ def _use_formats(model: LoadableModel, formats: Sequence[Quantization], files: l
         return _names_in(files)
 
     names = CheckpointNames(
-        partial(names_in_checkpoint, model=model), lambda name: name in tensor_names()
+        partial(names_in_checkpoint, model=model),
+        lambda name: name in tensor_names(),
+        has_files=bool(files),
     )
     for format_ in formats:
         format_.use_names(names)

@@ -22,6 +22,8 @@ class CheckpointNames:
     """Names that a module of the model may have in the checkpoint, where they differ."""
     has_tensor: Callable[[str], bool] = lambda name: False
     """Whether the files of the checkpoint have a tensor of this name."""
+    has_files: bool = True
+    """False: there are no files, as in a plan, so only the settings describe the layers."""
 
 
 class Quantization:

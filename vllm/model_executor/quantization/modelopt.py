@@ -84,6 +84,7 @@ class ModelOpt(CheckpointFormat[_Storage]):
         algorithm = choice(settings, "quant_algo", (*_FLOATS, *_AWQ, _MIXED))
         choice(settings, "kv_cache_quant_algo", ("FP8", None), None)
         self.ignored = names(settings, "ignore", "exclude_modules")
+        self.says_factors = settings.get(_INPUT_FACTORS) is True
         self.of_layers: dict[str, _Storage] = {}
         self.of_all: _Storage | None = None
         if algorithm == _MIXED:
@@ -98,7 +99,10 @@ class ModelOpt(CheckpointFormat[_Storage]):
             (each for name, each in self.of_layers.items() if is_listed(names, [name])), None
         )
         if found is not None and found.algorithm in _AWQ:
-            return replace(found, has_input_factors=self.has_tensor(names, _INPUT_FACTORS))
+            has_factors = self.says_factors
+            if self.names.has_files:  # some layers have none, whatever the settings say
+                has_factors = self.has_tensor(names, _INPUT_FACTORS)
+            return replace(found, has_input_factors=has_factors)
         return found
 
     def stores_head(self, names: Names) -> bool:

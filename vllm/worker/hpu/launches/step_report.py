@@ -77,7 +77,7 @@ class RecentLaunches:
         """When each step began that has not ended, and values of its forward passes as in
         `record`; the oldest first."""
         self._passes: list[int] = []
-        """Of the step that has begun last."""
+        """Values of the forward passes of the newest step."""
         self._num_passes = 0
         self._before: list[int] = []
         """Of the last step in `record`."""
