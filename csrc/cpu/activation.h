@@ -64,9 +64,16 @@ VLLM_INLINE Vec gelu_tanh(Vec x) {
   return g / (1.0f + exp(-1.5957691f * fma(0.044715f * g * g, g, g)));
 }
 
+// Returns the sigmoid approximation of GELU (Hendrycks and Gimpel 2016), x * sigmoid(1.702 x).
+VLLM_INLINE Vec quick_gelu(Vec x) {
+  const Vec g = max(splat(-50.0f), x);  // below -50 the result is 0, and exp only accepts up to 88
+  return g / (1.0f + exp(-1.702f * g));
+}
+
 using vllm_cpu::Activation;
 
 VLLM_INLINE Vec activate(Activation activation, Vec x) {
+  if (activation == Activation::kQuickGelu) return quick_gelu(x);
   return activation == Activation::kGelu ? gelu(x) : gelu_tanh(x);
 }
 

@@ -49,7 +49,7 @@ VLLM_ENUM(WeightFormat, kFloat, kBf16, kInt8, kInt4, kFp8, kUint8, kTable4, kMxf
           kInt5Minimums);
 
 // Operation that is applied to the results of a linear layer.
-VLLM_ENUM(Activation, kNone, kGelu, kGeluTanh);
+VLLM_ENUM(Activation, kNone, kGelu, kGeluTanh, kQuickGelu);
 
 // A packed weight [out_features, in_features].
 VLLM_STRUCT(LinearWeight,

@@ -49,7 +49,7 @@ VLLM_STRUCT(Operation,
                            // ranks and give zeros; 0: there are none
                            // of attend_items: slots of the caches
   int64_t option;          // lookup, lookup_position: added to an id; rotate: rot_dim;
-                           // gelu_and_mul: 1 for tanh; linear: an Activation;
+                           // gelu_and_mul: 1 for tanh; gelu, linear: an Activation;
                            // scale_rows: 1 for the sigmoid;
                            // layer_norm: 1 where each head has a weight of its own;
                            // rms_norm, add_rms_norm: what is added to the weight;

@@ -311,11 +311,10 @@ void relu(const RowCall<T>& rows) {
 
 template <typename T>
 void gelu(const RowCall<T>& rows) {
-  const bool is_tanh = rows.op.option != 0;
+  const Activation activation = static_cast<Activation>(rows.op.option);
   rows.for_heads(rows.op.head_size, [&](const T* x, T* out) {
     for_each_vector(rows.op.head_size, [&](int64_t i, int64_t count) {
-      const Vec v = load(x + i, count);
-      store(out + i, is_tanh ? gelu_tanh(v) : gelu(v), count);
+      store(out + i, activate(activation, load(x + i, count)), count);
     });
   });
 }

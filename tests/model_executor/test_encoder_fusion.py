@@ -1,5 +1,5 @@
-"""Test an encoder that runs in one call against its modules: the same bits, with and without token
-types.
+"""Test encoders that run in one call against their modules: the same bits, for texts with and
+without token types, images and sounds.
 """
 
 from collections.abc import Iterator
@@ -14,9 +14,13 @@ from tests.model_executor.helpers import pack_weights
 from vllm.attention import LaunchContext, bind_prompt_caches, share_context, whole_prompts
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.model_executor.fusion import fuse
+from vllm.model_executor.fusion import FusedLayers, fuse
+from vllm.model_executor.media.audio.whisper_encoder import WhisperEncoder
+from vllm.model_executor.media.vision.transformer import TowerLayers
 from vllm.model_executor.models.bert import BertModel
 from vllm.model_executor.models.roberta import RobertaModel
+from vllm.multimodal.audio.whisper_config import read_whisper_config
+from vllm.multimodal.images.tower_config import TowerConfig
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
 from vllm.utils.ragged import positions_within
@@ -89,3 +93,39 @@ def test_one_call_has_the_bits_of_the_modules(family, dtype, stored_as):
             alone = run(None, np.array([count], np.int32), first)
             assert torch.equal(alone, together[first : first + count])
             first += count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["clip", "whisper"])
+def test_layers_of_items_in_one_call_have_the_bits_of_the_layers(kind, dtype):
+    torch.manual_seed(0)
+    if kind == "clip":
+        settings = {"model_type": "clip_vision_model", "hidden_act": "quick_gelu"}
+        sizes = {"hidden_size": 72, "intermediate_size": 136, "num_attention_heads": 3}
+        owner = TowerLayers(TowerConfig(**settings, **sizes), 3)
+    else:
+        sizes = {"d_model": 72, "encoder_ffn_dim": 136, "encoder_attention_heads": 3}
+        owner = WhisperEncoder(read_whisper_config({**sizes, "encoder_layers": 3}))
+    stack = owner.layers.to(dtype)
+    for param in stack.parameters():
+        nn.init.normal_(param, std=param.shape[-1] ** -0.5)
+    pack_weights(stack)
+    fused = FusedLayers(stack, dtype)
+
+    def check(num_items: int, num_tokens: int, wanted: tuple[int, ...]) -> None:
+        x = torch.randn(num_items, num_tokens, 72, dtype=dtype)
+        want = stack.run(x.clone(), wanted)
+        got = fused(x.clone(), wanted)
+        assert got is not None, "the layers were not recorded"
+        assert all(torch.equal(got[count], want[count]) for count in wanted)
+
+    with torch.inference_mode():
+        check(2, 33, (3,))
+        check(1, 5, (0, 1, 3))  # less memory is needed, and other hidden states
+        check(5, 50, (3, 2))  # more memory is needed
+        check(2, 33, (3,))
+        assert fused(torch.randn(1, 5, 72, dtype=torch.float16), (3,)) is None
+        stack.run_all = fused
+        x, mask = torch.randn(1, 9, 72, dtype=dtype), (torch.arange(9) < 4)[None, None, None]
+        masked = stack.run(x.clone(), (3,), mask)[3]
+        assert not torch.equal(masked, stack.run(x.clone(), (3,))[3])

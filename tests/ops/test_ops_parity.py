@@ -191,6 +191,7 @@ def test_gelu_and_mul_agrees_with_reference(ops, num_tokens, size, is_tanh, dtyp
     assert_close(ops.gelu_and_mul(wider, is_tanh), NATIVE.gelu_and_mul(wider, is_tanh))
     for alone in (x, wider):
         assert_close(ops.gelu(alone, is_tanh), NATIVE.gelu(alone, is_tanh))
+        assert_close(ops.quick_gelu(alone), NATIVE.quick_gelu(alone.float()).to(dtype))
         assert_close(ops.squared_relu(alone), NATIVE.squared_relu(alone))
         alphas = torch.tensor([0.7], dtype=dtype), torch.tensor([-1.2], dtype=dtype)
         assert_close(ops.xielu(alone, *alphas), NATIVE.xielu(alone, *alphas))
@@ -318,6 +319,7 @@ def test_not_a_number_is_not_hidden(ops):
             alpha = torch.ones(1, dtype=dtype)
             assert ops.xielu(x.to(dtype), alpha, alpha).isnan().nonzero().tolist() == [[0, 5]]
             assert ops.gelu(x.to(dtype), is_tanh).isnan().nonzero().tolist() == [[0, 5]]
+            assert ops.quick_gelu(x.to(dtype)).isnan().nonzero().tolist() == [[0, 5]]
         for got in (ops.silu_and_mul(x.to(dtype)), ops.soft_cap(x.to(dtype), 2.0)):
             assert got.isnan().nonzero().tolist() == [[0, 5]]
         assert ops.rms_norm(x.to(dtype), torch.ones(64, dtype=dtype), 1e-5).isnan().all()

@@ -6,14 +6,24 @@ packed), the model runs layer by layer instead. Independent of batches.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from vllm.attention import LaunchContext, share_context
+from vllm.attention import (
+    EncoderAttention,
+    LaunchContext,
+    RaggedMetadata,
+    bind_prompt_caches,
+    share_context,
+    whole_prompts,
+)
 from vllm.logger import init_logger
+from vllm.model_executor.media.encoder import MediaEncoder
+from vllm.model_executor.media.layer_stack import LayerStack
 from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
@@ -106,6 +116,94 @@ def _fused(name: str, record: Callable[[], Program]) -> Program | None:
         return None
     logger.debug("the %s runs as one fused CPU program", name)
     return program
+
+
+class FusedLayers:
+    """Runs the layers of an encoder of images or sounds as one program.
+
+    Args:
+        layers: the layers, their weights packed.
+        dtype: data type of the hidden states.
+    """
+
+    def __init__(self, layers: LayerStack, dtype: torch.dtype) -> None:
+        self._layers = layers
+        self._dtype = dtype
+        self._programs: dict[tuple[int, ...], Program | None] = {}
+        """Programs by the layer counts whose hidden states they return, but not the last."""
+        self._capacity = (0, 0)
+        """Tokens and items for which there is memory for keys and values."""
+        self._attention: EncoderAttention | None = None
+        self._batch: tuple[tuple[int, int], RaggedMetadata] | None = None
+
+    def __call__(self, x: Tensor, wanted: Collection[int]) -> dict[int, Tensor] | None:
+        """Run all layers; see `LayerStack.run`."""
+        num_items, num_tokens, width = x.shape
+        if x.dtype != self._dtype or not x.is_cpu or not x.numel():
+            return None
+        self._grow(num_items * num_tokens, num_items)
+        last = len(self._layers)
+        inner = tuple(sorted(set(wanted) - {0, last}))
+        if inner not in self._programs:
+            self._programs[inner] = _fused("encoder", lambda: self._record(inner, width))
+        program = self._programs[inner]
+        if program is None:
+            return None
+        rows = x.reshape(-1, width)
+        batch = self._metadata(num_items, num_tokens)
+        result = program.forward(
+            rows.clone() if 0 in wanted else rows.contiguous(),
+            torch.zeros(1, len(rows), dtype=torch.int64),
+            batch.slot_mapping,
+            batch.block_tables,
+            batch.seq_lens,
+            torch.from_numpy(batch.query_start_loc),
+            num_decodes=0,
+            last_keys=batch.last_keys,
+        )
+        found = dict(zip((*inner, last), (*program.tapped, result), strict=True))
+        return {0: x} | {count: each.view(x.shape) for count, each in found.items()}
+
+    def _grow(self, num_tokens: int, num_items: int) -> None:
+        """Make memory for keys and values of this many tokens and items, if there is less."""
+        tokens, items = self._capacity
+        if num_tokens <= tokens and num_items <= items:
+            return
+        self._capacity = max(tokens, num_tokens), max(items, num_items)
+        self._programs.clear()  # they contain addresses of the memory
+        self._attention = None
+
+    def _record(self, inner: tuple[int, ...], width: int) -> Program:
+        recorder = Recorder(self._dtype)
+        recorder.item_layer = self._layer_of
+        x: Any = recorder.given(width)
+        given, taps = x, []
+        with _recording(recorder):
+            for count, layer in enumerate(self._layers, 1):
+                x = layer(x)
+                if count in inner:
+                    taps.append(x)
+        return Program(recorder, x, given, taps)
+
+    def _layer_of(self, num_heads: int, head_size: int) -> EncoderAttention:
+        """Return the layer that stores keys and values; all layers of the stack share it."""
+        if self._attention is None:
+            self._attention = EncoderAttention(num_heads, head_size)
+            bind_prompt_caches(self._attention, *self._capacity, self._dtype)
+        return self._attention
+
+    def _metadata(self, num_items: int, num_tokens: int) -> RaggedMetadata:
+        shape = num_items, num_tokens
+        if self._batch is None or self._batch[0] != shape:
+            self._batch = shape, whole_prompts([num_tokens] * num_items)
+        return self._batch[1]
+
+
+def fuse_layers(encoder: MediaEncoder) -> None:
+    """Let each stack of layers of an encoder run as one program, where it can be recorded."""
+    for module in encoder.modules():
+        if isinstance(module, LayerStack):
+            module.run_all = FusedLayers(module, dtype=encoder.dtype)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
+    return get_ops().quick_gelu(x)
 
 
 def _squared_relu(x: Tensor) -> Tensor:

@@ -260,8 +260,8 @@ class Rows(Symbol):
         return Rows(self.recorder, self.buffer, (*self.sizes[:-1], *last), self.offset)
 
     def flatten(self, start_dim: int = 0) -> "Rows":
-        """Join all dimensions after the first; `start_dim` must be 1."""
-        if start_dim != 1 or self.head_stride is not None:
+        """Join all dimensions after the first, which is dimension `start_dim`."""
+        if start_dim not in (1, -len(self.sizes)) or self.head_stride is not None:
             raise NotFusibleError("the dimension of tokens, and parts of heads, cannot be changed")
         return Rows(self.recorder, self.buffer, (self.width,), self.offset)
 

@@ -37,6 +37,17 @@ class NativeActivations:
         """
         return F.gelu(x, approximate="tanh" if is_tanh else "none")
 
+    def quick_gelu(self, x: Tensor) -> Tensor:
+        """Compute x * sigmoid(1.702 x), an approximation of GELU (arXiv 1606.08415).
+
+        Args:
+            x: [..., N]. Not changed.
+
+        Returns:
+            A new dense tensor, shape and dtype of x.
+        """
+        return x * torch.sigmoid(1.702 * x)
+
     def squared_relu(self, x: Tensor) -> Tensor:
         """Compute the squares of positive elements, and 0 for all others (arXiv 2109.08668).
 

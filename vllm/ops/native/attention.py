@@ -303,6 +303,24 @@ class NativeAttention:
         """
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
+    def attend_within_items(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """Compute attention in both directions within items of N tokens each: `full_attention` with
+        other dimensions.
+
+        Args:
+            query: [B, N, H, D].
+            key: [B, N, H, D].
+            value: [B, N, H, D].
+            mask: as in `full_attention`, [B, H, N, N].
+
+        Returns:
+            [B, N, H, D], dtype of query.
+        """
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        return self.full_attention(query, key, value, mask).transpose(1, 2)
+
 
 def check_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, tensors: AttentionTensors

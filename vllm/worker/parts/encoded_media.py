@@ -26,6 +26,7 @@ from vllm.messages import (
     RunnerStats,
     SchedulerOutput,
 )
+from vllm.model_executor.fusion import fuse_layers
 from vllm.model_executor.media.encoder import MediaEncoder
 from vllm.model_executor.models.interface import LayeredModel
 from vllm.multimodal.interface.family import EMBEDDINGS
@@ -81,6 +82,7 @@ class ModuleEncoder:
 
     def __init__(self, encoder: MediaEncoder) -> None:
         self._encoder = encoder
+        fuse_layers(encoder)
 
     @torch.inference_mode()
     def encode(self, items: Sequence[dict[str, Tensor]]) -> list[Tensor]:

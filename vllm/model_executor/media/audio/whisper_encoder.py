@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vllm.model_executor.layers.activation import get_activation
 from vllm.model_executor.layers.norm import LayerNorm
+from vllm.model_executor.media.layer_stack import LayerStack
 from vllm.model_executor.media.vision.layers import PositionTable, TowerAttention, TowerLinear
 from vllm.multimodal.audio.whisper_config import WhisperEncoderConfig
 
@@ -89,9 +90,7 @@ class WhisperEncoder(nn.Module):
         self.conv2 = TimeConvolution(size, size, stride=2)
         self.activation = get_activation("gelu")
         self.embed_positions = PositionTable(config.max_source_positions, size)
-        self.layers = nn.ModuleList(
-            WhisperEncoderLayer(config) for _ in range(config.encoder_layers)
-        )
+        self.layers = LayerStack(WhisperEncoderLayer(config) for _ in range(config.encoder_layers))
         self.layer_norm = LayerNorm(size)
 
     def hidden_states(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -105,9 +104,7 @@ class WhisperEncoder(nn.Module):
         x = self.activation(self.conv1(features.transpose(1, 2)))
         x = self.activation(self.conv2(x))
         x = x + self.embed_positions.weight[: x.shape[1]]
-        for layer in self.layers:
-            x = layer(x, mask)
-        return x
+        return self.layers.run(x, (len(self.layers),), mask)[len(self.layers)]
 
     def forward(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the hidden states [B, N, C] after the final norm.

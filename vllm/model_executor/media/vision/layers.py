@@ -17,7 +17,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinear
 from vllm.model_executor.layers.norm import LayerNorm
 from vllm.model_executor.layers.slice import Slice
 from vllm.model_executor.layers.weight_method import MethodLayer
-from vllm.model_executor.media.vision.attention import attend
+from vllm.ops import get_ops
 
 
 class TowerLinear(MethodLayer):
@@ -125,10 +125,10 @@ class TowerAttention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         query, key, value = (
-            split_heads(layer(x), self.num_heads)
+            layer(x).unflatten(-1, (self.num_heads, -1))
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return self.out_proj(join_heads(attend(query, key, value, mask)))
+        return self.out_proj(get_ops().attend_within_items(query, key, value, mask).flatten(-2))
 
 
 class TowerMLP(nn.Module):

@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 
+from vllm.model_executor.media.layer_stack import LayerStack
 from vllm.model_executor.media.vision.layers import TowerLayer
 from vllm.multimodal.images.tower_config import TowerConfig
 
@@ -18,7 +19,7 @@ class TowerLayers(nn.Module):
 
     def __init__(self, config: TowerConfig, num_layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
+        self.layers = LayerStack(
             TowerLayer(
                 config.hidden_size,
                 config.intermediate_size,
@@ -33,12 +34,7 @@ class TowerLayers(nn.Module):
         """Return layer count -> hidden states [B, N, C] after this number of layers; 0 is `x`
         itself.
         """
-        found = {0: x}
-        for index, layer in enumerate(self.layers, 1):
-            x = layer(x)
-            if index in wanted:
-                found[index] = x
-        return found
+        return self.layers.run(x, wanted)
 
 
 def tower_parameter(name: str, prefix: str, tower: nn.Module) -> str | None:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from vllm.ops.cpu.library import require_cpu_kernels
 from vllm.ops.cpu.operators.recorder import Operation
 from vllm.ops.cpu.symbols import Buffer, Rows
 
@@ -33,9 +32,7 @@ def activate_products(
         if before is None or not _activates(operation, before) or uses[before.out.buffer] != 2:
             found.append(operation)
             continue
-        activations = require_cpu_kernels("a program needs").plain.Activation
-        name = "kGeluTanh" if operation.numbers["option"] else "kGelu"
-        numbers = before.numbers | {"option": activations[name]}
+        numbers = before.numbers | {"option": operation.numbers["option"]}
         found[-1] = replace(before, out=operation.out, numbers=numbers)
     return found
 

@@ -78,6 +78,9 @@ class Recorder(CPUOps):
         """(blocks, tokens of a block)"""
         self.num_groups = 0
         """Groups of layers with block tables of their own."""
+        self.item_layer: Callable[[int, int], Any] | None = None
+        """Returns the layer that stores keys and values of items, for a number and size of heads;
+        None: there are no items."""
         self.collectives: SharedMemoryCollectives | None = None
         """Collectives of the ranks that share the model; None: there is one rank."""
 
@@ -470,6 +473,15 @@ class Recorder(CPUOps):
             cache_type=of_cache,
             **numbers,
         )
+
+    def attend_within_items(self, query: Any, key: Any, value: Any, mask: Any = None) -> Any:
+        """Record attention to all tokens of the item that a token belongs to."""
+        if self.item_layer is None or mask is not None or not isinstance(query, Rows):
+            raise NotFusibleError(
+                "attention within items: the recorder needs a layer for keys and values, and no "
+                "mask can be recorded"
+            )
+        return self.attend(self.item_layer(*query.sizes), query, key, value)
 
     def attend_to_items(self, layer: Any, query: Any) -> Rows:
         """Record cross-attention to the item slots that each token sees."""

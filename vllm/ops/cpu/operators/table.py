@@ -174,9 +174,15 @@ class CPUOps(NativeOps):
 
     def gelu(self, x: Tensor, is_tanh: bool) -> Tensor:
         run = self._rows_of(x)
-        if run is None:
+        if run is None or self._plain is None:
             return super().gelu(x, is_tanh)
-        return run("gelu", x, option=is_tanh)
+        return run("gelu", x, option=self._plain.Activation["kGeluTanh" if is_tanh else "kGelu"])
+
+    def quick_gelu(self, x: Tensor) -> Tensor:
+        run = self._rows_of(x)
+        if run is None or self._plain is None:
+            return super().quick_gelu(x)
+        return run("gelu", x, option=self._plain.Activation["kQuickGelu"])
 
     def squared_relu(self, x: Tensor) -> Tensor:
         run = self._rows_of(x)
