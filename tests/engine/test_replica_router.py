@@ -95,6 +95,15 @@ def test_a_prefix_is_known_by_all_that_decides_the_cache():
             router.end(["again"])
 
 
+def test_another_image_in_a_later_turn_keeps_what_is_before_it():
+    memory, prompt = PrefixMemory(), list(range(640))
+    image, other, later = CacheKey(10, "image"), CacheKey(10, "other"), CacheKey(300, "later")
+    memory.add(memory.hashes(make_request(prompt, cache_extra_keys=(image,))), 1)
+    for keys, num_known in (((image,), 640), ((image, later), 256), ((other,), 0), ((), 0)):
+        hashes = memory.hashes(make_request(prompt, cache_extra_keys=keys))
+        assert memory.num_known_tokens(hashes, 2) == [0, num_known]
+
+
 def test_a_lost_cache_attracts_nobody():
     for forget in (lambda r: r.drop_requests_of(0), lambda r: r.forget_prefixes()):
         router, prefix = make_router(), list(range(640))

@@ -14,7 +14,8 @@ from vllm.multimodal.interface.source import MediaSource
 RATE = 16_000
 
 
-def test_files_are_read_in_processes_that_end() -> None:
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_files_are_read_in_processes_that_end(is_prepared: bool) -> None:
     lane = SoundLane()
 
     async def read(data: bytes) -> np.ndarray:
@@ -29,6 +30,8 @@ def test_files_are_read_in_processes_that_end() -> None:
             await read(whole[:-10])
 
     before = _children()
+    if is_prepared:
+        lane.prepare(RATE)
     asyncio.run(run())
     assert _children() - before
     lane.shutdown()

@@ -104,6 +104,7 @@ SOUND = b"RIFF\x24\0\0\0WAVEfmt "
         (b"\x1a\x45\xdf\xa3" + b"\0" * 99, "this WebM file"),
         (make_video("mp4", [0], size=(128, 64)), "must have 1 to 3072 pixels"),
         (make_video("webm", [0], size=(128, 64)), "must have 1 to 3072 pixels"),
+        *((FILES[name] * 2, "must be one recording, got several") for name in FORMATS),
     ],
 )
 def test_other_files_are_refused_in_one_sentence(data, message):

@@ -30,6 +30,7 @@ from vllm.config.structured_output import StructuredOutputConfig
 from vllm.engine.adapter_calls import POLL_S, call_of, check_on, check_pinned, is_loaded
 from vllm.engine.core_calls import CoreCalls
 from vllm.engine.input.input_processor import InputProcessor
+from vllm.engine.input.media_input import MediaInput
 from vllm.engine.input.preparation import Preparation
 from vllm.engine.input.prompt_tokenizer import TokenizedPrompt
 from vllm.engine.metrics.bucket_adaptation import BucketAdaptation
@@ -271,6 +272,9 @@ class AsyncLLM:
         from vllm.transformers_utils.generation_config import load_generation_defaults
         from vllm.transformers_utils.tokenizer import load_tokenizer
 
+        # First, because their imports take longest. They run while the core loads its weights, so
+        # that no request waits for them.
+        self._preparation.media.prepare(MediaInput(config))
         began = time.monotonic()
         tokenizer = load_tokenizer(config.model)
         if tokenizer is not None:
@@ -285,8 +289,6 @@ class AsyncLLM:
             self._traffic_file = TrafficFile(Path(recorded), self.metrics)
         recorder = StatsRecorder(*replicas)
         self.output_processor = OutputProcessor(tokenizer, recorder)
-        # Import the readers of media and the grammar libraries while the core loads its weights, so
-        # that no request waits for these imports.
         self._preparation.prepare()
         if tokenizer is not None and config.model.pooler is None:
             self.input_processor.grammar_compiler.start()

@@ -147,6 +147,12 @@ class MediaWorkers:
                 return
             raise ConfigError(f"the processes that decode media cannot start: {error}") from error
 
+    def start_in_background(self) -> None:
+        """Begin to import the job, and return at once. An error is logged; each item reports it
+        again.
+        """
+        self._threads.submit(self._start_or_log)
+
     async def run(self, source: MediaSource) -> EncoderInput:
         """Run the job for an item and return its result.
 
@@ -178,6 +184,12 @@ class MediaWorkers:
                 idle.append(self._idle.get(timeout=_LOOK_S))
         for worker in idle:  # put back: waiting items find out that the worker is closed
             self._idle.put(worker)
+
+    def _start_or_log(self) -> None:
+        try:
+            self.start()
+        except ConfigError as error:
+            logger.error("%s", error)
 
     def _run(self, source: MediaSource) -> EncoderInput:
         worker = self._idle.get()  # never waits: there are as many workers as threads

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 
 from vllm.engine.input.input_processor import InputProcessor
 from vllm.engine.input.media_input import (
+    MediaInput,
     ReadMedia,
     cache_salt_of,
     media_key,
@@ -23,7 +24,6 @@ from vllm.engine.input.media_input import (
     with_read_media,
 )
 from vllm.engine.metrics.media_metrics import MediaReadStats
-from vllm.errors import ConfigError
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
 from vllm.multimodal import media_file
@@ -115,13 +115,15 @@ class MediaLane:
         self.cache = PixelCache(0)
         self._times = MediaTimes()
 
-    def prepare(self) -> None:
+    def prepare(self, media: MediaInput) -> None:
         """Start the processes in the background, if the model reads media.
+
+        Args:
+            media: of the engine.
 
         Raises:
             ConfigError: the settings of the image processor are missing or cannot be used.
         """
-        media = self._source().media
         if media.family is None:
             return
         self.cache = PixelCache(media.cache_bytes)
@@ -132,7 +134,7 @@ class MediaLane:
             memory_limit_bytes=_MEMORY_LIMIT,
             timeout_s=_TIMEOUT_S,
         )
-        self._thread.submit(self._start, self._workers)
+        self._workers.start_in_background()
 
     def stats(self) -> MediaReadStats | None:
         """Return the counters; None if the model reads only text."""
@@ -194,13 +196,6 @@ class MediaLane:
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self._workers is not None:
             self._workers.close()
-
-    @staticmethod
-    def _start(workers: MediaWorkers) -> None:
-        try:
-            workers.start()
-        except ConfigError as error:  # reported for each item that needs it
-            logger.error("%s", error)
 
     def _find_sources(self, prompt: Mapping[str, Any]) -> list[tuple[str, MediaSource]]:
         salt = cache_salt_of(prompt)

@@ -56,13 +56,15 @@ class Preparation:
         return self._source()
 
     def prepare(self) -> None:
-        """Create what the first long text and the first media item need. Call this in any thread,
+        """Create what the first long text and the first recording need. Call this in any thread,
         before the first request.
 
         The resources for huge texts, which are rare and need memory, are created later.
         """
+        family = self._processor.media.family
+        if family is not None and family.required == "audio":  # it transcribes recordings
+            self.sound.prepare(family.sampling_rate)
         self._slow_lane.prepare()
-        self.media.prepare()
 
     def shutdown(self) -> None:
         """Accept no more requests."""

@@ -18,12 +18,22 @@ a copy are in memory."""
 
 
 class SoundLane:
-    """Reads the audio files of all requests of a server. Its processes start with the first
-    file.
+    """Reads the audio files of all requests of a server.
+
+    Its processes start with `prepare`, or with the first file.
     """
 
     def __init__(self) -> None:
         self._workers: MediaWorkers | None = None
+
+    def prepare(self, sampling_rate: int) -> None:
+        """Start the processes in the background.
+
+        Args:
+            sampling_rate: sampling rate of `read`.
+        """
+        self._workers = _make_workers(sampling_rate)
+        self._workers.start_in_background()
 
     async def read(self, source: MediaSource, sampling_rate: int) -> Samples:
         """Return the samples [n] of an audio file, n > 0.
@@ -36,17 +46,21 @@ class SoundLane:
             RequestError: the file cannot be read; the message names it.
         """
         if self._workers is None:
-            max_seconds = envs.get().VLLM_MAX_AUDIO_DECODE_DURATION_S
-            self._workers = MediaWorkers(
-                _JOB,
-                {"sampling_rate": sampling_rate, "max_seconds": max_seconds},
-                num_workers=_NUM_WORKERS,
-                memory_limit_bytes=_MEMORY_BYTES + _SAMPLE_BYTES * sampling_rate * max_seconds,
-                timeout_s=max(_TIMEOUT_S, max_seconds / _SPEED),
-            )
+            self._workers = _make_workers(sampling_rate)
         return (await self._workers.run(source)).tensors["samples"]
 
     def shutdown(self) -> None:
         """Kill the processes."""
         if self._workers is not None:
             self._workers.close()
+
+
+def _make_workers(sampling_rate: int) -> MediaWorkers:
+    max_seconds = envs.get().VLLM_MAX_AUDIO_DECODE_DURATION_S
+    return MediaWorkers(
+        _JOB,
+        {"sampling_rate": sampling_rate, "max_seconds": max_seconds},
+        num_workers=_NUM_WORKERS,
+        memory_limit_bytes=_MEMORY_BYTES + _SAMPLE_BYTES * sampling_rate * max_seconds,
+        timeout_s=max(_TIMEOUT_S, max_seconds / _SPEED),
+    )

@@ -43,13 +43,14 @@ class PrefixMemory:
 
     def hashes(self, request: EngineRequest) -> list[int]:
         """Return the hashes of the beginnings of a prompt, short ones first."""
-        token_ids, found = request.prompt_token_ids, []
-        last = hash((request.cache_salt, request.cache_extra_keys))
+        token_ids, keys, found = request.prompt_token_ids, request.cache_extra_keys, []
+        last = hash(request.cache_salt)
         start = 0
         for end in _ENDS:
             if end > len(token_ids):
                 break
-            last = hash((last, tuple(token_ids[start:end])))
+            new = tuple(key for key in keys if start <= key.start < end)
+            last = hash((last, new, tuple(token_ids[start:end])))
             found.append(last)
             start = end
         return found

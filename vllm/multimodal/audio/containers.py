@@ -1,4 +1,4 @@
-"""Formats of sound files: recognising them, and checking that they are complete.
+"""Formats of sounds and videos: recognising them, and checking that they are complete.
 
 FFmpeg reads a truncated file without an error, as far as it goes, so the lengths that a format
 declares are compared here with the actual bytes. Decodes nothing.
@@ -64,6 +64,7 @@ _UNKNOWN = 2**31 - 2**12
 _SEVERAL = "it must be one recording, got several, one after the other"
 _OGG_HEADER_BYTES, _OGG_IS_FIRST, _OGG_IS_LAST = 27, 2, 4
 _EBML, _SEGMENT, _CLUSTER = 0x1A45DFA3, 0x18538067, 0x1F43B675
+_GIF_EXTENSION, _GIF_IMAGE = 0x21, 0x2C
 _LENGTH_MARKS = (b"Xing", b"Info", b"VBRI")
 """Marks in the first frame of an MP3 file that states how long it is."""
 _MARK_BYTES = 256
@@ -245,6 +246,34 @@ def _check_webm(data: bytes) -> None:
         at = begin if kind == _SEGMENT else begin + size
 
 
+def _check_avi(data: bytes) -> None:
+    """Check that the file has one recording; further parts of a long one are named AVIX."""
+    at = 0
+    while data.startswith(b"RIFF", at):
+        if at and data.startswith(b"AVI ", at + 8):  # FFmpeg would read only the first file
+            raise IncompleteError(_SEVERAL)
+        size = int.from_bytes(data[at + 4 : at + 8], "little")
+        at += 8 + size + size % 2
+
+
+def _check_gif(data: bytes) -> None:
+    """Check that the file has one recording. FFmpeg refuses damaged blocks."""
+    at = 13 + _gif_color_bytes(data, 10)
+    while at < len(data) and data[at] in (_GIF_EXTENSION, _GIF_IMAGE):
+        at += 2 if data[at] == _GIF_EXTENSION else 11 + _gif_color_bytes(data, at + 9)
+        while at < len(data) and data[at]:  # the length of a part of the content
+            at += 1 + data[at]
+        at += 1
+    if data.startswith(b"\x3bGIF8", at):  # the end of a file; FFmpeg reads only the first one
+        raise IncompleteError(_SEVERAL)
+
+
+def _gif_color_bytes(data: bytes, at: int) -> int:
+    """Return the bytes of a table of colors, of which a byte of flags tells the size."""
+    flags = data[at] if at < len(data) else 0
+    return 3 << (flags & 7) + 1 if flags & 0x80 else 0
+
+
 def _width(data: bytes, at: int) -> int:
     """Return the bytes of a variable-size integer: 1 plus the number of its leading zeros.
 
@@ -271,6 +300,8 @@ _CHECKS: dict[str, Callable[[bytes], None]] = {
     "AAC": _check_frames,
     "MP4": _check_mp4,
     "WebM": _check_webm,
+    "AVI": _check_avi,
+    "GIF": _check_gif,
 }
 """Formats whose structure shows where they end. FFmpeg refuses the others when they are cut off, or
 their samples are counted."""

@@ -92,6 +92,9 @@ class WhisperEncoder(nn.Module):
         self.embed_positions = PositionTable(config.max_source_positions, size)
         self.layers = LayerStack(WhisperEncoderLayer(config) for _ in range(config.encoder_layers))
         self.layer_norm = LayerNorm(size)
+        for module in self.layers.modules():
+            if isinstance(module, TowerLinear):
+                module.keeps_precision = False
 
     def hidden_states(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the hidden states [B, N, C] after the last layer, before the final norm.

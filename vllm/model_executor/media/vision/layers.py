@@ -25,7 +25,7 @@ class TowerLinear(MethodLayer):
 
     All matmuls of towers and projectors are of this class.
 
-    Quantization formats leave it dense; a device may rearrange it.
+    Quantization formats leave it dense, except for sounds; a device may rearrange it.
 
     Shape: [..., input_size] -> [..., output_size]
     """
@@ -34,6 +34,10 @@ class TowerLinear(MethodLayer):
     bias: nn.Parameter | None
     method: Any
     """Methods of linear layers fit: they use no other attributes."""
+
+    keeps_precision: bool = True
+    """Whether the weight keeps the model's dtype if the user asks for int8 (`--quantization int8`).
+    Vision towers have channels with very large values, which int8 would round away."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = True) -> None:
         super().__init__()
