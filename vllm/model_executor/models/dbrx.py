@@ -1,6 +1,6 @@
 """DBRX: a decoder with layer norms, clipped queries, keys and values, and experts in all layers."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -72,9 +72,7 @@ class DbrxForCausalLM(DecoderForCausalLM):
         )
         super().__init__(arch, tp, options, DbrxLayer)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split tensors with the matrices of all experts."""
         parent, _, kind = name.rpartition("experts.")
         if kind not in _MATRICES:
@@ -83,7 +81,7 @@ class DbrxForCausalLM(DecoderForCausalLM):
 
     def _by_expert(
         self, parent: str, name: str, kind: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    ) -> NamedTensors:
         size, count = self.arch.intermediate_size, mixture_options(self.arch).num_experts
         if len(source.shape) != 2 or source.shape[0] != count * size:
             raise WeightLoadError(

@@ -6,7 +6,7 @@ caches, prefill or decode, and checkpoint files.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -28,7 +28,7 @@ from vllm.model_executor.layers.embedding import (
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.norm import HeadLayerNorm, LayerNorm, RMSNorm
 from vllm.model_executor.layers.rotary import RotaryEmbedding
-from vllm.model_executor.layers.slice import CheckpointTensor, Slice, SlicedModule
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors, Slice, SlicedModule
 from vllm.model_executor.models.fused_weights import (
     FusedLayers,
     split_joined_experts,
@@ -521,9 +521,7 @@ class DecoderForCausalLM(CausalLM):
         if arch.tie_word_embeddings:
             self.lm_head.tie(self.model.embed_tokens)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         for fused, parts_of in self.fused_layers.items():
             if f".{fused}." in name:
                 return split_parts(name, source, fused, parts_of(self.arch))

@@ -1,7 +1,6 @@
 """DeepSeek V2 and V3: latent attention, and many small experts plus shared ones."""
 
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
@@ -22,7 +21,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.norm import RMSNorm
 from vllm.model_executor.layers.rotary import RotaryEmbedding, yarn_sharpness
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -321,9 +320,7 @@ class RoutedForCausalLM(DecoderForCausalLM):
     prediction, `vllm.model_executor.speculators.mtp`); they are not loaded here.
     """
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         match = re.match(r"model\.layers\.(\d+)\.", name)
         if match and int(match[1]) >= self.arch.num_layers:
             return ()
@@ -352,9 +349,7 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
     indexer chooses tokens, so outputs differ.
     """
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Skip the weights of the indexer."""
         return () if ".self_attn.indexer." in name else super().convert(name, source)
 

@@ -1,6 +1,6 @@
 """Falcon-H1: decoders with parallel attention and Mamba-2 mixers in every layer."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.mamba import Mamba2Mixer, Mamba2Sizes
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -85,9 +85,7 @@ class FalconH1ForCausalLM(DecoderForCausalLM):
         )
         super().__init__(arch, tp, options, FalconH1Layer)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split the fused tensors of Mamba-2 mixers."""
         return split_mixer(name, source, _sizes(self.arch))
 

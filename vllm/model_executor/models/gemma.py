@@ -1,12 +1,11 @@
 """Gemma 1 to 3 (text): GEGLU, scaled embeddings, and norms whose stored weights are minus 1."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import ClassVar
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -26,9 +25,7 @@ class _Gemma(DecoderForCausalLM):
     ) -> None:
         super().__init__(arch, tp, options, layer_type)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Add 1 to the stored weight of a norm."""
         return add_one_to_norms(name, source)
 

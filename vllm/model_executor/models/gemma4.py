@@ -1,7 +1,7 @@
 """Gemma 4, text only."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -21,7 +21,7 @@ from vllm.model_executor.layers.linear import (
     whole_linear,
 )
 from vllm.model_executor.layers.norm import RMSNorm
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     Decoder,
     DecoderForCausalLM,
@@ -396,9 +396,7 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
             return embedded
         return torch.cat((embedded, features.look_up(input_ids)), dim=-1)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Skip keys and values of layers that read those of another layer, and split tensors of
         experts.
         """

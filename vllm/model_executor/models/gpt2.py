@@ -1,12 +1,12 @@
 """GPT-2, and GPT BigCode (StarCoder, Granite 20B and 34B Code): learned positions, plain MLPs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions, layer_norm
 from vllm.model_executor.models.fused_weights import (
     qkv_groups,
@@ -58,9 +58,7 @@ class GPT2LMHeadModel(DecoderForCausalLM):
         )
         super().__init__(arch, tp, options)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Transpose dense weights, and split fused query, key and value tensors.
 
         Quantized tensors are not stored transposed.
@@ -78,9 +76,7 @@ class GPTBigCodeForCausalLM(GPT2LMHeadModel):
     key/value head for all queries.
     """
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split a fused query, key and value tensor.
 
         Without multi-query attention it is stored head by head.

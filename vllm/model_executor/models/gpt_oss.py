@@ -1,6 +1,6 @@
 """GPT-OSS."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, LayerSpec
 from vllm.model_executor.models.fused_weights import experts_in
 from vllm.model_executor.models.llama import llama_options
@@ -44,9 +44,7 @@ class GptOssForCausalLM(DecoderForCausalLM):
         """Name of a weight in MXFP4 -> the part that was read first: "blocks" or "scales", and its
         tensor."""
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split the tensors with the weights of all experts.
 
         Dense they are [experts, in, out], in MXFP4 [experts, out, in]. Gates and ups alternate.

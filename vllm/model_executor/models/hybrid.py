@@ -1,6 +1,6 @@
 """Decoders that have Mamba-2 mixers in most layers and attention in some: Bamba and Granite 4."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -9,7 +9,7 @@ from torch import nn
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.mamba import Mamba2Mixer
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -51,9 +51,7 @@ class BambaForCausalLM(DecoderForCausalLM):
         options = replace(llama_options(arch), needs_positions=False)
         super().__init__(arch, tp, options, BambaLayer)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split the fused tensors of Mamba-2 mixers."""
         return split_mixer(name, source, hybrid_sizes(self.arch))
 
@@ -87,9 +85,7 @@ class GraniteMoeHybridForCausalLM(DecoderForCausalLM):
         options = replace(granite_options(arch), needs_positions=False)
         super().__init__(arch, tp, options, GraniteHybridLayer)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split the fused tensors of mixers, experts and the MLP."""
         shared = ".mlp.shared_expert." if _has_experts(self.arch) else ".mlp."
         name = name.replace(".shared_mlp.output_linear.", f"{shared}down_proj.")

@@ -3,7 +3,7 @@
 Its experts are like those of DeepSeek V3.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ from torch import nn
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.delta_net import DeltaNetSizes, KimiDeltaAttention
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions, LayerSpec
 from vllm.model_executor.models.deepseek import LatentSelfAttention, RoutedLayer
 from vllm.model_executor.models.fused_weights import split_features
@@ -86,9 +86,7 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, DecoderOptions(needs_positions=False), KimiLinearLayer)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Flatten the decay rates, stored as [1, 1, heads, 1], and split fused convolutions.
 
         transformers 5 saves convolutions fused.

@@ -1,6 +1,6 @@
 """LFM2 and LFM2-MoE: decoders with short convolutions in most layers and attention in some."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -13,7 +13,7 @@ from vllm.distributed import TPGroup
 from vllm.model_executor.layers.grouped_router import Routing
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.mamba import Convolution
-from vllm.model_executor.layers.slice import CheckpointTensor, SlicedModule
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors, SlicedModule
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -135,9 +135,7 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
 
     layer_type = Lfm2MoeLayer
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Rename the bias for choosing experts to the router's parameter."""
         name = name.replace(".mlp.expert_bias", ".mlp.gate.e_score_correction_bias")
         return super().convert(name, source)

@@ -1,6 +1,6 @@
 """Llama 4, text only."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.rotary import RotaryEmbedding
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderAttention,
     DecoderForCausalLM,
@@ -118,9 +118,7 @@ class Llama4ForCausalLM(DecoderForCausalLM):
         options = replace(llama_options(arch), is_neox=False)
         super().__init__(arch, tp, options, Llama4Layer)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split tensors with the weights of all experts, [experts, in, out]: gates, then ups."""
         # Quantized experts are saved one by one.
         if name.rpartition(".experts.")[2] not in JOINED_EXPERTS:

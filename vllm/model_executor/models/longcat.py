@@ -5,7 +5,7 @@ Some of the experts have no weights and return their input.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -17,7 +17,7 @@ from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.grouped_router import GroupedRouter, Routing
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import DecoderForCausalLM, GatedMLP, LayerSpec, add_norm
 from vllm.model_executor.models.deepseek import LatentScales, deepseek_options, latent_attention
 from vllm.ops.expert_options import SILU_EXPERTS, RoutingOptions
@@ -105,9 +105,7 @@ class LongcatFlashForCausalLM(DecoderForCausalLM):
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, deepseek_options(arch), LongcatFlashLayer)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Skip the unused bias of the router, and tensors of experts that have no weights."""
         if name.endswith(".mlp.gate.bias"):
             return ()

@@ -1,6 +1,5 @@
 """Decoders with a mixture of experts instead of the MLP: Mixtral, Qwen, Phi, Granite and OLMoE."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -10,7 +9,7 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.experts import Experts, Router
 from vllm.model_executor.layers.linear import ColumnParallelLinear
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -192,16 +191,12 @@ class GraniteMoeForCausalLM(DecoderForCausalLM):
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, granite_options(arch), GraniteMoeLayer)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split tensors with the weights of all experts."""
         return split_experts(self.arch, name, source)
 
 
-def split_experts(
-    arch: ModelArch, name: str, source: CheckpointTensor
-) -> Iterable[tuple[str, CheckpointTensor]]:
+def split_experts(arch: ModelArch, name: str, source: CheckpointTensor) -> NamedTensors:
     """Split a Granite tensor with the matrices of all experts; return other tensors unchanged."""
     if name.endswith(".input_linear.weight"):
         experts = experts_in(name, source, mixture_options(arch).num_experts)

@@ -3,7 +3,7 @@ experts.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.grouped_router import GroupedRouter
 from vllm.model_executor.layers.linear import whole_linear
 from vllm.model_executor.layers.mamba import Mamba2Mixer, Mamba2Sizes
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderAttention,
     DecoderForCausalLM,
@@ -126,9 +126,7 @@ class NemotronHForCausalLM(DecoderForCausalLM):
         options = replace(llama_options(arch), needs_positions=False)
         super().__init__(arch, tp, options, NemotronHLayer)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split the fused tensors of mixers and experts, and rename the norms as in other
         decoders.
         """

@@ -3,7 +3,7 @@
 Qwen3-Next, Qwen 3.5 and 3.6.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ from torch import nn
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.delta_net import DeltaNetSizes, GatedDeltaNet
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -80,9 +80,7 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
         )
         super().__init__(arch, tp, options, self.layer_type)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split fused tensors of attention, of DeltaNet and of experts."""
         # Q_proj contains, for each head, its query and then its gate.
         if ".self_attn.q_proj." in name:
@@ -92,7 +90,7 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
 
     def split_delta_net(
         self, name: str, source: CheckpointTensor, sizes: DeltaNetSizes
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    ) -> NamedTensors:
         """Split a tensor of a fused DeltaNet layer; return other tensors unchanged."""
         if ".conv1d." in name:
             return split_features(name, source, "conv1d", sizes.mixed_parts("conv_"))
@@ -119,7 +117,7 @@ class Qwen3_5MoeForCausalLM(Qwen3NextForCausalLM):
 
     def split_delta_net(
         self, name: str, source: CheckpointTensor, sizes: DeltaNetSizes
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    ) -> NamedTensors:
         if ".in_proj_qkvz." in name:  # Qwen 3.5 stores z separately
             return split_features(name, source, "in_proj_qkvz", sizes.mixed_parts("in_"))
         return super().split_delta_net(name, source, sizes)

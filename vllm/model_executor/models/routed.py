@@ -3,7 +3,6 @@
 GLM 4.5, dots, MiniMax M2, ERNIE 4.5, Hunyuan, Ling and the first DeepSeek MoE.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import ClassVar
 
@@ -13,7 +12,7 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.grouped_router import Routing
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import DecoderOptions, LayerSpec, rms_norm
 from vllm.model_executor.models.deepseek import (
     DeepseekMixture,
@@ -145,9 +144,7 @@ class Ernie4_5_MoeForCausalLM(RoutedForCausalLM):
         )
         super().__init__(arch, tp, options, ErnieMoeLayer)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Flatten the bias of the router, which is stored as [1, experts]."""
         if name.endswith(".e_score_correction_bias") and len(source.shape) == 2:
             return ((name, source.mapped(lambda bias: bias[0])),)

@@ -2,14 +2,13 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -40,9 +39,7 @@ class StableLmForCausalLM(DecoderForCausalLM):
         self._head_norms: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
         """Name of a weight -> weights of the heads that were read so far."""
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Join the weights of the norms of heads, which are stored separately for each head."""
         found = _HEAD_NORM.fullmatch(name)
         if found is None:

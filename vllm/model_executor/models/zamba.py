@@ -4,7 +4,7 @@ Some layers also get the output of attention and an MLP, whose weights several l
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from vllm.errors import ConfigError
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ParallelLinear, whole_linear
 from vllm.model_executor.layers.mamba import Mamba2Mixer, Mamba2Sizes
 from vllm.model_executor.layers.norm import RMSNorm
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     Decoder,
     DecoderAttention,
@@ -221,9 +221,7 @@ class Zamba2ForCausalLM(DecoderForCausalLM):
         )
         super().__init__(arch, tp, options, Zamba2Layer)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split fused tensors, and assign adapters to their layers.
 
         The copies of a shared block in later layers are skipped.

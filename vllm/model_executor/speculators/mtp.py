@@ -1,6 +1,5 @@
 """Multi-token prediction: an extra layer after the last one of a model predicts draft tokens."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from vllm.config import ModelArch
 from vllm.config.families import family_of_architecture
 from vllm.config.families.family import MTPFacts
 from vllm.model_executor.layers.linear import whole_linear
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import LayerSpec, add_norm
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.speculators.eagle import rotary_of
@@ -46,9 +45,7 @@ class MTP(Speculator):
         self.layer = type(decoder.model.layers[-1])(spec)
         self._prefix = facts.prefix.format(index)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Rename the layer's own tensors to the names of the model's layers; skip all others."""
         own = name.removeprefix(self._prefix)
         if own == name or own in _OF_THE_MODEL:
