@@ -23,8 +23,11 @@ class BaichuanForCausalLM(DecoderForCausalLM):
     fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_parts}
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, DecoderOptions(alibi_scale=1.0 if arch.rope is None else 0.0))
+        super().__init__(arch, tp)
         self.has_normed_head = arch.vocab_size != _VOCAB_SIZE_OF_1
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return DecoderOptions(alibi_scale=1.0 if arch.rope is None else 0.0)
 
     def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Normalize the rows of Baichuan 2's output head."""

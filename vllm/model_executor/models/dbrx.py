@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
@@ -50,6 +49,7 @@ class DbrxLayer(DecoderLayer):
 class DbrxForCausalLM(DecoderForCausalLM):
     """DBRX 132B (Databricks 2024, "Introducing DBRX")."""
 
+    layer_type = DbrxLayer
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "transformer.wte.": "model.embed_tokens.",
         "transformer.blocks.": "model.layers.",
@@ -63,14 +63,13 @@ class DbrxForCausalLM(DecoderForCausalLM):
     }
     fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_parts}
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+    def options(self, arch: ModelArch) -> DecoderOptions:
         attention: Mapping[str, Any] = arch.hf_config.get("attn_config") or {}
         limits = replace(arch, hf_config=attention)
-        options = DecoderOptions(
+        return DecoderOptions(
             norm=layer_norm_without_bias,
             qkv_limit=limits.config_number("clip_qkv", 0.0) or None,
         )
-        super().__init__(arch, tp, options, DbrxLayer)
 
     def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split tensors with the matrices of all experts."""

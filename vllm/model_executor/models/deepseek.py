@@ -330,17 +330,15 @@ class RoutedForCausalLM(DecoderForCausalLM):
 class DeepseekV2ForCausalLM(RoutedForCausalLM):
     """DeepSeek-V2, V2-Lite, V2.5 and Coder-V2 (DeepSeek-AI 2024, arXiv 2405.04434)."""
 
-    layer_type: ClassVar[type[DeepseekLayer]] = DeepseekLayer
-
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, deepseek_options(arch), self.layer_type)
+    options = staticmethod(deepseek_options)
+    layer_type = DeepseekLayer
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     """DeepSeek-V3, V3.1 and R1 (DeepSeek-AI 2024, arXiv 2412.19437), and Kimi K2 (Moonshot AI 2025,
     arXiv 2507.20534)."""
 
-    layer_type: ClassVar[type[DeepseekLayer]] = DeepseekV3Layer
+    layer_type = DeepseekV3Layer
 
 
 class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):

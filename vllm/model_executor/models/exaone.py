@@ -7,9 +7,14 @@ from typing import ClassVar
 from torch import nn
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
-from vllm.model_executor.models.decoder import DecoderForCausalLM, Layer, LayerSpec, rms_norm
-from vllm.model_executor.models.llama import LlamaForCausalLM, llama_options
+from vllm.model_executor.models.decoder import (
+    DecoderForCausalLM,
+    DecoderOptions,
+    Layer,
+    LayerSpec,
+    rms_norm,
+)
+from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.olmo import Olmo2Layer
 
 
@@ -47,6 +52,7 @@ class Exaone4ForCausalLM(DecoderForCausalLM):
     a sliding window; the others have no rotary positions.
     """
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        options = replace(llama_options(arch), head_norm=rms_norm)
-        super().__init__(arch, tp, options, Exaone4Layer)
+    layer_type = Exaone4Layer
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return replace(super().options(arch), head_norm=rms_norm)

@@ -13,7 +13,14 @@ from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.linear import ColumnParallelLinear, whole_linear
 from vllm.model_executor.layers.norm import RMSNorm
-from vllm.model_executor.models.decoder import DecoderOptions, GatedMLP, Layer, LayerSpec, add_norm
+from vllm.model_executor.models.decoder import (
+    DecoderOptions,
+    GatedMLP,
+    Layer,
+    LayerFactory,
+    LayerSpec,
+    add_norm,
+)
 from vllm.model_executor.models.gemma4 import (
     FeatureGate,
     Gemma4Decoder,
@@ -195,9 +202,9 @@ class Gemma3nDecoder(Gemma4Decoder):
     """A `Gemma4Decoder` whose layers pass several streams of hidden states."""
 
     def __init__(
-        self, arch: ModelArch, options: DecoderOptions, layer_type: type[Layer], tp: TPGroup
+        self, arch: ModelArch, options: DecoderOptions, make_layer: LayerFactory, tp: TPGroup
     ) -> None:
-        super().__init__(arch, options, layer_type, tp)
+        super().__init__(arch, options, make_layer, tp)
         size, count = arch.hidden_size, arch.config_size("altup_num_inputs") - 1
         self.altup_projections, self.altup_unembed_projections = (
             nn.ModuleList(whole_linear(size, size, tp) for _ in range(count)) for _ in range(2)

@@ -10,9 +10,13 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, LayerSpec
+from vllm.model_executor.models.decoder import (
+    DecoderForCausalLM,
+    DecoderLayer,
+    DecoderOptions,
+    LayerSpec,
+)
 from vllm.model_executor.models.fused_weights import experts_in
-from vllm.model_executor.models.llama import llama_options
 from vllm.model_executor.models.mixture import Mixture, mixture_options
 from vllm.model_executor.quantization.mxfp4 import check_mxfp4, mxfp4_source
 from vllm.ops.expert_options import ExpertOptions
@@ -36,13 +40,17 @@ class GptOssForCausalLM(DecoderForCausalLM):
     and in every second layer a sliding window.
     """
 
+    layer_type = GptOssLayer
     checkpoint_names: ClassVar[dict[str, str]] = {".mlp.router.": ".mlp.gate."}
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, replace(llama_options(arch), has_sinks=True), GptOssLayer)
+        super().__init__(arch, tp)
         self._blocks: dict[str, tuple[str, Tensor]] = {}
         """Name of a weight in MXFP4 -> the part that was read first: "blocks" or "scales", and its
         tensor."""
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return replace(super().options(arch), has_sinks=True)
 
     def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split the tensors with the weights of all experts.

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from torch import nn
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.model_executor.layers.delta_net import DeltaNetSizes, KimiDeltaAttention
 from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions, LayerSpec
@@ -75,6 +74,7 @@ class KimiLinearLayer(RoutedLayer):
 class KimiLinearForCausalLM(DecoderForCausalLM):
     """Kimi Linear 48B-A3B (Kimi Team 2025, arXiv 2510.26692)."""
 
+    layer_type = KimiLinearLayer
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         ".block_sparse_moe.": ".mlp.",
         ".w1.": ".gate_proj.",
@@ -83,8 +83,8 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
         ".self_attn.forget_gate.": ".self_attn.",  # name in transformers 5
     }
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, DecoderOptions(needs_positions=False), KimiLinearLayer)
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return DecoderOptions(needs_positions=False)
 
     def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Flatten the decay rates, stored as [1, 1, heads, 1], and split fused convolutions.

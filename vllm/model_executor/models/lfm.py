@@ -97,7 +97,7 @@ def _convolution_parts(arch: ModelArch) -> FusedParts:
 class Lfm2ForCausalLM(DecoderForCausalLM):
     """LFM2 350M to 2.6B (Liquid AI 2025, arXiv 2511.23404)."""
 
-    layer_type: ClassVar[type[Lfm2Layer]] = Lfm2Layer
+    layer_type = Lfm2Layer
 
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         ".conv.conv.": ".self_attn.conv1d.",
@@ -115,8 +115,8 @@ class Lfm2ForCausalLM(DecoderForCausalLM):
     }
     fused_layers: ClassVar[FusedLayers] = {"in_proj": _convolution_parts}
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, DecoderOptions(head_norm=rms_norm), self.layer_type)
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return DecoderOptions(head_norm=rms_norm)
 
 
 class Lfm2MoeLayer(Lfm2Layer):

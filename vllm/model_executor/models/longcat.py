@@ -95,15 +95,14 @@ class LongcatFlashLayer(nn.Module):
 class LongcatFlashForCausalLM(DecoderForCausalLM):
     """LongCat-Flash 560B-A27B, Chat and Thinking (Meituan 2025, arXiv 2509.01322)."""
 
+    options = staticmethod(deepseek_options)
+    layer_type = LongcatFlashLayer
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         ".mlp.router.classifier.": ".mlp.gate.",
         ".mlp.router.": ".mlp.gate.",
     }
     ignored_prefixes: ClassVar[tuple[str, ...]] = ("model.mtp.",)
     """Layers that guess further tokens."""
-
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, deepseek_options(arch), LongcatFlashLayer)
 
     def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Skip the unused bias of the router, and tensors of experts that have no weights."""

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.mamba import Mamba2Mixer, Mamba2Sizes, MambaMixer, MambaSizes
 from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
@@ -57,7 +56,7 @@ class Mamba2Layer(MambaLayer):
 class MambaForCausalLM(DecoderForCausalLM):
     """Mamba (Gu and Dao 2023, arXiv 2312.00752)."""
 
-    layer_type: ClassVar[type[Layer]] = MambaLayer
+    layer_type = MambaLayer
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
         "backbone.embeddings.": "model.embed_tokens.",
@@ -67,8 +66,8 @@ class MambaForCausalLM(DecoderForCausalLM):
     }
     checkpoint_names: ClassVar[Mapping[str, str]] = {".mixer.": ".self_attn."}
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, DecoderOptions(needs_positions=False), self.layer_type)
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return DecoderOptions(needs_positions=False)
 
     def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split the fused input projection, and rename the norms as in other decoders."""

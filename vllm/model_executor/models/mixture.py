@@ -21,7 +21,6 @@ from vllm.model_executor.models.decoder import (
 )
 from vllm.model_executor.models.fused_weights import experts_in, split_by_expert
 from vllm.model_executor.models.granite import GraniteLayer, granite_options
-from vllm.model_executor.models.llama import llama_options
 from vllm.ops import get_ops
 from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions, Routing
 
@@ -113,6 +112,7 @@ class MixtureLayer(DecoderLayer):
 class MixtralForCausalLM(DecoderForCausalLM):
     """Mixtral 8x7B and 8x22B (Jiang et al. 2024, arXiv 2401.04088)."""
 
+    layer_type = MixtureLayer
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".block_sparse_moe.": ".mlp.",
         ".w1.": ".gate_proj.",
@@ -120,24 +120,23 @@ class MixtralForCausalLM(DecoderForCausalLM):
         ".w3.": ".up_proj.",
     }
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, DecoderOptions(), MixtureLayer)
-
 
 class Qwen2MoeForCausalLM(DecoderForCausalLM):
     """Qwen 1.5 and 2 MoE (arXiv 2407.10671), with a shared expert that all tokens use."""
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        options = DecoderOptions(qkv_bias=bool(arch.hf_config.get("qkv_bias", True)))
-        super().__init__(arch, tp, options, MixtureLayer)
+    layer_type = MixtureLayer
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return DecoderOptions(qkv_bias=bool(arch.hf_config.get("qkv_bias", True)))
 
 
 class Qwen3MoeForCausalLM(DecoderForCausalLM):
     """Qwen 3 MoE (Yang et al. 2025, arXiv 2505.09388)."""
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        options = replace(llama_options(arch), head_norm=rms_norm)
-        super().__init__(arch, tp, options, MixtureLayer)
+    layer_type = MixtureLayer
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return replace(super().options(arch), head_norm=rms_norm)
 
 
 class PhimoeLayer(DecoderLayer):
@@ -158,18 +157,18 @@ class PhimoeForCausalLM(DecoderForCausalLM):
     """Phi-3.5-MoE, Phi-mini-MoE and Phi-tiny-MoE (Abdin et al. 2024, arXiv 2404.14219; Li et al.
     2025, arXiv 2506.18349)."""
 
+    layer_type = PhimoeLayer
     checkpoint_names: ClassVar[dict[str, str]] = {
         **MixtralForCausalLM.checkpoint_names,
         ".mlp.router.": ".mlp.gate.",  # name in transformers 5
     }
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        options = replace(
-            llama_options(arch),
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return replace(
+            super().options(arch),
             norm=layer_norm,
             head_bias=bool(arch.hf_config.get("lm_head_bias", False)),
         )
-        super().__init__(arch, tp, options, PhimoeLayer)
 
 
 class GraniteMoeLayer(GraniteLayer):
@@ -182,14 +181,13 @@ class GraniteMoeLayer(GraniteLayer):
 class GraniteMoeForCausalLM(DecoderForCausalLM):
     """Granite 3 1B-A400M and 3B-A800M (IBM 2024, "Granite 3.0 Language Models")."""
 
+    options = staticmethod(granite_options)
+    layer_type = GraniteMoeLayer
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".block_sparse_moe.": ".mlp.",
         ".router.layer.": ".gate.",
         ".mlp.router.": ".mlp.gate.",  # name in transformers 5
     }
-
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, granite_options(arch), GraniteMoeLayer)
 
     def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split tensors with the weights of all experts."""

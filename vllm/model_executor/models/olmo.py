@@ -16,7 +16,6 @@ from vllm.model_executor.models.decoder import (
     Layer,
     LayerSpec,
 )
-from vllm.model_executor.models.llama import llama_options
 from vllm.model_executor.models.mixture import Mixture, mixture_options
 
 
@@ -24,13 +23,12 @@ class OlmoForCausalLM(DecoderForCausalLM):
     """OLMo 1 (Groeneveld et al. 2024, arXiv 2402.00838): a Llama whose layer norms have no
     weights."""
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        options = replace(
-            llama_options(arch),
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return replace(
+            super().options(arch),
             norm=lambda arch, size: LayerNorm(size, has_weight=False),
             qkv_limit=arch.hf_config.get("clip_qkv"),
         )
-        super().__init__(arch, tp, options)
 
 
 class Olmo2Attention(DecoderAttention):
@@ -80,8 +78,7 @@ class Olmo2Layer(Layer):
 class Olmo2ForCausalLM(DecoderForCausalLM):
     """OLMo 2 (arXiv 2501.00656)."""
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, llama_options(arch), Olmo2Layer)
+    layer_type = Olmo2Layer
 
 
 class Olmo3ForCausalLM(Olmo2ForCausalLM):
@@ -100,9 +97,10 @@ class OlmoeLayer(DecoderLayer):
 class OlmoeForCausalLM(DecoderForCausalLM):
     """OLMoE 1B-7B (Muennighoff et al. 2024, arXiv 2409.02060)."""
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        options = replace(llama_options(arch), qkv_limit=arch.hf_config.get("clip_qkv"))
-        super().__init__(arch, tp, options, OlmoeLayer)
+    layer_type = OlmoeLayer
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return replace(super().options(arch), qkv_limit=arch.hf_config.get("clip_qkv"))
 
 
 class FlexOlmoLayer(Olmo2Layer):
@@ -117,5 +115,4 @@ class FlexOlmoForCausalLM(DecoderForCausalLM):
     experts.
     """
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, llama_options(arch), FlexOlmoLayer)
+    layer_type = FlexOlmoLayer

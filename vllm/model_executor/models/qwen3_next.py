@@ -10,12 +10,12 @@ from typing import ClassVar
 from torch import nn
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.model_executor.layers.delta_net import DeltaNetSizes, GatedDeltaNet
 from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
+    DecoderOptions,
     Layer,
     LayerSpec,
     rms_norm_from_one,
@@ -25,7 +25,6 @@ from vllm.model_executor.models.fused_weights import (
     split_groups,
     split_sizes_of_groups,
 )
-from vllm.model_executor.models.llama import llama_options
 from vllm.model_executor.models.mixture import MixtureLayer
 
 
@@ -65,20 +64,19 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
     loaded only by `vllm.model_executor.speculators.mtp`.
     """
 
-    layer_type: ClassVar[type[Layer]] = DeltaNetMixtureLayer
+    layer_type = DeltaNetMixtureLayer
 
     checkpoint_names: ClassVar[Mapping[str, str]] = {".linear_attn.": ".self_attn."}
     ignored_prefixes: ClassVar[tuple[str, ...]] = ("mtp.",)
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        options = replace(
-            llama_options(arch),
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return replace(
+            super().options(arch),
             norm=rms_norm_from_one,
             head_norm=rms_norm_from_one,
             has_output_gate=True,
             needs_positions=False,
         )
-        super().__init__(arch, tp, options, self.layer_type)
 
     def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split fused tensors of attention, of DeltaNet and of experts."""
