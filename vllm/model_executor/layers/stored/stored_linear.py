@@ -138,7 +138,7 @@ class StoredLinear(KeepsPacked, LinearMethod):
         if place.slice is not None:
             source = self.arranged(place, name, source)
         elif stored.dtypes == SCALES:
-            source = checked_scales(name, source, zero_is_fine=True)
+            source = checked_scales(name, source)
         place.fill(name, source.picked(name, stored.output_dim, stored.bits), tp)
 
     @abstractmethod
