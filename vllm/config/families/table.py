@@ -135,7 +135,6 @@ _LLAMAS = (
         pooling_architectures=("LlamaModel", "LlamaForSequenceClassification"),
         windows="ignored",
         config_defaults=ConfigDefaults(class_prefix="Llama", values=_LLAMA_DEFAULTS),
-        tokenizer="",
         gguf=GGUFFacts(
             architecture="llama",  # Mistral too
             flags=_LLAMA_FLAGS,
@@ -176,7 +175,6 @@ _LLAMAS = (
         module="llama4",
         architectures=("Llama4ForCausalLM",),
         no_rope_interval=4,
-        tokenizer="",
     ),
     Family(
         model_type="mllama_text_model",
@@ -198,7 +196,6 @@ _LLAMAS = (
             "eos_token_id": 128001,
             "pad_token_id": 128004,
         },
-        tokenizer="",
     ),
     Family(
         model_type="baichuan",
@@ -208,7 +205,6 @@ _LLAMAS = (
         # The 7B model; 13B uses ALiBi and has no such key.
         rope_implied_by="max_position_embeddings",
         config_class="llama",
-        tokenizer="",
         gguf=GGUFFacts(
             architecture="baichuan",
             has_neighbour_rotations=True,
@@ -240,7 +236,6 @@ _LLAMAS = (
         architectures=("SmolLM3ForCausalLM",),
         windows="if_switched_on",
         no_rope_interval=4,
-        tokenizer="",
         awq_pairs=_AWQ_LLAMA,
         gguf=GGUFFacts(architecture="smollm3", has_neighbour_rotations=True, flags=_LLAMA_FLAGS),
     ),
@@ -257,14 +252,12 @@ _LLAMAS = (
         module="exaone",
         architectures=("ExaoneForCausalLM",),
         config_class="llama",
-        tokenizer="",
     ),
     Family(
         model_type="exaone4",
         module="exaone",
         architectures=("Exaone4ForCausalLM",),
         has_rope_without_window="alone",
-        tokenizer="",
         awq_pairs=(_VALUES, _MLP),
         gguf=GGUFFacts(
             architecture="exaone4",
@@ -277,7 +270,6 @@ _LLAMAS = (
         model_type="exaone_moe",
         architectures=("ExaoneMoeForCausalLM",),
         also_published_as=("ExaoneMoEForCausalLM",),
-        tokenizer="",
     ),
     Family(
         model_type="ernie4_5",
@@ -291,7 +283,6 @@ _LLAMAS = (
         model_type="seed_oss",
         module="llama",
         architectures=("SeedOssForCausalLM",),
-        tokenizer="",
         awq_pairs=_AWQ_LLAMA,
         gguf=GGUFFacts(
             architecture="seed_oss",
@@ -304,7 +295,6 @@ _LLAMAS = (
         old_keys={"attention_head_dim": "head_dim"},
         module="llama",
         architectures=("HunYuanDenseV1ForCausalLM",),
-        tokenizer="",
         awq_pairs=_AWQ_LLAMA,
         gguf=GGUFFacts(architecture="hunyuan-dense", flags={"attention_bias": _QUERY}),
     ),
@@ -312,13 +302,11 @@ _LLAMAS = (
         model_type="apertus",
         module="apertus",
         architectures=("ApertusForCausalLM",),
-        tokenizer="",
     ),
     Family(
         model_type="arcee",
         module="llama",
         architectures=("ArceeForCausalLM",),
-        tokenizer="",
         gguf=GGUFFacts(
             architecture="arcee",
             has_neighbour_rotations=True,
@@ -344,7 +332,6 @@ _LLAMAS = (
         model_type="helium",
         module="llama",
         architectures=("HeliumForCausalLM",),
-        tokenizer="",
         awq_pairs=_AWQ_LLAMA,
     ),
     Family(
@@ -352,7 +339,6 @@ _LLAMAS = (
         module="llama",
         architectures=("CwmForCausalLM",),
         config_class="llama",
-        tokenizer="",
         awq_pairs=_AWQ_LLAMA,
     ),
     Family(
@@ -361,7 +347,6 @@ _LLAMAS = (
         architectures=("MiniCPMForCausalLM",),
         config_class="llama",
         own_defaults={"tie_word_embeddings": True, "rope_theta": 10000.0},
-        tokenizer="",
     ),
     Family(
         model_type="minicpm3",
@@ -470,7 +455,6 @@ _QWENS = (
         ),
         windows="if_switched_on",
         config_class="qwen2",
-        tokenizer="",
     ),
 )
 _GEMMAS = (
@@ -519,7 +503,6 @@ _GEMMAS = (
         module="gemma",
         architectures=("VaultGemmaForCausalLM",),
         full_attention_every=2,
-        tokenizer="",
         norms_add_one=True,
         awq_pairs=_AWQ_GEMMA2,
     ),
@@ -537,7 +520,6 @@ _GEMMAS = (
         config_class="llama",
         own_defaults={"hidden_activation": "gelu_pytorch_tanh"},
         full_attention_every=6,
-        tokenizer="",
     ),
 )
 _GRANITES = (
@@ -586,21 +568,18 @@ _OTHERS = (
         architectures=("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
         mtp=MTPFacts(names={"final_layernorm": "shared_head.norm"}),
         config_class="llama",
-        tokenizer="",
     ),
     Family(
         model_type="bamba",
         module="hybrid",
         architectures=("BambaForCausalLM",),
         attention_layers_key="attn_layer_indices",
-        tokenizer="",
     ),
     Family(
         model_type="bloom",
         module="bloom",
         architectures=("BloomForCausalLM",),
         default_max_positions=_BLOOM_POSITIONS,
-        tokenizer="",
         gguf=GGUFFacts(
             architecture="bloom",
             norm_key="layer_norm_epsilon",
@@ -613,7 +592,6 @@ _OTHERS = (
         architectures=("ChatGLMModel",),
         also_published_as=("ChatGLMForConditionalGeneration",),  # name in fine-tuned models
         config_format="chatglm",
-        tokenizer="",
     ),
     Family(
         model_type="cohere",
@@ -662,20 +640,17 @@ _OTHERS = (
         module="decilm",
         architectures=("DeciLMForCausalLM",),
         config_format="decilm",
-        tokenizer="",
     ),
     Family(
         model_type="deepseek",
         module="routed",
         architectures=("DeepseekForCausalLM",),
         config_class="llama",
-        tokenizer="",
     ),
     Family(
         model_type="deepseek_v2",
         module="deepseek",
         architectures=("DeepseekV2ForCausalLM",),
-        tokenizer="",
         gguf=_DEEPSEEK2,
         fp8_scales=_FP8_DEEPSEEK,
     ),
@@ -685,7 +660,6 @@ _OTHERS = (
         module="deepseek",
         architectures=("DeepseekV3ForCausalLM",),
         mtp=_MTP,
-        tokenizer="",
         gguf=replace(_DEEPSEEK2, has_router_bias=True),
         fp8_scales=_FP8_DEEPSEEK,
     ),
@@ -696,14 +670,12 @@ _OTHERS = (
         config_class="llama",
         mtp=_MTP,
         dense_up_to_key="index_topk",
-        tokenizer="",
         fp8_scales=_FP8_DEEPSEEK,
     ),
     Family(
         model_type="dots1",
         module="routed",
         architectures=("Dots1ForCausalLM",),
-        tokenizer="",
         gguf=GGUFFacts(
             architecture="dots1",
             has_experts=True,
@@ -723,7 +695,6 @@ _OTHERS = (
         module="deepseek",
         architectures=("YoutuForCausalLM",),
         config_class="llama",
-        tokenizer="",
     ),
     Family(
         model_type="falcon",
@@ -738,7 +709,6 @@ _OTHERS = (
         module="falcon",
         architectures=("FalconForCausalLM",),
         also_published_as=("RWForCausalLM",),
-        tokenizer="",
         gguf=GGUFFacts(
             architecture="falcon",
             activation=("activation", "gelu"),
@@ -754,7 +724,6 @@ _OTHERS = (
         module="falcon_h1",
         architectures=("FalconH1ForCausalLM",),
         has_states_beside_attention=True,
-        tokenizer="",
     ),
     Family(
         model_type="flex_olmo",
@@ -819,7 +788,6 @@ _OTHERS = (
         config_class="llama",
         mtp=_MTP,
         dense_up_to_key="index_topk",
-        tokenizer="",
     ),
     Family(
         model_type="gpt2",
@@ -867,7 +835,6 @@ _OTHERS = (
         model_type="gpt_oss",
         module="gpt_oss",
         architectures=("GptOssForCausalLM",),
-        tokenizer="",
         reasoning_parser="openai_gptoss",
         gguf=GGUFFacts(
             architecture="gpt-oss",
@@ -885,7 +852,6 @@ _OTHERS = (
         old_keys={"attention_head_dim": "head_dim"},
         module="routed",
         architectures=("HunYuanMoEV1ForCausalLM",),
-        tokenizer="",
     ),
     Family(
         model_type="jamba",
@@ -899,17 +865,16 @@ _OTHERS = (
         model_type="lfm2",
         module="lfm",
         architectures=("Lfm2ForCausalLM",),
-        tokenizer="",
     ),
     Family(
         model_type="lfm2_moe",
         module="lfm",
         architectures=("Lfm2MoeForCausalLM",),
         config_class="llama",
-        tokenizer="",
     ),
     Family(
         model_type="kimi_linear",
+        tokenizer=None,
         module="kimi",
         architectures=("KimiLinearForCausalLM",),
         config_class="llama",
@@ -920,7 +885,6 @@ _OTHERS = (
         module="longcat",
         architectures=("LongcatFlashForCausalLM",),
         num_layers_key="num_layers",
-        tokenizer="",
     ),
     Family(
         model_type="mamba",
@@ -1005,7 +969,6 @@ _OTHERS = (
         config_class="llama",
         own_defaults={"num_hidden_layers": None},
         has_positions=False,
-        tokenizer="",
     ),
     Family(
         model_type="olmo",
@@ -1098,7 +1061,6 @@ _OTHERS = (
         module="routed",
         architectures=("SolarOpenForCausalLM",),
         config_class="llama",
-        tokenizer="",
     ),
     Family(
         model_type="stablelm",
@@ -1136,7 +1098,6 @@ _OTHERS = (
         has_states_beside_attention=True,
         has_shared_layers=True,
         rope_switch=("use_mem_rope", True),
-        tokenizer="",
     ),
 )
 _WITH_MEDIA = (
@@ -1174,7 +1135,6 @@ _WITH_MEDIA = (
         architectures=("Idefics3ForConditionalGeneration",),
         text_type="llama",
         media="idefics3",
-        tokenizer="",
     ),
     Family(
         model_type="smolvlm",
@@ -1191,7 +1151,6 @@ _WITH_MEDIA = (
         text_type="mllama_text_model",
         media="mllama",
         num_unsampled_tokens=8,
-        tokenizer="",
     ),
     Family(
         model_type="gemma3",
@@ -1217,7 +1176,6 @@ _WITH_MEDIA = (
         module="text_of_images",
         architectures=("Gemma4ForConditionalGeneration",),
         text_type="gemma4_text",
-        tokenizer="",
     ),
     Family(
         model_type="llama4",
@@ -1227,7 +1185,6 @@ _WITH_MEDIA = (
             "its image processor in transformers needs torchvision, which this engine does not use"
         ),
         text_type="llama4_text",
-        tokenizer="",
     ),
     Family(
         model_type="phi4_multimodal",
@@ -1238,10 +1195,10 @@ _WITH_MEDIA = (
         text_only="its image processor in transformers needs torchvision, which is not used, and "
         "its images and sounds need adapters of their own",
         text_type="phi3",
-        tokenizer="",
     ),
     Family(
         model_type="mistral3",
+        tokenizer=None,
         module="text_of_images",
         architectures=("Mistral3ForConditionalGeneration",),
         text_type="mistral",
@@ -1330,7 +1287,6 @@ _WITH_MEDIA = (
         module="text_of_images",
         architectures=("KimiVLForConditionalGeneration",),
         text_type="deepseek_v3",
-        tokenizer="",
     ),
     Family(
         model_type="qwen2_audio",
@@ -1411,6 +1367,7 @@ _ENCODERS = (
     ),
     Family(
         model_type="camembert",  # some checkpoints of Camembert have the class names of RoBERTa
+        tokenizer=None,
         is_encoder=True,
         windows="ignored",
         positions_follow_padding=True,

@@ -23,6 +23,10 @@ JOINED_EXPERTS = {
 """Parameter of transformers 5 with the matrices of all experts -> matrices of one, by rows."""
 
 
+NUMBERED_MATRICES = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
+"""Names of the matrices of an MLP in Mixtral and others -> our names."""
+
+
 class FusedParts(NamedTuple):
     """The layers that a fused layer of a checkpoint consists of."""
 

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.delta_net import DeltaNetSizes, KimiDeltaAttenti
 from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions, LayerSpec
 from vllm.model_executor.models.deepseek import LatentSelfAttention, RoutedLayer
-from vllm.model_executor.models.fused_weights import split_features
+from vllm.model_executor.models.fused_weights import NUMBERED_MATRICES, split_features
 
 _DEEPSEEK_NAMES = {
     "num_experts": "n_routed_experts",
@@ -77,9 +77,7 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
     layer_type = KimiLinearLayer
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         ".block_sparse_moe.": ".mlp.",
-        ".w1.": ".gate_proj.",
-        ".w2.": ".down_proj.",
-        ".w3.": ".up_proj.",
+        **NUMBERED_MATRICES,
         ".self_attn.forget_gate.": ".self_attn.",  # name in transformers 5
     }
 

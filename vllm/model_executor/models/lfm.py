@@ -23,7 +23,7 @@ from vllm.model_executor.models.decoder import (
     rms_norm,
 )
 from vllm.model_executor.models.deepseek import DeepseekMixture
-from vllm.model_executor.models.fused_weights import FusedLayers, FusedParts
+from vllm.model_executor.models.fused_weights import NUMBERED_MATRICES, FusedLayers, FusedParts
 from vllm.ops.expert_options import RoutingOptions
 
 
@@ -109,9 +109,7 @@ class Lfm2ForCausalLM(DecoderForCausalLM):
         ".ffn_norm.": ".post_attention_layernorm.",
         ".embedding_norm.": ".norm.",
         ".feed_forward.": ".mlp.",
-        ".w1.": ".gate_proj.",
-        ".w2.": ".down_proj.",
-        ".w3.": ".up_proj.",
+        **NUMBERED_MATRICES,
     }
     fused_layers: ClassVar[FusedLayers] = {"in_proj": _convolution_parts}
 

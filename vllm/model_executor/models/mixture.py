@@ -19,7 +19,7 @@ from vllm.model_executor.models.decoder import (
     layer_norm,
     rms_norm,
 )
-from vllm.model_executor.models.fused_weights import experts_in, split_by_expert
+from vllm.model_executor.models.fused_weights import NUMBERED_MATRICES, experts_in, split_by_expert
 from vllm.model_executor.models.granite import GraniteLayer, granite_options
 from vllm.ops import get_ops
 from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions, Routing
@@ -96,6 +96,11 @@ def mixture_options(arch: ModelArch) -> MixtureOptions:
     )
 
 
+def make_mixture(self: nn.Module, spec: LayerSpec) -> nn.Module:
+    """Make the experts of a layer, as a method `make_mlp` of its class."""
+    return Mixture(spec.arch, mixture_options(spec.arch), spec.tp)
+
+
 class MixtureLayer(DecoderLayer):
     """A `DecoderLayer` with a `Mixture` instead of the MLP, except in layers that config.json
     lists.
@@ -115,9 +120,7 @@ class MixtralForCausalLM(DecoderForCausalLM):
     layer_type = MixtureLayer
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".block_sparse_moe.": ".mlp.",
-        ".w1.": ".gate_proj.",
-        ".w2.": ".down_proj.",
-        ".w3.": ".up_proj.",
+        **NUMBERED_MATRICES,
     }
 
 
@@ -174,8 +177,7 @@ class PhimoeForCausalLM(DecoderForCausalLM):
 class GraniteMoeLayer(GraniteLayer):
     """A `GraniteLayer` whose MLP is a `Mixture`."""
 
-    def make_mlp(self, spec: LayerSpec) -> nn.Module:
-        return Mixture(spec.arch, mixture_options(spec.arch), spec.tp)
+    make_mlp = make_mixture
 
 
 class GraniteMoeForCausalLM(DecoderForCausalLM):

@@ -16,7 +16,7 @@ from vllm.model_executor.models.decoder import (
     Layer,
     LayerSpec,
 )
-from vllm.model_executor.models.mixture import Mixture, mixture_options
+from vllm.model_executor.models.mixture import make_mixture
 
 
 class OlmoForCausalLM(DecoderForCausalLM):
@@ -89,9 +89,7 @@ class OlmoeLayer(DecoderLayer):
     """A `DecoderLayer` of experts, with query and key normed as in OLMo 2."""
 
     make_attention = Olmo2Layer.make_attention
-
-    def make_mlp(self, spec: LayerSpec) -> nn.Module:
-        return Mixture(spec.arch, mixture_options(spec.arch), spec.tp)
+    make_mlp = make_mixture
 
 
 class OlmoeForCausalLM(DecoderForCausalLM):
@@ -106,8 +104,7 @@ class OlmoeForCausalLM(DecoderForCausalLM):
 class FlexOlmoLayer(Olmo2Layer):
     """An `Olmo2Layer` with experts instead of the MLP."""
 
-    def make_mlp(self, spec: LayerSpec) -> nn.Module:
-        return Mixture(spec.arch, mixture_options(spec.arch), spec.tp)
+    make_mlp = make_mixture
 
 
 class FlexOlmoForCausalLM(DecoderForCausalLM):

@@ -21,7 +21,7 @@ from vllm.model_executor.models.deepseek import (
     expert_groups,
     is_behind_first_layers,
 )
-from vllm.model_executor.models.fused_weights import FusedLayers, qkv_parts
+from vllm.model_executor.models.fused_weights import NUMBERED_MATRICES, FusedLayers, qkv_parts
 from vllm.model_executor.models.llama import hunyuan_options
 from vllm.model_executor.models.olmo import Olmo2Attention
 from vllm.ops.expert_options import RoutingOptions
@@ -94,9 +94,7 @@ class MiniMaxM2ForCausalLM(RoutedForCausalLM):
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".block_sparse_moe.": ".mlp.",
         ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
-        ".w1.": ".gate_proj.",
-        ".w2.": ".down_proj.",
-        ".w3.": ".up_proj.",
+        **NUMBERED_MATRICES,
     }
 
 
