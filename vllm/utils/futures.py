@@ -3,12 +3,15 @@
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 async def end_tasks(tasks: "Iterable[asyncio.Future[Any]]") -> None:
     """Cancel tasks, and wait until all of them have ended. Their errors are ignored."""
-    import asyncio  # here, because programs without a server do not need it
+    import asyncio  # only here, because programs without a server do not need it
 
     tasks = list(tasks)
     for task in tasks:
