@@ -180,6 +180,14 @@ class MetricSet(Collector):
         """Add a gauge without labels."""
         return self.gauges(name, help).cell()
 
+    def set_counter(self, name: str, help: str, value: float) -> None:
+        """Add a counter of the engine, which is counted elsewhere, with its value."""
+        self.counter(f"vllm:{name}", help).value = value
+
+    def set_gauge(self, name: str, help: str, value: float) -> None:
+        """Add a gauge of the engine with its value."""
+        self.gauge(f"vllm:{name}", help).value = value
+
     def histogram(self, name: str, help: str, bounds: Sequence[float]) -> Histogram:
         """Add a histogram without labels."""
         return self.histograms(name, help, bounds).cell()
