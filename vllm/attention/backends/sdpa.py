@@ -179,10 +179,11 @@ class Fp8SDPA:
     def round_inputs(self, attend: SDPAKernel, inputs: PromptInputs) -> Tensor:
         """Round query, key and value to FP8, and compute attention with the kernel `attend`."""
         scales, dtype = self.scales, torch.float8_e4m3fn
-        query, key, value, *others = inputs
+        query, key, value, mask, scale, lens = inputs
         query = scales.query.store(query, dtype)
         key, value = scales.cache.key.store(key, dtype), scales.cache.value.store(value, dtype)
-        return attend(PromptInputs(query, key, value, *others)).to(inputs.query.dtype)
+        rounded = PromptInputs(query, key, value, mask, scale, lens)
+        return attend(rounded).to(inputs.query.dtype)
 
 
 def bridge_sdpa(
