@@ -5,6 +5,7 @@ differ from the defaults.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from vllm.config.families.family import ConfigDefaults, Family, FP8Scales, GGUFFacts, MTPFacts
@@ -1100,10 +1101,11 @@ _OTHERS = (
         rope_switch=("use_mem_rope", True),
     ),
 )
+_with_encoder = partial(Family, module="text_of_images")
+"""Makes the entry of models that also have a part for images or sound."""
 _WITH_MEDIA = (
-    Family(
+    _with_encoder(
         model_type="llava",
-        module="text_of_images",
         architectures=("LlavaForConditionalGeneration",),
         text_type="llama",
         also_text_types=("mistral", "qwen2"),
@@ -1111,59 +1113,52 @@ _WITH_MEDIA = (
         media_by_tower={"pixtral": "pixtral"},
         tokenizer=_GENERIC,
     ),
-    Family(
+    _with_encoder(
         model_type="llava_next",
-        module="text_of_images",
         architectures=("LlavaNextForConditionalGeneration",),
         text_type="llama",
         also_text_types=("mistral", "granite", "qwen2"),
         media="llava_next",
         tokenizer=_GENERIC,
     ),
-    Family(
+    _with_encoder(
         model_type="internvl",
-        module="text_of_images",
         architectures=("InternVLForConditionalGeneration",),
         text_type="qwen2",
         also_text_types=("qwen3", "qwen3_moe", "llama"),
         media="internvl",
         tokenizer="Qwen2Tokenizer",
     ),
-    Family(
+    _with_encoder(
         model_type="idefics3",
-        module="text_of_images",
         architectures=("Idefics3ForConditionalGeneration",),
         text_type="llama",
         media="idefics3",
     ),
-    Family(
+    _with_encoder(
         model_type="smolvlm",
-        module="text_of_images",
         architectures=("SmolVLMForConditionalGeneration",),
         text_type="llama",
         media="idefics3",
         tokenizer=_GENERIC,
     ),
-    Family(
+    _with_encoder(
         model_type="mllama",
-        module="text_of_images",
         architectures=("MllamaForConditionalGeneration",),
         text_type="mllama_text_model",
         media="mllama",
         num_unsampled_tokens=8,
     ),
-    Family(
+    _with_encoder(
         model_type="gemma3",
-        module="text_of_images",
         architectures=("Gemma3ForConditionalGeneration",),
         text_type="gemma3_text",
         media="gemma3",
         media_sees_ahead=True,
         tokenizer="GemmaTokenizer",
     ),
-    Family(
+    _with_encoder(
         model_type="gemma3n",
-        module="text_of_images",
         architectures=("Gemma3nForConditionalGeneration",),
         text_only=(
             "its image encoder is a MobileNet of the timm package, which this engine does not use"
@@ -1171,91 +1166,80 @@ _WITH_MEDIA = (
         text_type="gemma3n_text",
         tokenizer="GemmaTokenizer",
     ),
-    Family(
+    _with_encoder(
         model_type="gemma4",
-        module="text_of_images",
         architectures=("Gemma4ForConditionalGeneration",),
         text_type="gemma4_text",
     ),
-    Family(
+    _with_encoder(
         model_type="llama4",
-        module="text_of_images",
         architectures=("Llama4ForConditionalGeneration",),
         text_only=(
             "its image processor in transformers needs torchvision, which this engine does not use"
         ),
         text_type="llama4_text",
     ),
-    Family(
+    _with_encoder(
         model_type="phi4_multimodal",
         also_typed=("phi4mm",),
-        module="text_of_images",
         architectures=("Phi4MultimodalForCausalLM",),
         also_published_as=("Phi4MMForCausalLM",),
         text_only="its image processor in transformers needs torchvision, which is not used, and "
         "its images and sounds need adapters of their own",
         text_type="phi3",
     ),
-    Family(
+    _with_encoder(
         model_type="mistral3",
         tokenizer=None,
-        module="text_of_images",
         architectures=("Mistral3ForConditionalGeneration",),
         text_type="mistral",
         also_text_types=("ministral3",),  # type in Ministral 3 and Devstral Small 2
         media="mistral3",
     ),
-    Family(
+    _with_encoder(
         model_type="qwen2_vl",
-        module="text_of_images",
         architectures=("Qwen2VLForConditionalGeneration",),
         text_type="qwen2_vl_text",
         media="qwen2_vl",
         tokenizer="Qwen2Tokenizer",
     ),
-    Family(
+    _with_encoder(
         model_type="qwen2_5_vl",
-        module="text_of_images",
         architectures=("Qwen2_5_VLForConditionalGeneration",),
         text_type="qwen2_5_vl_text",
         media="qwen2_5_vl",
         tokenizer="Qwen2Tokenizer",
     ),
-    Family(
+    _with_encoder(
         model_type="qwen3_vl",
-        module="text_of_images",
         architectures=("Qwen3VLForConditionalGeneration",),
         text_type="qwen3_vl_text",
         media="qwen3_vl",
         tokenizer="Qwen2Tokenizer",
     ),
-    Family(
+    _with_encoder(
         model_type="qwen3_vl_moe",
-        module="text_of_images",
         architectures=("Qwen3VLMoeForConditionalGeneration",),
         text_type="qwen3_vl_moe_text",
         media="qwen3_vl",
         tokenizer="Qwen2Tokenizer",
     ),
-    Family(
+    _with_encoder(
         model_type="glm4v",
-        module="text_of_images",
         architectures=("Glm4vForConditionalGeneration",),
         text_type="glm4v_text",
         media="glm4v",
         tokenizer=_GENERIC,
     ),
-    Family(
+    _with_encoder(
         model_type="glm4v_moe",
-        module="text_of_images",
         architectures=("Glm4vMoeForConditionalGeneration",),
         text_type="glm4v_moe_text",
         media="glm4v",
         tokenizer=_GENERIC,
     ),
-    Family(
+    _with_encoder(
         model_type="qwen3_5",
-        module="text_of_images",
         architectures=("Qwen3_5ForConditionalGeneration",),
         mtp=_MTP_QWEN,
         text_type="qwen3_5_text",
@@ -1263,9 +1247,8 @@ _WITH_MEDIA = (
         tokenizer="Qwen3_5Tokenizer",
         replaces_tokenizer=True,
     ),
-    Family(
+    _with_encoder(
         model_type="qwen3_5_moe",
-        module="text_of_images",
         architectures=("Qwen3_5MoeForConditionalGeneration",),
         mtp=_MTP_QWEN,
         text_type="qwen3_5_moe_text",
@@ -1273,32 +1256,28 @@ _WITH_MEDIA = (
         tokenizer="Qwen3_5Tokenizer",
         replaces_tokenizer=True,
     ),
-    Family(
+    _with_encoder(
         model_type="kimi_k25",
-        module="text_of_images",
         architectures=("KimiK25ForConditionalGeneration",),
         also_published_as=("Kimi_K25ForConditionalGeneration",),
         text_type="deepseek_v3",
         also_text_types=("kimi_k2",),
         tokenizer=_GENERIC,
     ),
-    Family(
+    _with_encoder(
         model_type="kimi_vl",
-        module="text_of_images",
         architectures=("KimiVLForConditionalGeneration",),
         text_type="deepseek_v3",
     ),
-    Family(
+    _with_encoder(
         model_type="qwen2_audio",
-        module="text_of_images",
         architectures=("Qwen2AudioForConditionalGeneration",),
         text_type="qwen2",
         media="qwen2_audio",
         tokenizer="Qwen2Tokenizer",
     ),
-    Family(
+    _with_encoder(
         model_type="voxtral",
-        module="text_of_images",
         architectures=("VoxtralForConditionalGeneration",),
         text_type="llama",
         also_text_types=("mistral",),
@@ -1306,9 +1285,8 @@ _WITH_MEDIA = (
         tokenizer=_GENERIC,
         has_mistral_tokenizer=True,
     ),
-    Family(
+    _with_encoder(
         model_type="whisper",
-        module="text_of_images",
         architectures=("WhisperForConditionalGeneration",),
         decoder_keys={
             "d_model": "hidden_size",
