@@ -323,6 +323,8 @@ class Layer(nn.Module, ABC):
     residual to which it is still to be added (None: nothing is to be added).
     """
 
+    attention_type: ClassVar[type[nn.Module]] = DecoderAttention
+
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
         self.arch = spec.arch
@@ -332,7 +334,7 @@ class Layer(nn.Module, ABC):
 
     def make_attention(self, spec: LayerSpec) -> nn.Module:
         """Make the attention: positions [T], hidden_states [T, hidden] -> [T, hidden]."""
-        return DecoderAttention(spec.arch, spec.options, spec.window, spec.rotary_emb, spec.tp)
+        return self.attention_type(spec.arch, spec.options, spec.window, spec.rotary_emb, spec.tp)
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
         """Make the MLP: [T, hidden] -> [T, hidden]."""

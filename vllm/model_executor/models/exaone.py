@@ -4,14 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from torch import nn
-
 from vllm.config import ModelArch
 from vllm.model_executor.models.decoder import (
+    DecoderAttention,
     DecoderForCausalLM,
     DecoderOptions,
-    Layer,
-    LayerSpec,
     rms_norm,
 )
 from vllm.model_executor.models.llama import LlamaForCausalLM
@@ -43,8 +40,7 @@ class ExaoneForCausalLM(LlamaForCausalLM):
 class Exaone4Layer(Olmo2Layer):
     """An `Olmo2Layer` with a norm over each head instead of over all heads."""
 
-    def make_attention(self, spec: LayerSpec) -> nn.Module:
-        return Layer.make_attention(self, spec)
+    attention_type = DecoderAttention
 
 
 class Exaone4ForCausalLM(DecoderForCausalLM):

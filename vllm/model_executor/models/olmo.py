@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
@@ -58,14 +58,13 @@ class Olmo2Attention(DecoderAttention):
 class Olmo2Layer(Layer):
     """A layer with norms after attention and after the MLP, and none before."""
 
+    attention_type = Olmo2Attention
+
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
         del self.input_layernorm
         self.post_attention_layernorm = spec.new_norm()
         self.post_feedforward_layernorm = spec.new_norm()
-
-    def make_attention(self, spec: LayerSpec) -> nn.Module:
-        return Olmo2Attention(spec.arch, spec.options, spec.window, spec.rotary_emb, spec.tp)
 
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
@@ -88,7 +87,7 @@ class Olmo3ForCausalLM(Olmo2ForCausalLM):
 class OlmoeLayer(DecoderLayer):
     """A `DecoderLayer` of experts, with query and key normed as in OLMo 2."""
 
-    make_attention = Olmo2Layer.make_attention
+    attention_type = Olmo2Attention
     make_mlp = make_mixture
 
 

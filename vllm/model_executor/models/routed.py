@@ -72,8 +72,7 @@ class Dots1ForCausalLM(RoutedForCausalLM):
 class MiniMaxM2Layer(RoutedLayer):
     """A layer of experts, with query and key normed over all heads together."""
 
-    def make_attention(self, spec: LayerSpec) -> nn.Module:
-        return Olmo2Attention(spec.arch, spec.options, spec.window, spec.rotary_emb, spec.tp)
+    attention_type = Olmo2Attention
 
     def has_experts(self, spec: LayerSpec) -> bool:
         return True

@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm.config import ModelArch
 from vllm.config.families import family_of_architecture
 from vllm.config.families.family import MTPFacts
-from vllm.model_executor.layers.linear import whole_linear
+from vllm.model_executor.layers.linear import dense_linear
 from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import LayerSpec, add_norm
 from vllm.model_executor.models.interface import CausalLM
@@ -40,8 +40,7 @@ class MTP(Speculator):
         size, index = arch.hidden_size, arch.num_layers
         spec = LayerSpec(arch, options, index, rotary_of(arch, options.is_neox), target.tp)
         self.enorm, self.hnorm, self.norm = spec.new_norm(), spec.new_norm(), spec.new_norm()
-        self.eh_proj = whole_linear(2 * size, size, target.tp)
-        self.eh_proj.keeps_precision = True
+        self.eh_proj = dense_linear(2 * size, size, target.tp)
         self.layer = type(decoder.model.layers[-1])(spec)
         self._prefix = facts.prefix.format(index)
 
