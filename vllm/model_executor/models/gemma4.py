@@ -352,7 +352,7 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
     """
 
     decoder_type = Gemma4Decoder
-    layer_type = Gemma4Layer
+    layer_type: ClassVar[type[nn.Module]] = Gemma4Layer
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         **{
             f".{name}.": f".features.{name}."

@@ -6,7 +6,6 @@ from typing import ClassVar
 from vllm.config import ModelArch
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
-    DecoderLayer,
     DecoderOptions,
     PrePostNormLayer,
 )
@@ -18,7 +17,6 @@ class GlmForCausalLM(DecoderForCausalLM):
     of neighbouring elements.
     """
 
-    layer_type = DecoderLayer
     fused_layers: ClassVar[FusedLayers] = {"gate_up_proj": gate_up_parts}
 
     def options(self, arch: ModelArch) -> DecoderOptions:

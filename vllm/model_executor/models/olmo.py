@@ -1,8 +1,9 @@
 """OLMo 1 to 3."""
 
 from dataclasses import replace
+from typing import ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
@@ -58,7 +59,7 @@ class Olmo2Attention(DecoderAttention):
 class Olmo2Layer(Layer):
     """A layer with norms after attention and after the MLP, and none before."""
 
-    attention_type = Olmo2Attention
+    attention_type: ClassVar[type[nn.Module]] = Olmo2Attention
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)

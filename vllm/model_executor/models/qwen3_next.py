@@ -64,7 +64,7 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
     loaded only by `vllm.model_executor.speculators.mtp`.
     """
 
-    layer_type = DeltaNetMixtureLayer
+    layer_type: ClassVar[type[nn.Module]] = DeltaNetMixtureLayer
 
     checkpoint_names: ClassVar[Mapping[str, str]] = {".linear_attn.": ".self_attn."}
     ignored_prefixes: ClassVar[tuple[str, ...]] = ("mtp.",)
