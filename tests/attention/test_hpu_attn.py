@@ -1,7 +1,6 @@
 """Test padded prefills with each kernel against the torch reference of the operators."""
 
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,6 +34,7 @@ from vllm.attention.backends.hpu_metadata import (
     build_decode_metadata,
     build_prefill_metadata,
 )
+from vllm.attention.backends.sdpa import PromptInputs
 from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.native.operators import NativeOps
 
@@ -173,9 +173,9 @@ def test_context_that_another_row_of_the_launch_writes():
 def test_lengths_reach_the_kernel_only_without_a_mask():
     calls: list[tuple[bool, bool]] = []
 
-    def kernel(query: Tensor, *args: Any) -> Tensor:
-        calls.append((args[2] is not None, args[4] is not None))
-        return torch_sdpa(query, *args)
+    def kernel(inputs: PromptInputs) -> Tensor:
+        calls.append((inputs.mask is not None, inputs.valid_lens is not None))
+        return torch_sdpa(inputs)
 
     for rows in ("prompts", "chunks"):
         prefill = Prefill(ROWS[rows])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from gaudi_sim.bridge import SimBridge
 from vllm.attention.backends.sdpa import (
     FusedSDPA,
+    PromptInputs,
     bridge_sdpa,
     flex_sdpa,
     naive_sdpa,
@@ -51,7 +52,7 @@ def test_agrees_with_the_naive_kernel(name, num_kv_heads, dtype, masking):
     qkv, (mask, lens) = operands(num_kv_heads, dtype), MASKS[masking]
     if mask is not None and mask.is_floating_point():
         mask = mask.to(dtype)
-    want = naive_sdpa(*qkv, mask, 0.3, lens)
+    want = naive_sdpa(PromptInputs(*qkv, mask, 0.3, lens))
     if name == "bridge":
         kernel = bridge_sdpa(SimBridge("gaudi2", is_lazy=True).kernels)
         qkv, mask, lens = (
@@ -60,7 +61,7 @@ def test_agrees_with_the_naive_kernel(name, num_kv_heads, dtype, masking):
         )
     else:
         kernel = {"torch": torch_sdpa, "flex": flex_sdpa}[name]
-    got = kernel(*qkv, mask, 0.3, lens).cpu()
+    got = kernel(PromptInputs(*qkv, mask, 0.3, lens)).cpu()
     assert got.isfinite().all(), "padding is finite"
     assert got.dtype == dtype
     if lens is not None:
@@ -80,7 +81,7 @@ def test_the_fused_kernel_is_called_by_its_rules(masking, dtype, mode):
             return query
 
     qkv, (mask, lens) = operands(2, dtype), MASKS[masking]
-    FusedSDPA(Recorded())(*qkv, mask, 0.3, lens)
+    FusedSDPA(Recorded())(PromptInputs(*qkv, mask, 0.3, lens))
     [(attn_mask, options)] = calls
     assert attn_mask is mask
     assert options.pop("valid_seq_len", None) is lens
@@ -93,7 +94,7 @@ def test_a_graph_of_the_fused_kernel_serves_other_lengths():
 
     class Attention(nn.Module):
         def forward(self, query: Tensor, key: Tensor, value: Tensor, lens: Tensor) -> Tensor:
-            return kernel(query, key, value, None, 0.3, lens)
+            return kernel(PromptInputs(query, key, value, None, 0.3, lens))
 
     qkv = operands(2, torch.float32)
     with torch.inference_mode():
@@ -104,7 +105,7 @@ def test_a_graph_of_the_fused_kernel_serves_other_lengths():
         on_card = lens.to("hpu")
         with bridge.warmed_section():
             out = graph(*inputs, on_card)
-        want = kernel(*inputs, None, 0.3, on_card).cpu()
+        want = kernel(PromptInputs(*inputs, None, 0.3, on_card)).cpu()
         torch.testing.assert_close(out.cpu(), want)
     assert bridge.counters().cpu_fallbacks == {}
 

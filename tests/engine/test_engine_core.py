@@ -97,9 +97,9 @@ class FakeExecutor(Executor):
     def prepare(self, request: EngineRequest) -> "Future[None] | None":
         return self.preparing.get(request.request_id)
 
-    def collective_rpc(self, method, timeout=None, args=(), kwargs=None) -> list[Any]:
-        self.log.append(f"call {method}")
-        return [self.worker_calls[method](*args, **(kwargs or {}))]
+    def run_call(self, call) -> list[Any]:
+        self.log.append(f"call {call.method}")
+        return [self.worker_calls[call.method](*call.args, **call.kwargs)]
 
     def shutdown(self) -> None:
         self.is_shut_down = True

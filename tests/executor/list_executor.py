@@ -1,10 +1,10 @@
 """An executor over several workers in this process, which are called one after another."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm.executor import Executor, StepHandleLike, Worker, WorkerMethod
-from vllm.executor.ranks.worker_call import call_worker
+from vllm.executor import Executor, StepHandleLike, Worker
+from vllm.executor.ranks.worker_call import WorkerCall
 from vllm.messages import SchedulerOutput
 
 
@@ -28,14 +28,8 @@ class ListExecutor(Executor):
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
         return self.call_workers(Worker.execute_model, step)[0]
 
-    def collective_rpc(
-        self,
-        method: WorkerMethod,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        return [call_worker(worker, method, args, kwargs or {}) for worker in self.workers]
+    def run_call(self, call: WorkerCall) -> list[Any]:
+        return [call.on(worker) for worker in self.workers]
 
     def shutdown(self) -> None:
         self.workers.clear()

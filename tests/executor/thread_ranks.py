@@ -1,14 +1,14 @@
 """Ranks as threads of one process, which exchange tensors through shared memory like processes."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed import RankLayout, Rendezvous
-from vllm.executor import Executor, StepHandleLike, WorkerMethod
-from vllm.executor.ranks.worker_call import call_worker, make_worker
+from vllm.executor import Executor, StepHandleLike
+from vllm.executor.ranks.worker_call import WorkerCall, make_worker
 from vllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput, StepTokens
 from vllm.utils.futures import wait_all
 
@@ -76,14 +76,8 @@ class ThreadRanks(Executor):
                 thread.submit(worker.record_tokens, StepTokens.of(output)).result()
         return output
 
-    def collective_rpc(
-        self,
-        method: WorkerMethod,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        return [call_worker(worker, method, args, kwargs or {}) for worker in self.workers]
+    def run_call(self, call: WorkerCall) -> list[Any]:
+        return [call.on(worker) for worker in self.workers]
 
     def shutdown(self) -> None:
         if not self.workers:

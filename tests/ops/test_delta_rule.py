@@ -5,8 +5,9 @@ import torch
 from torch.nn.functional import normalize
 
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
-from vllm.ops.native.delta_rule import invert_unit_lower, run_delta_rule
+from vllm.ops.native.delta_rule import DeltaTokens, invert_unit_lower, run_delta_rule
 from vllm.ops.native.operators import NativeOps
+from vllm.ops.native.state_space import TokenStates
 
 B, G, H, K, V = 3, 2, 6, 5, 4
 
@@ -114,7 +115,9 @@ def test_tokens_change_the_states_of_their_rows(table, value_size, key_size, is_
     want_y, want = recurrence(*inputs, states[rows] * ~is_new[:, None, None, None])
     untouched = states[[1, 3, 5]].clone()
     states[0] = torch.nan  # an earlier request left this state
-    y = table().delta_tokens(states, rows, is_new, *(x[:, 0] for x in inputs))
+    y = table().delta_tokens(
+        TokenStates(states, rows, is_new), DeltaTokens(*(x[:, 0] for x in inputs))
+    )
     assert_close(y, want_y[:, 0])
     assert_close(states[rows], want)
     assert torch.equal(states[[1, 3, 5]], untouched)
@@ -125,9 +128,15 @@ def test_a_kernel_refuses_what_does_not_fit():
     states, is_new = random(6, H, V, K), torch.zeros(B, dtype=torch.bool)
     inputs = [x[:, 0] for x in inputs_of(1)[:-1]]
     with pytest.raises(IndexError, match=r"rows\[2\] must be one of the 6 recurrent states, got 6"):
-        CPUOps().delta_tokens(states, torch.tensor([0, 1, 6]), is_new, *inputs)
+        CPUOps().delta_tokens(
+            TokenStates(states, torch.tensor([0, 1, 6]), is_new), DeltaTokens(*inputs)
+        )
     rows = torch.arange(B)
     with pytest.raises(ValueError, match=r"q must be .*, got torch\.float64"):
-        CPUOps().delta_tokens(states, rows, is_new, inputs[0].double(), *inputs[1:])
+        CPUOps().delta_tokens(
+            TokenStates(states, rows, is_new), DeltaTokens(inputs[0].double(), *inputs[1:])
+        )
     with pytest.raises(ValueError, match="must be dense"):
-        CPUOps().delta_tokens(states.transpose(2, 3), rows, is_new, *inputs)
+        CPUOps().delta_tokens(
+            TokenStates(states.transpose(2, 3), rows, is_new), DeltaTokens(*inputs)
+        )

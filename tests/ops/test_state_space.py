@@ -7,6 +7,8 @@ from torch.nn.functional import silu, softplus
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
 from vllm.ops.native.operators import NativeOps
 from vllm.ops.native.state_space import (
+    ScannedTokens,
+    TokenStates,
     convolve,
     scan_channels,
     scan_heads,
@@ -106,7 +108,7 @@ def test_tokens_change_the_states_of_their_rows(table, state_size):
     )
     untouched = states[[1, 3, 5]].clone()
     states[0] = torch.nan  # an earlier request left this state
-    y = table().scan_tokens(states, rows, is_new, x, steps, decay, b, c)
+    y = table().scan_tokens(TokenStates(states, rows, is_new), ScannedTokens(x, steps, decay, b, c))
     assert_close(y, want_y[:, 0])
     assert_close(states[rows], want)
     assert torch.equal(states[[1, 3, 5]], untouched)
@@ -117,12 +119,13 @@ def test_a_kernel_refuses_what_does_not_fit():
     states, rows, is_new = random(6, H, P, N), torch.tensor([5, 6]), torch.tensor([False, True])
     x, steps, decay = random(2, H, P), random(2, H), random(H)
     b, c = random(2, G, N), random(2, G, N)
+    at = TokenStates(states, rows, is_new)
     with pytest.raises(IndexError, match=r"rows\[1\] must be one of the 6 recurrent states, got 6"):
-        CPUOps().scan_tokens(states, rows, is_new, x, steps, decay, b, c)
+        CPUOps().scan_tokens(at, ScannedTokens(x, steps, decay, b, c))
     with pytest.raises(ValueError, match=r"x must be .*, got torch\.float64"):
-        CPUOps().scan_tokens(states, rows, is_new, x.double(), steps, decay, b, c)
+        CPUOps().scan_tokens(at, ScannedTokens(x.double(), steps, decay, b, c))
     with pytest.raises(ValueError, match=r"c must be .*, got torch\.float32 \[1, 2, 4\]"):
-        CPUOps().scan_tokens(states, rows, is_new, x, steps, decay, b, c[:1])
+        CPUOps().scan_tokens(at, ScannedTokens(x, steps, decay, b, c[:1]))
 
 
 @pytest.mark.parametrize("length", [1, 2, 20])

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from gaudi_sim.bridge import SimBridge
 from gaudi_sim.vendor import kernels as simulated_kernels
 from tests.hpu import captured_log
-from vllm.attention.backends.sdpa import FusedSDPA, bridge_sdpa, naive_sdpa
+from vllm.attention.backends.sdpa import FusedSDPA, PromptInputs, bridge_sdpa, naive_sdpa
 from vllm.errors import ConfigError
 from vllm.ops.expert_options import ExpertBiases, ExpertOptions
 from vllm.ops.hpu.operators import HPUOps
@@ -272,7 +272,7 @@ def test_operators_without_kernels_are_those_of_torch():
         ):
             torch.testing.assert_close(mine.cpu(), other)
     query = torch.randn(1, 2, 6, 8)
-    out = bridge_sdpa(bridge.kernels)(*(query.to("hpu"),) * 3, None, 0.5, None)
+    out = bridge_sdpa(bridge.kernels)(PromptInputs(*(query.to("hpu"),) * 3, None, 0.5))
     want = F.scaled_dot_product_attention(query, query, query, is_causal=True, scale=0.5)
     torch.testing.assert_close(out.cpu(), want)
     assert not bridge.counters().cpu_fallbacks

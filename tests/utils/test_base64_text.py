@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from vllm.utils import base64_text
-from vllm.utils.base64_text import Base64Error, TooManyBytesError
+from vllm.utils.text import base64_text
+from vllm.utils.text.base64_text import Base64Error, TooManyBytesError
 
 BYTES = bytes(range(256))
 TEXT = base64.b64encode(BYTES).decode()

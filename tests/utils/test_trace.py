@@ -315,7 +315,7 @@ DECODE = PaddingCounts(
 
 
 def test_counters_of_a_prompt_launch():
-    assert launch_counters(PROMPT, seconds=0.5) == {
+    assert launch_counters(PROMPT) == {
         "prompt_batch_size": 3,
         "prompt_bucket_batch_size": 4,
         "prompt_seq_len": 100,
@@ -326,26 +326,14 @@ def test_counters_of_a_prompt_launch():
         "prompt_bucket_blocks": 0,
         "prompt_batch_token_utilization": 250 / 512,
         "prompt_batch_block_utilization": 1.0,
-        "prompt_real_gen_throughput": 6,
-        "prompt_bucket_gen_throughput": 8,
-        "prompt_real_in_throughput": 500,
-        "prompt_bucket_in_throughput": 1024,
     }
 
 
 def test_counters_of_a_decode_launch():
-    counters = launch_counters(DECODE, seconds=2)
+    counters = launch_counters(DECODE)
     assert counters["decode_bucket_seq_len"] == 1
     assert counters["decode_batch_token_utilization"] == 0.75
     assert counters["decode_batch_block_utilization"] == 0.75
-    assert counters["decode_real_gen_throughput"] == 3
-    assert counters["decode_bucket_gen_throughput"] == 4
-    assert not any("_in_throughput" in name for name in counters)
-
-
-@pytest.mark.parametrize("seconds", [None, 0])
-def test_without_a_time_there_is_no_throughput(seconds):
-    assert not any("throughput" in name for name in launch_counters(PROMPT, seconds))
 
 
 @pytest.mark.parametrize(("used", "total", "share"), [(30, 120, 0.25), (0, 5, 0), (0, 0, 0)])

@@ -234,6 +234,11 @@ class ContextHolder:
     def __init__(self) -> None:
         self.context: LaunchContext | None = None
 
+    @property
+    def adapters(self) -> "LaunchAdapters | None":
+        """The adapters of the running batch; None: there are none."""
+        return None if self.context is None else self.context.adapters
+
     @contextmanager
     def running(self, context: LaunchContext | None) -> Iterator[None]:
         """Run a forward pass with this context. None: the tokens are one prompt without a cache."""

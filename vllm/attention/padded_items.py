@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm.attention.backends.hpu_attn import prompt_attention
-from vllm.attention.backends.sdpa import SDPAKernel, naive_sdpa
+from vllm.attention.backends.sdpa import PromptInputs, SDPAKernel, naive_sdpa
 from vllm.attention.cross import ReadsItems
 
 NUM_FIELDS = 3
@@ -61,7 +61,8 @@ class PaddedItems:
             # of several vectors.
             by_head = query.unflatten(1, (key.shape[2], -1))
             key, value = key.transpose(1, 2), value.transpose(1, 2)
-            read = naive_sdpa(by_head, key, value, self.is_seen, scale, None).flatten(1, 2)
+            inputs = PromptInputs(by_head, key, value, self.is_seen, scale)
+            read = naive_sdpa(inputs).flatten(1, 2)
         else:
             by_row = query.unflatten(0, (batch, query_len))
             read = prompt_attention(

@@ -269,14 +269,12 @@ class EncoderCache:
         for key in {item.key for item in request.spec.media}:
             entry = self._entries.get(key)
             if entry is not None and not entry.holders:
-                self._num_kept -= self._entries.pop(key).size
-                self._dropped.append(key)
+                self._forget(key)
 
     def clear(self) -> None:
         """Drop all images that no request holds."""
         for key in [key for key, entry in self._entries.items() if not entry.holders]:
-            self._num_kept -= self._entries.pop(key).size
-            self._dropped.append(key)
+            self._forget(key)
 
     @property
     def holders(self) -> list[Request]:
@@ -298,12 +296,15 @@ class EncoderCache:
         if not entry.holders:
             self._num_held -= entry.size
 
+    def _forget(self, key: str) -> None:
+        self._num_kept -= self._entries.pop(key).size
+        self._dropped.append(key)
+
     def _make_room(self) -> None:
         """Drop the least recently used images that no request holds, until the rest fits."""
         while self._num_kept > self.capacity:
             key = next(key for key, entry in self._entries.items() if not entry.holders)
-            self._num_kept -= self._entries.pop(key).size
-            self._dropped.append(key)
+            self._forget(key)
 
 
 def _name_of(item: MediaItem) -> str:

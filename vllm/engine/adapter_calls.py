@@ -30,7 +30,7 @@ def call_of(adapter: AdapterRef) -> tuple[str, str, str, int]:
     return adapter.name, adapter.path, adapter.key, adapter.number
 
 
-def is_loaded(adapter: AdapterRef, answers: Sequence[str | None]) -> bool:
+def is_loaded(answers: Sequence[str | None]) -> bool:
     """Return whether all workers have loaded an adapter, given the answers of `load_adapter`.
 
     Raises:

@@ -610,9 +610,7 @@ class AsyncLLM:
         found = await self._call_workers(Worker.has_adapter, adapter.number, adapter.key)
         if all(found):
             return False
-        while not is_loaded(
-            adapter, await self._call_workers(Worker.load_adapter, *call_of(adapter))
-        ):
+        while not is_loaded(await self._call_workers(Worker.load_adapter, *call_of(adapter))):
             await asyncio.sleep(POLL_S)
         return True
 

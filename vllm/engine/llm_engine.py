@@ -348,7 +348,7 @@ class LLMEngine:
         adapter = self.input_processor.adapter(lora_request)
         if all(self._call_workers(Worker.has_adapter, adapter.number, adapter.key)):
             return False
-        while not is_loaded(adapter, self._call_workers(Worker.load_adapter, *call_of(adapter))):
+        while not is_loaded(self._call_workers(Worker.load_adapter, *call_of(adapter))):
             time.sleep(POLL_S)
         return True
 

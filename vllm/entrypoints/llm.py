@@ -342,12 +342,9 @@ class LLM:
         refuse(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
         require_task(self._pooler, "embed")
         found = self._pool(as_list(prompts), pooling_params, truncate_prompt_tokens, use_tqdm)
-        return [
-            EmbeddingRequestOutput(
-                **_shared(each), outputs=EmbeddingOutput(each.outputs.data.tolist())
-            )
-            for each in found
-        ]
+        return _converted(
+            found, EmbeddingRequestOutput, lambda data: EmbeddingOutput(data.tolist())
+        )
 
     def reward(
         self,
@@ -395,12 +392,9 @@ class LLM:
         refuse(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
         require_task(self._pooler, "classify", "score")
         found = self._pool(as_list(prompts), None, None, use_tqdm)
-        return [
-            ClassificationRequestOutput(
-                **_shared(each), outputs=ClassificationOutput(each.outputs.data.tolist())
-            )
-            for each in found
-        ]
+        return _converted(
+            found, ClassificationRequestOutput, lambda data: ClassificationOutput(data.tolist())
+        )
 
     def score(
         self,
@@ -441,12 +435,7 @@ class LLM:
             with naming_prompt(index, len(second)):
                 prompts.append(tokenize_pair(a, b, truncate_prompt_tokens))
         found = self._pool(prompts, None, None, use_tqdm)
-        return [
-            ScoringRequestOutput(
-                **_shared(each), outputs=ScoringOutput(float(each.outputs.data[0]))
-            )
-            for each in found
-        ]
+        return _converted(found, ScoringRequestOutput, lambda data: ScoringOutput(float(data[0])))
 
     # ---- the engine -----------------------------------------------------------------------
 
@@ -624,12 +613,19 @@ def _as_conversations(
     return [cast(Sequence[Message], messages)]
 
 
-def _shared(output: Pooled) -> dict[str, Any]:
-    return {
-        "request_id": output.request_id,
-        "prompt_token_ids": output.prompt_token_ids,
-        "num_cached_tokens": output.num_cached_tokens,
-    }
+def _converted(
+    found: Sequence[Pooled], kind: Callable[..., _Result], make: Callable[[Any], Any]
+) -> list[_Result]:
+    """Return results as outputs of another kind; `make` converts the values of one."""
+    return [
+        kind(
+            request_id=each.request_id,
+            prompt_token_ids=each.prompt_token_ids,
+            num_cached_tokens=each.num_cached_tokens,
+            outputs=make(each.outputs.data),
+        )
+        for each in found
+    ]
 
 
 def _pooling_params_per_prompt(

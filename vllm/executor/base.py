@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
-from vllm.executor.ranks.worker_call import WorkerMethod
+from vllm.executor.ranks.worker_call import WorkerCall, WorkerMethod
 from vllm.messages import EngineRequest, RunnerStats, SchedulerOutput
 from vllm.utils.clean_up import on_failure
 from vllm.utils.process import startup_progress
@@ -166,7 +166,6 @@ class Executor(ABC):
         """
         return self.collective_rpc(method.__name__, None, args, kwargs)
 
-    @abstractmethod
     def collective_rpc(
         self,
         method: WorkerMethod,
@@ -188,6 +187,11 @@ class Executor(ABC):
             RequestError: the workers have no such method.
             TimeoutError: the call took longer than `timeout`.
         """
+        return self.run_call(WorkerCall(method, timeout, args, kwargs or {}))
+
+    @abstractmethod
+    def run_call(self, call: WorkerCall) -> list[Any]:
+        """Run a call of `collective_rpc`."""
 
     def stats(self) -> RunnerStats:
         """Return counters of the workers since the start; all 0 if the workers do not count.

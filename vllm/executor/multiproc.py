@@ -10,7 +10,7 @@ engine, which sends the tokens to the other stages before it starts the next ste
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from vllm.distributed import RankLayout, Rendezvous
 from vllm.errors import CollectiveError, ConfigError, RequestError
 from vllm.executor.ranks.rank_group import RankError, RankGroup
 from vllm.executor.ranks.rank_wire import RecordTokens, ReleaseRequests, RunStep, result_decoder
-from vllm.executor.ranks.worker_call import WorkerMethod, name_to_send, refuse_code
+from vllm.executor.ranks.worker_call import WorkerCall, name_to_send, refuse_code
 from vllm.executor.step_thread import has_core_to_spare
 from vllm.executor.uniproc import UniProcExecutor
 from vllm.message_codec import decode_value
@@ -162,24 +162,18 @@ class MultiprocExecutor(UniProcExecutor):
             self._running_ranks.broadcast(ReleaseRequests(request_ids=list(request_ids)))
         super().release(request_ids)
 
-    def collective_rpc(
-        self,
-        method: WorkerMethod,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
+    def run_call(self, call: WorkerCall) -> list[Any]:
         """Call a method of all workers. Arguments and results must be plain values.
 
         Raises:
-            RequestError: the call is not possible; also if `method` is a function, which cannot be
-                sent.
+            RequestError: the call is not possible; also if the method is a function, which cannot
+                be sent.
         """
-        name = name_to_send(method)
+        name = name_to_send(call.method)
         started = monotonic()
-        calls = self._running_ranks.call(name, args, kwargs, is_user=True)
-        own = super().collective_rpc(method, timeout, args, kwargs)
-        results = self._running_ranks.results(f"{name}()", calls, timeout, started)
+        calls = self._running_ranks.call(name, call.args, call.kwargs, is_user=True)
+        own = super().run_call(call)
+        results = self._running_ranks.results(f"{name}()", calls, call.timeout, started)
         return own + [decode_value(value) for value in results]
 
     def shutdown(self) -> None:

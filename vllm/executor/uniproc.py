@@ -1,12 +1,12 @@
 """Run one worker in the engine's own process."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.executor.base import Executor
-from vllm.executor.ranks.worker_call import WorkerMethod, call_worker, make_worker
+from vllm.executor.ranks.worker_call import WorkerCall, make_worker
 from vllm.executor.step_thread import StepThread, has_core_to_spare
 from vllm.messages import EngineRequest, RunnerStats, SchedulerOutput, StepTokens
 from vllm.platforms import resolve_platform
@@ -94,23 +94,16 @@ class UniProcExecutor(Executor):
         waiting = {name: each for name, each in self._releases.items() if not each.done()}
         self._releases = waiting | dict.fromkeys(request_ids, last)
 
-    def collective_rpc(
-        self,
-        method: WorkerMethod,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a method of the worker. `timeout` only has an effect if steps run in their own
+    def run_call(self, call: WorkerCall) -> list[Any]:
+        """Call a method of the worker. The timeout only has an effect if steps run in their own
         thread.
         """
         worker = self._running_worker
         if self._thread is None:
-            return [call_worker(worker, method, args, kwargs or {})]
+            return [call.on(worker)]
         # Run in the thread of the steps: a profiler, for example, only sees the thread that started
         # it.
-        call = self._thread.call(lambda: call_worker(worker, method, args, kwargs or {}))
-        return [call.result(timeout)]
+        return [self._thread.call(lambda: call.on(worker)).result(call.timeout)]
 
     def stats(self) -> RunnerStats:
         """Return the counters of the worker."""

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from vllm.hpu_check.stopwatch import shortest_s
 from vllm.platforms.habana.bridge import HabanaBridge
 
 Status = Literal["pass", "fail", "skip"]
@@ -79,6 +80,13 @@ class Comparison:
         self._largest = max(self._largest, error)
         if not error <= limit:  # `not <=`, so that NaN fails too
             self._failures.append(f"{case}: max error {error:.1e}, limit {limit:.0e}")
+
+    def add_call(
+        self, bridge: HabanaBridge, case: str, call: Callable[[], Tensor], want: Tensor
+    ) -> None:
+        """Compare the result of a call with the host's, and measure the call."""
+        self.add(case, call(), want)
+        self.add_time(case, shortest_s(bridge, call))
 
     def add_time(self, case: str, seconds: float, limit_s: float = MAX_CALL_S) -> None:
         """Add a failure if a call that has run before takes too long."""

@@ -22,6 +22,7 @@ from vllm.platforms.habana.bridge import DeviceCounters, HabanaBridge
 from vllm.worker.hpu.launches.execution import CompiledExecution, Execution, GraphExecution
 from vllm.worker.hpu.launches.model import HPUModel
 from vllm.worker.hpu.launches.planner import PaddedShape
+from vllm.worker.hpu.memory.memory_profile import used_bytes
 
 CACHE_SHARE = 0.1
 """Part of the free memory that is used for the larger of the two KV caches, which is several GiB on
@@ -158,7 +159,7 @@ def _launch(
     rig = LayerTestHarness(bridge, config, num_blocks_of(bridge, config, share))
     rig.prefill_all()
     packed, shape = rig.pack_decode()
-    before, used = bridge.counters(), _used_bytes(bridge)
+    before, used = bridge.counters(), used_bytes(bridge)
     bridge.reset_peak()
     with rig.operators():
         run = partial(prepare(bridge, rig.model, config, packed, shape).run, packed, shape)
@@ -186,8 +187,3 @@ def error_between(before: DeviceCounters, after: DeviceCounters) -> Iterator[str
     if copies:
         mib = ((after.copied_bytes or 0) - (before.copied_bytes or 0)) / 2**20
         yield f"{copies} copies of a whole cache tensor, {mib:.1f} MiB"
-
-
-def _used_bytes(bridge: HabanaBridge) -> int:
-    memory = bridge.memory_info()
-    return memory.total_bytes - memory.free_bytes

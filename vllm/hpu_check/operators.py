@@ -110,8 +110,7 @@ def check_bias_moe(bridge: HabanaBridge) -> Outcome:
         "MXFP4": partial(prepared.to(bridge.device).forward, *given),
     }
     for name, call in calls.items():
-        comparison.add(name, call(), want)
-        comparison.add_time(name, shortest_s(bridge, call))
+        comparison.add_call(bridge, name, call, want)
     return comparison.outcome()
 
 
@@ -129,8 +128,7 @@ def check_narrow_moe(bridge: HabanaBridge) -> Outcome:
         call = partial(prepared.to(bridge.device).forward, near[0], near[1], near[2])
         gate, up, down = (torch.stack([w.dequantize() for w in part]) for part in stored)
         want = NativeOps().moe(x.float(), ids, weights, torch.cat([gate, up], dim=1), down)
-        comparison.add(name, call(), want)
-        comparison.add_time(name, shortest_s(bridge, call))
+        comparison.add_call(bridge, name, call, want)
     return comparison.outcome()
 
 
@@ -148,8 +146,7 @@ def check_narrow_matmul(bridge: HabanaBridge) -> Outcome:
         prepared = HPUOps(bridge).prepare_weight(weight, torch.bfloat16)
         assert isinstance(prepared, HPUNarrowWeight)
         call = partial(prepared.to(bridge.device).linear, x.to(bridge.device))
-        comparison.add(name, call(), want)
-        comparison.add_time(name, shortest_s(bridge, call))
+        comparison.add_call(bridge, name, call, want)
     return comparison.outcome()
 
 
@@ -198,8 +195,9 @@ def check_fp8_matmul(bridge: HabanaBridge) -> Outcome:
         False,
     )
     comparison = Comparison()
-    comparison.add("e4m3", call(), left.float() @ right.float().T * scales[0] * scales[1])
-    comparison.add_time("e4m3", shortest_s(bridge, call))
+    comparison.add_call(
+        bridge, "e4m3", call, left.float() @ right.float().T * scales[0] * scales[1]
+    )
     return comparison.outcome()
 
 
@@ -229,8 +227,7 @@ def check_uint4_matmul(bridge: HabanaBridge) -> Outcome:
         assert isinstance(prepared, HPUNarrowWeight)
         x = torch.randn(17, num_in).bfloat16()
         call = partial(prepared.to(bridge.device).linear, x.to(bridge.device))
-        comparison.add(name, call(), x.float() @ weight.dequantize().T)
-        comparison.add_time(name, shortest_s(bridge, call))
+        comparison.add_call(bridge, name, call, x.float() @ weight.dequantize().T)
     return comparison.outcome()
 
 

@@ -11,9 +11,10 @@ from vllm.hpu_check.check import MAX_STEP_S, Comparison, Outcome, ran_on_host, s
 from vllm.hpu_check.stopwatch import shortest_s
 from vllm.messages import EngineRequest
 from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.sample.features import PLAIN_PARAMS, Param
 from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import NUMBERS, NumberRange, SamplingParams
 
 _NUM_ROWS, _VOCAB_SIZE, _NUM_LOGPROBS = 32, 4096, 5
 _PROMPT, _OUTPUT = [3, 5, 8], [13, 21, 13]
@@ -21,12 +22,22 @@ MAX_OTHER_TOKENS = 1
 """Rows of a random kind that may get another token than on the host: an approximate exponent can
 decide a draw that is close."""
 
+
+def _strict_value(number: NumberRange) -> float:
+    """Return a value of a parameter that removes tokens from the distribution."""
+    smallest = number.at_least or 0.0
+    return smallest + (0.3 * (number.at_most - smallest) if number.at_most is not None else 1.0)
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "random": {"temperature": 0.8},
     "top-k": {"temperature": 1.5, "top_k": 4},
-    "top-p": {"temperature": 1.5, "top_p": 0.3},
-    "min-p": {"temperature": 1.5, "min_p": 0.3},
+    **{
+        field.replace("_", "-"): {"temperature": 1.5, field: _strict_value(NUMBERS[field])}
+        for param, field in PLAIN_PARAMS
+        if param is not Param.TEMPERATURE
+    },
     "penalties": {
         "temperature": 0.0,
         "repetition_penalty": 1.5,

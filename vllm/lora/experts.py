@@ -41,10 +41,10 @@ class ExpertsWithAdapters(ExpertsMethod):
 
     def apply(self, layer: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         y = self.inner.apply(layer, x, ids, weights)
-        context = self.launch.context
-        if context is None or context.adapters is None:
+        adapters = self.launch.adapters
+        if adapters is None:
             return y
         products = self.inner.products(layer)
         assert products is not None
         single = SingleExperts(products, layer.options, layer.biases)
-        return context.adapters.adapt_experts(self.adapted, single, x, ids, weights, y)
+        return adapters.adapt_experts(self.adapted, single, x, ids, weights, y)

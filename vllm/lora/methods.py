@@ -31,12 +31,12 @@ class LoRALinearMethod(LinearMethod):
 
     def apply(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
         y = self.inner.apply(layer, x, bias)
-        context = self.launch.context
-        if context is None or context.adapters is None:
+        adapters = self.launch.adapters
+        if adapters is None:
             return y
         if x.dim() == 2:
-            return context.adapters.adapt(self.place, x, y)
-        rows = context.adapters.adapt(self.place, x.flatten(0, -2), y.flatten(0, -2))
+            return adapters.adapt(self.place, x, y)
+        rows = adapters.adapt(self.place, x.flatten(0, -2), y.flatten(0, -2))
         return rows.view(y.shape)
 
 
@@ -62,7 +62,5 @@ class HeadWithAdapters(EmbeddingMethod):
 
     def multiply(self, layer: VocabParallelEmbedding, hidden_states: Tensor) -> Tensor:
         logits = self.inner.multiply(layer, hidden_states)
-        context = self.launch.context
-        if context is None or context.adapters is None:
-            return logits
-        return context.adapters.adapt(self.place, hidden_states, logits)
+        adapters = self.launch.adapters
+        return logits if adapters is None else adapters.adapt(self.place, hidden_states, logits)

@@ -70,6 +70,13 @@ def add_text(
     to.add_argument(*_names(flags), default=default, metavar=metavar, help=text, **options)
 
 
+def add_truncation_flags(to: argparse._ActionsContainer) -> None:
+    """Declare the flags that limit sampling to the most likely tokens."""
+    text = "sample from the most likely tokens whose probabilities add up to this; 1: all"
+    add_number(to, "--top-p", text, kind=float)
+    add_number(to, "--top-k", "sample from this many of the most likely tokens; 0: all")
+
+
 def _names(flags: str | Sequence[str]) -> Sequence[str]:
     return (flags,) if isinstance(flags, str) else flags
 

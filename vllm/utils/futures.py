@@ -1,9 +1,22 @@
-"""Combine the futures of threads."""
+"""Combine the futures of threads, and end the tasks of an event loop."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio
+
+
+async def end_tasks(tasks: "Iterable[asyncio.Future[Any]]") -> None:
+    """Cancel tasks, and wait until all of them have ended. Their errors are ignored."""
+    import asyncio  # only here, because programs without a server do not need it
+
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def wait_all(futures: "Sequence[Future[Any] | None]") -> "Future[str | None] | None":

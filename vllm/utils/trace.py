@@ -288,18 +288,13 @@ class PaddingCounts:
     padded_blocks: int
 
 
-def launch_counters(size: PaddingCounts, seconds: float | None = None) -> dict[str, float]:
+def launch_counters(size: PaddingCounts) -> dict[str, float]:
     """Return the trace counters of one forward pass, with the names used in Gaudi traces.
 
-    Utilizations are real size / padded size, from 0 to 1 (1 if nothing is padded). Throughputs are
-    output tokens per second (`gen`) and prompt tokens per second (`in`).
-
-    Args:
-        size: real and padded sizes of the batch.
-        seconds: duration from the start to the tokens. None or 0: no throughputs.
+    Utilizations are real size / padded size, from 0 to 1 (1 if nothing is padded).
     """
     phase = size.phase
-    counters: dict[str, float] = {
+    return {
         f"{phase}_batch_size": size.rows,
         f"{phase}_bucket_batch_size": size.padded_rows,
         f"{phase}_seq_len": size.query_len,
@@ -311,13 +306,6 @@ def launch_counters(size: PaddingCounts, seconds: float | None = None) -> dict[s
         f"{phase}_batch_token_utilization": _utilization(size.tokens, size.padded_tokens),
         f"{phase}_batch_block_utilization": _utilization(size.block_refs, size.padded_blocks),
     }
-    if seconds:
-        counters[f"{phase}_real_gen_throughput"] = size.rows / seconds
-        counters[f"{phase}_bucket_gen_throughput"] = size.padded_rows / seconds
-        if phase == "prompt":
-            counters["prompt_real_in_throughput"] = size.tokens / seconds
-            counters["prompt_bucket_in_throughput"] = size.padded_tokens / seconds
-    return counters
 
 
 def cache_counters(used_blocks: int, num_blocks: int) -> dict[str, float]:

@@ -223,18 +223,18 @@ def flat_paged_attention(
     if fused is not None:
         out, factor = _attend_fused(parts, scores, fused, blocks, num_kv_heads, query.dtype)
     elif isinstance(normaliser, (float, int)):  # a union type breaks the graph before torch 2.10
-        out, total = _attend(parts, scores, normaliser, blocks, query.dtype)
+        out, total = _attend(parts, scores, normaliser, query.dtype)
         factor = _sum_with_sinks(total, sinks, normaliser, blocks).reciprocal()
     else:
         block_max = _joined([s.amax(-1, keepdim=True) for s in scores])  # [N, H, 1]
         if normaliser is None:
-            out, total = _attend(parts, scores, block_max, blocks, query.dtype)
+            out, total = _attend(parts, scores, block_max, query.dtype)
             row_max = max_of_rows(block_max, blocks)
             correction = (block_max - row_max).exp()
             factor = correction / _sum_with_sinks(total * correction, sinks, row_max, blocks)
         else:
             offset = normaliser(block_max, blocks)
-            out, total = _attend(parts, scores, offset, blocks, query.dtype)
+            out, total = _attend(parts, scores, offset, query.dtype)
             factor = _sum_with_sinks(total, sinks, offset, blocks).reciprocal()
     out = (out * factor).to(query.dtype)
     out = (blocks.mapping_t @ out.flatten(1)).view(*query.shape[:2], value_size)
@@ -388,11 +388,7 @@ def _scores(
 
 
 def _attend(
-    parts: list[_Part],
-    scores: list[Tensor],
-    offset: Tensor | float,
-    blocks: DecodeBlocks,
-    dtype: torch.dtype,
+    parts: list[_Part], scores: list[Tensor], offset: Tensor | float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Compute the weighted values [N, H, V] of each entry and the sum [N, H, 1] of its weights,
     both float32.
@@ -428,7 +424,7 @@ def _attend_fused(
     kernels, num_rows = fused.kernels, blocks.summing.shape[0]
     if not fused.has_softmax or blocks.query_len > 1:
         block_max = _joined([s.amax(-1, keepdim=True) for s in scores])  # [N, H, 1]
-        out, total = _attend(parts, scores, block_max, blocks, dtype)
+        out, total = _attend(parts, scores, block_max, dtype)
         maxima, sums = (
             x.unflatten(1, (num_kv_heads, -1)).unsqueeze(-1) for x in (block_max, total + _TINY)
         )

@@ -27,7 +27,7 @@ from vllm.attention.backends.merged_prefill import (
     is_context_hidden,
 )
 from vllm.attention.backends.prompt_masks import Sight
-from vllm.attention.backends.sdpa import SDPAKernel, naive_sdpa, torch_sdpa
+from vllm.attention.backends.sdpa import PromptInputs, SDPAKernel, naive_sdpa, torch_sdpa
 from vllm.ops.attention_options import PLAIN_ATTENTION, AttentionOptions
 
 __all__ = [
@@ -248,15 +248,9 @@ def prompt_attention(
 
     Fused kernels accept either a mask or lengths: with a mask, lengths are not passed on.
     """
-    out = kernel(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        mask,
-        scale,
-        query_lens if mask is None else None,
-    )
-    return out.transpose(1, 2)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    lens = query_lens if mask is None else None
+    return kernel(PromptInputs(query, key, value, mask, scale, lens)).transpose(1, 2)
 
 
 def prefill_mask(

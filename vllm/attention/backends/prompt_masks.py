@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm.attention.backends.sdpa import SDPAKernel
+from vllm.attention.backends.sdpa import PromptInputs, SDPAKernel
 from vllm.ops.attention_options import AttentionOptions
 
 
@@ -106,21 +106,13 @@ class SlicedMask:
     """Options of the attention layers."""
     alibi_slopes: Tensor | None
 
-    def attend(
-        self,
-        kernel: SDPAKernel,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        valid_lens: Tensor | None,
-    ) -> Tensor:
+    def attend(self, kernel: SDPAKernel, inputs: PromptInputs) -> Tensor:
         """Compute attention with a kernel that gets one slice of the queries at a time, and only
         the keys that they may see.
 
-        The arguments are the same as for `SDPAKernel`; `mask` and `valid_lens` are not used.
+        The mask and the lengths of `inputs` are not used.
         """
+        query, key, value, _, scale, _ = inputs
         num_queries, num_keys = query.shape[2], key.shape[2]
         parts = []
         for start in range(0, num_queries, self.num_queries):
@@ -128,7 +120,7 @@ class SlicedMask:
             queries, keys = slice(start, end), self._keys(start, end, num_keys, num_queries)
             mask = self.sight.mask(self.options, self.alibi_slopes, queries=queries, keys=keys)
             given = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
-            parts.append(kernel(*given, mask, scale, None))
+            parts.append(kernel(PromptInputs(*given, mask, scale)))
         return torch.cat(parts, dim=2)
 
     def _keys(self, start: int, end: int, num_keys: int, num_queries: int) -> slice:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,46 +23,32 @@ from vllm.ops.attention_options import PLAIN_ATTENTION, AttentionOptions
 from vllm.platforms.habana.kernels import FusedKernels
 
 
-class SDPAKernel(Protocol):
-    """Scaled dot product attention, with the interface of a fused kernel."""
+class PromptInputs(NamedTuple):
+    """The arguments of a kernel for prompt attention."""
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        valid_lens: Tensor | None,
-    ) -> Tensor:
-        """Compute attention.
-
-        Args:
-            query: [B, H, Q, D].
-            key: [B, G, K, D].
-            value: [B, G, K, D].
-            mask: [B, 1 or H, Q, K]: bool, True if a query sees a key, or a float that is added to
-                the scores. It must include causality, and every query must see a key. None: causal,
-                with Q = K.
-            scale: multiplies query @ key.
-            valid_lens: [B] int32, only without a mask: tokens before the padding on the right. A
-                kernel may use it to skip work; results after these tokens are finite and not used.
-
-        Returns:
-            [B, H, Q, D].
-        """
-        ...
+    query: Tensor
+    """[B, H, Q, D]"""
+    key: Tensor
+    """[B, G, K, D]"""
+    value: Tensor
+    """[B, G, K, D]"""
+    mask: Tensor | None
+    """[B, 1 or H, Q, K]: bool, True if a query sees a key, or a float that is added to the scores.
+    It must include causality, and every query must see a key. None: causal, with Q = K."""
+    scale: float
+    """Multiplies query @ key."""
+    valid_lens: Tensor | None = None
+    """[B] int32, only without a mask: tokens before the padding on the right. A kernel may use it
+    to skip work; results after these tokens are finite and not used."""
 
 
-def torch_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    valid_lens: Tensor | None,
-) -> Tensor:
+SDPAKernel = Callable[[PromptInputs], Tensor]
+"""Scaled dot product attention, with the interface of a fused kernel. Returns [B, H, Q, D]."""
+
+
+def torch_sdpa(inputs: PromptInputs) -> Tensor:
     """Compute attention with the kernel of torch."""
+    query, key, value, mask, scale, _ = inputs
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -75,23 +61,18 @@ def torch_sdpa(
 
 
 def naive_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    valid_lens: Tensor | None,
+    inputs: PromptInputs,
     options: AttentionOptions = PLAIN_ATTENTION,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention by matmul, float32 softmax and matmul: the reference for the other kernels.
 
-    The arguments are the same as for `SDPAKernel`, and:
-
     Args:
+        inputs: the inputs of the kernel.
         options: options of the layer, which define how scaled scores are changed before the mask.
         sinks: [H] float32, score of one additional key per head, whose value is zero; None without.
     """
+    query, key, value, mask, scale, _ = inputs
     num_kv_heads, query_len, key_len = key.shape[1], query.shape[2], key.shape[2]
     if mask is None:
         mask = torch.ones(query_len, key_len, dtype=torch.bool, device=query.device).tril()
@@ -138,26 +119,20 @@ class FusedSDPA:
         return replace(self, window_multiple=multiple, has_sinks=has_sinks)
 
     def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        valid_lens: Tensor | None,
-        window: int | None = None,
-        sinks: Tensor | None = None,
+        self, inputs: PromptInputs, window: int | None = None, sinks: Tensor | None = None
     ) -> Tensor:
-        """Compute attention. The arguments are the same as for `SDPAKernel`, and:
+        """Compute attention.
 
         Args:
+            inputs: the inputs of the kernel.
             window: number of tokens that a query sees, itself included; only without a mask and
                 with as many keys as queries. None: all tokens before it, or as the mask says.
             sinks: [H], score of one additional key per head, whose value is zero; None without.
         """
-        kernels = self.kernels
+        kernels, dtype = self.kernels, inputs.query.dtype
         if window is not None or sinks is not None:
-            sinks = None if sinks is None else sinks.to(query.dtype)
+            query, key, value, mask, scale, _ = inputs
+            sinks = None if sinks is None else sinks.to(dtype)
             # Padding is on the right, so no real token attends to it and lengths are not needed.
             return kernels.sdpa(
                 *(query, key, value, mask),
@@ -166,25 +141,18 @@ class FusedSDPA:
                 window=window,
                 sinks=sinks,
             )
-        mode = "None" if query.dtype == torch.float32 else "fast"
-        return _attend(kernels.sdpa, (query, key, value), mask, scale, mode, valid_lens)
+        return _attend(kernels.sdpa, inputs, "None" if dtype == torch.float32 else "fast")
 
 
-def _attend(
-    kernel: Callable[..., Tensor],
-    inputs: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor | None,
-    scale: float,
-    softmax_mode: str,
-    valid_lens: Tensor | None,
-) -> Tensor:
+def _attend(kernel: Callable[..., Tensor], inputs: PromptInputs, softmax_mode: str) -> Tensor:
     """Call a kernel of the card that accepts a mask, or lengths, or neither, and make its padding
     finite.
     """
+    *qkv, mask, scale, valid_lens = inputs
     if mask is not None or valid_lens is None:
-        return kernel(*inputs, mask, is_causal=mask is None, scale=scale, softmax_mode=softmax_mode)
+        return kernel(*qkv, mask, is_causal=mask is None, scale=scale, softmax_mode=softmax_mode)
     out = kernel(
-        *inputs, is_causal=True, scale=scale, softmax_mode=softmax_mode, valid_seq_len=valid_lens
+        *qkv, is_causal=True, scale=scale, softmax_mode=softmax_mode, valid_seq_len=valid_lens
     )
     # Beyond the lengths the kernel's output is undefined. Clear it: NaN would survive a later
     # factor of 0.
@@ -201,44 +169,21 @@ class Fp8SDPA:
     kernels: FusedKernels
     scales: PromptScales
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        valid_lens: Tensor | None,
-    ) -> Tensor:
-        """Compute attention of float8_e4m3fn inputs; the result is bfloat16. The arguments are the
-        same as for `SDPAKernel`.
-        """
+    def __call__(self, inputs: PromptInputs) -> Tensor:
+        """Compute attention of float8_e4m3fn inputs; the result is bfloat16."""
         cache, weights = self.scales.cache, self.scales.weights
         factors = (self.scales.query.scale, cache.key.scale, cache.value.scale)
         kernel = partial(self.kernels.fp8_sdpa, factors, (weights.inverse, weights.scale))
-        return _attend(kernel, (query, key, value), mask, scale, "fast", valid_lens)
+        return _attend(kernel, inputs, "fast")
 
-    def round_inputs(
-        self,
-        attend: SDPAKernel,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        valid_lens: Tensor | None,
-    ) -> Tensor:
+    def round_inputs(self, attend: SDPAKernel, inputs: PromptInputs) -> Tensor:
         """Round query, key and value to FP8, and compute attention with the kernel `attend`."""
         scales, dtype = self.scales, torch.float8_e4m3fn
-        out = attend(
-            scales.query.store(query, dtype),
-            scales.cache.key.store(key, dtype),
-            scales.cache.value.store(value, dtype),
-            mask,
-            scale,
-            valid_lens,
-        )
-        return out.to(query.dtype)
+        query, key, value, mask, scale, lens = inputs
+        query = scales.query.store(query, dtype)
+        key, value = scales.cache.key.store(key, dtype), scales.cache.value.store(value, dtype)
+        rounded = PromptInputs(query, key, value, mask, scale, lens)
+        return attend(rounded).to(inputs.query.dtype)
 
 
 def bridge_sdpa(
@@ -251,14 +196,7 @@ def bridge_sdpa(
     return FusedSDPA(kernels, has_fp8=has_fp8, slicing=slicing)
 
 
-def flex_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    valid_lens: Tensor | None,
-) -> Tensor:
+def flex_sdpa(inputs: PromptInputs) -> Tensor:
     """Compute attention with `flex_attention` of torch; check `require_flex` first.
 
     Only for compiled models: otherwise torch warns once and computes all scores. The mask changes
@@ -266,6 +204,7 @@ def flex_sdpa(
     """
     from torch.nn.attention.flex_attention import flex_attention
 
+    query, key, value, mask, scale, _ = inputs
     out: Tensor = flex_attention(
         query,
         key,
@@ -308,7 +247,7 @@ def require_flex(device: torch.device) -> None:
         with warnings.catch_warnings():
             # Torch warns that flex attention is not compiled, which does not matter here.
             warnings.simplefilter("ignore")
-            flex_sdpa(token, token, token, None, 1.0, None)
+            flex_sdpa(PromptInputs(token, token, token, None, 1.0))
     except (ImportError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"flex_attention of torch {torch.__version__} does not run on device {device.type!r}; "

@@ -53,7 +53,6 @@ def generate_buckets(
     settings: BucketSettings,
     *,
     merged_prefill: bool = False,
-    max_prefill_batch: int | None = None,
 ) -> GeneratedBuckets:
     """Return the buckets of a strategy, which may be more than steps can use.
 
@@ -62,8 +61,6 @@ def generate_buckets(
         limits: limits of a step.
         settings: the variables, and the ranges of linear bucketing.
         merged_prefill: prompts are concatenated into one sequence (linear only).
-        max_prefill_batch: prompts in one forward pass (exponential only). None: 64, or the
-            sequences of a step if these are fewer.
 
     Raises:
         ConfigError: the variables give no bucket.
@@ -79,7 +76,7 @@ def generate_buckets(
     ]
     notes = _unmerged(strategy, merged_prefill)
     if strategy == "exponential":
-        batch = min(limits.max_num_seqs, max_prefill_batch or DEFAULT_MAX_PREFILL_BATCH)
+        batch = min(limits.max_num_seqs, DEFAULT_MAX_PREFILL_BATCH)
         ranges = ExponentialSettings.derive(limits, batch)
         prefill = exponential_prefill_buckets(ranges, limits)
         decode = exponential_decode_buckets(ranges, limits)

@@ -20,7 +20,7 @@ __all__ = [
     "usual_architecture",
 ]
 
-_UNKNOWN = Family(model_type="")
+_UNKNOWN = Family(model_type="", tokenizer=None)
 _BY_TYPE = {
     name: family for family in FAMILIES.values() for name in (family.model_type, *family.also_typed)
 }

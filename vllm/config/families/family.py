@@ -249,7 +249,7 @@ class Family:
     """Objects in config.json in which transformers 5 also writes keys that version 4 refuses."""
 
     # ---- tokenizer
-    tokenizer: str | None = None
+    tokenizer: str | None = ""
     """Tokenizer class that transformers 5 registers. "": none, so the class of the checkpoint is
     used. None: it is unknown, and `AutoTokenizer` is asked."""
     has_complete_prompts: bool = False

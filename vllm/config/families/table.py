@@ -5,6 +5,7 @@ differ from the defaults.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from vllm.config.families.family import ConfigDefaults, Family, FP8Scales, GGUFFacts, MTPFacts
@@ -135,7 +136,6 @@ _LLAMAS = (
         pooling_architectures=("LlamaModel", "LlamaForSequenceClassification"),
         windows="ignored",
         config_defaults=ConfigDefaults(class_prefix="Llama", values=_LLAMA_DEFAULTS),
-        tokenizer="",
         gguf=GGUFFacts(
             architecture="llama",  # Mistral too
             flags=_LLAMA_FLAGS,
@@ -176,7 +176,6 @@ _LLAMAS = (
         module="llama4",
         architectures=("Llama4ForCausalLM",),
         no_rope_interval=4,
-        tokenizer="",
     ),
     Family(
         model_type="mllama_text_model",
@@ -198,7 +197,6 @@ _LLAMAS = (
             "eos_token_id": 128001,
             "pad_token_id": 128004,
         },
-        tokenizer="",
     ),
     Family(
         model_type="baichuan",
@@ -208,7 +206,6 @@ _LLAMAS = (
         # The 7B model; 13B uses ALiBi and has no such key.
         rope_implied_by="max_position_embeddings",
         config_class="llama",
-        tokenizer="",
         gguf=GGUFFacts(
             architecture="baichuan",
             has_neighbour_rotations=True,
@@ -240,7 +237,6 @@ _LLAMAS = (
         architectures=("SmolLM3ForCausalLM",),
         windows="if_switched_on",
         no_rope_interval=4,
-        tokenizer="",
         awq_pairs=_AWQ_LLAMA,
         gguf=GGUFFacts(architecture="smollm3", has_neighbour_rotations=True, flags=_LLAMA_FLAGS),
     ),
@@ -257,14 +253,12 @@ _LLAMAS = (
         module="exaone",
         architectures=("ExaoneForCausalLM",),
         config_class="llama",
-        tokenizer="",
     ),
     Family(
         model_type="exaone4",
         module="exaone",
         architectures=("Exaone4ForCausalLM",),
         has_rope_without_window="alone",
-        tokenizer="",
         awq_pairs=(_VALUES, _MLP),
         gguf=GGUFFacts(
             architecture="exaone4",
@@ -277,7 +271,6 @@ _LLAMAS = (
         model_type="exaone_moe",
         architectures=("ExaoneMoeForCausalLM",),
         also_published_as=("ExaoneMoEForCausalLM",),
-        tokenizer="",
     ),
     Family(
         model_type="ernie4_5",
@@ -291,7 +284,6 @@ _LLAMAS = (
         model_type="seed_oss",
         module="llama",
         architectures=("SeedOssForCausalLM",),
-        tokenizer="",
         awq_pairs=_AWQ_LLAMA,
         gguf=GGUFFacts(
             architecture="seed_oss",
@@ -304,7 +296,6 @@ _LLAMAS = (
         old_keys={"attention_head_dim": "head_dim"},
         module="llama",
         architectures=("HunYuanDenseV1ForCausalLM",),
-        tokenizer="",
         awq_pairs=_AWQ_LLAMA,
         gguf=GGUFFacts(architecture="hunyuan-dense", flags={"attention_bias": _QUERY}),
     ),
@@ -312,13 +303,11 @@ _LLAMAS = (
         model_type="apertus",
         module="apertus",
         architectures=("ApertusForCausalLM",),
-        tokenizer="",
     ),
     Family(
         model_type="arcee",
         module="llama",
         architectures=("ArceeForCausalLM",),
-        tokenizer="",
         gguf=GGUFFacts(
             architecture="arcee",
             has_neighbour_rotations=True,
@@ -344,7 +333,6 @@ _LLAMAS = (
         model_type="helium",
         module="llama",
         architectures=("HeliumForCausalLM",),
-        tokenizer="",
         awq_pairs=_AWQ_LLAMA,
     ),
     Family(
@@ -352,7 +340,6 @@ _LLAMAS = (
         module="llama",
         architectures=("CwmForCausalLM",),
         config_class="llama",
-        tokenizer="",
         awq_pairs=_AWQ_LLAMA,
     ),
     Family(
@@ -361,7 +348,6 @@ _LLAMAS = (
         architectures=("MiniCPMForCausalLM",),
         config_class="llama",
         own_defaults={"tie_word_embeddings": True, "rope_theta": 10000.0},
-        tokenizer="",
     ),
     Family(
         model_type="minicpm3",
@@ -470,7 +456,6 @@ _QWENS = (
         ),
         windows="if_switched_on",
         config_class="qwen2",
-        tokenizer="",
     ),
 )
 _GEMMAS = (
@@ -519,7 +504,6 @@ _GEMMAS = (
         module="gemma",
         architectures=("VaultGemmaForCausalLM",),
         full_attention_every=2,
-        tokenizer="",
         norms_add_one=True,
         awq_pairs=_AWQ_GEMMA2,
     ),
@@ -537,7 +521,6 @@ _GEMMAS = (
         config_class="llama",
         own_defaults={"hidden_activation": "gelu_pytorch_tanh"},
         full_attention_every=6,
-        tokenizer="",
     ),
 )
 _GRANITES = (
@@ -586,21 +569,18 @@ _OTHERS = (
         architectures=("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
         mtp=MTPFacts(names={"final_layernorm": "shared_head.norm"}),
         config_class="llama",
-        tokenizer="",
     ),
     Family(
         model_type="bamba",
         module="hybrid",
         architectures=("BambaForCausalLM",),
         attention_layers_key="attn_layer_indices",
-        tokenizer="",
     ),
     Family(
         model_type="bloom",
         module="bloom",
         architectures=("BloomForCausalLM",),
         default_max_positions=_BLOOM_POSITIONS,
-        tokenizer="",
         gguf=GGUFFacts(
             architecture="bloom",
             norm_key="layer_norm_epsilon",
@@ -613,7 +593,6 @@ _OTHERS = (
         architectures=("ChatGLMModel",),
         also_published_as=("ChatGLMForConditionalGeneration",),  # name in fine-tuned models
         config_format="chatglm",
-        tokenizer="",
     ),
     Family(
         model_type="cohere",
@@ -662,20 +641,17 @@ _OTHERS = (
         module="decilm",
         architectures=("DeciLMForCausalLM",),
         config_format="decilm",
-        tokenizer="",
     ),
     Family(
         model_type="deepseek",
         module="routed",
         architectures=("DeepseekForCausalLM",),
         config_class="llama",
-        tokenizer="",
     ),
     Family(
         model_type="deepseek_v2",
         module="deepseek",
         architectures=("DeepseekV2ForCausalLM",),
-        tokenizer="",
         gguf=_DEEPSEEK2,
         fp8_scales=_FP8_DEEPSEEK,
     ),
@@ -685,7 +661,6 @@ _OTHERS = (
         module="deepseek",
         architectures=("DeepseekV3ForCausalLM",),
         mtp=_MTP,
-        tokenizer="",
         gguf=replace(_DEEPSEEK2, has_router_bias=True),
         fp8_scales=_FP8_DEEPSEEK,
     ),
@@ -696,14 +671,12 @@ _OTHERS = (
         config_class="llama",
         mtp=_MTP,
         dense_up_to_key="index_topk",
-        tokenizer="",
         fp8_scales=_FP8_DEEPSEEK,
     ),
     Family(
         model_type="dots1",
         module="routed",
         architectures=("Dots1ForCausalLM",),
-        tokenizer="",
         gguf=GGUFFacts(
             architecture="dots1",
             has_experts=True,
@@ -723,7 +696,6 @@ _OTHERS = (
         module="deepseek",
         architectures=("YoutuForCausalLM",),
         config_class="llama",
-        tokenizer="",
     ),
     Family(
         model_type="falcon",
@@ -738,7 +710,6 @@ _OTHERS = (
         module="falcon",
         architectures=("FalconForCausalLM",),
         also_published_as=("RWForCausalLM",),
-        tokenizer="",
         gguf=GGUFFacts(
             architecture="falcon",
             activation=("activation", "gelu"),
@@ -754,7 +725,6 @@ _OTHERS = (
         module="falcon_h1",
         architectures=("FalconH1ForCausalLM",),
         has_states_beside_attention=True,
-        tokenizer="",
     ),
     Family(
         model_type="flex_olmo",
@@ -819,7 +789,6 @@ _OTHERS = (
         config_class="llama",
         mtp=_MTP,
         dense_up_to_key="index_topk",
-        tokenizer="",
     ),
     Family(
         model_type="gpt2",
@@ -867,7 +836,6 @@ _OTHERS = (
         model_type="gpt_oss",
         module="gpt_oss",
         architectures=("GptOssForCausalLM",),
-        tokenizer="",
         reasoning_parser="openai_gptoss",
         gguf=GGUFFacts(
             architecture="gpt-oss",
@@ -885,7 +853,6 @@ _OTHERS = (
         old_keys={"attention_head_dim": "head_dim"},
         module="routed",
         architectures=("HunYuanMoEV1ForCausalLM",),
-        tokenizer="",
     ),
     Family(
         model_type="jamba",
@@ -899,17 +866,16 @@ _OTHERS = (
         model_type="lfm2",
         module="lfm",
         architectures=("Lfm2ForCausalLM",),
-        tokenizer="",
     ),
     Family(
         model_type="lfm2_moe",
         module="lfm",
         architectures=("Lfm2MoeForCausalLM",),
         config_class="llama",
-        tokenizer="",
     ),
     Family(
         model_type="kimi_linear",
+        tokenizer=None,
         module="kimi",
         architectures=("KimiLinearForCausalLM",),
         config_class="llama",
@@ -920,7 +886,6 @@ _OTHERS = (
         module="longcat",
         architectures=("LongcatFlashForCausalLM",),
         num_layers_key="num_layers",
-        tokenizer="",
     ),
     Family(
         model_type="mamba",
@@ -1005,7 +970,6 @@ _OTHERS = (
         config_class="llama",
         own_defaults={"num_hidden_layers": None},
         has_positions=False,
-        tokenizer="",
     ),
     Family(
         model_type="olmo",
@@ -1098,7 +1062,6 @@ _OTHERS = (
         module="routed",
         architectures=("SolarOpenForCausalLM",),
         config_class="llama",
-        tokenizer="",
     ),
     Family(
         model_type="stablelm",
@@ -1136,13 +1099,13 @@ _OTHERS = (
         has_states_beside_attention=True,
         has_shared_layers=True,
         rope_switch=("use_mem_rope", True),
-        tokenizer="",
     ),
 )
+_with_encoder = partial(Family, module="text_of_images")
+"""Makes the entry of models that also have a part for images or sound."""
 _WITH_MEDIA = (
-    Family(
+    _with_encoder(
         model_type="llava",
-        module="text_of_images",
         architectures=("LlavaForConditionalGeneration",),
         text_type="llama",
         also_text_types=("mistral", "qwen2"),
@@ -1150,61 +1113,52 @@ _WITH_MEDIA = (
         media_by_tower={"pixtral": "pixtral"},
         tokenizer=_GENERIC,
     ),
-    Family(
+    _with_encoder(
         model_type="llava_next",
-        module="text_of_images",
         architectures=("LlavaNextForConditionalGeneration",),
         text_type="llama",
         also_text_types=("mistral", "granite", "qwen2"),
         media="llava_next",
         tokenizer=_GENERIC,
     ),
-    Family(
+    _with_encoder(
         model_type="internvl",
-        module="text_of_images",
         architectures=("InternVLForConditionalGeneration",),
         text_type="qwen2",
         also_text_types=("qwen3", "qwen3_moe", "llama"),
         media="internvl",
         tokenizer="Qwen2Tokenizer",
     ),
-    Family(
+    _with_encoder(
         model_type="idefics3",
-        module="text_of_images",
         architectures=("Idefics3ForConditionalGeneration",),
         text_type="llama",
         media="idefics3",
-        tokenizer="",
     ),
-    Family(
+    _with_encoder(
         model_type="smolvlm",
-        module="text_of_images",
         architectures=("SmolVLMForConditionalGeneration",),
         text_type="llama",
         media="idefics3",
         tokenizer=_GENERIC,
     ),
-    Family(
+    _with_encoder(
         model_type="mllama",
-        module="text_of_images",
         architectures=("MllamaForConditionalGeneration",),
         text_type="mllama_text_model",
         media="mllama",
         num_unsampled_tokens=8,
-        tokenizer="",
     ),
-    Family(
+    _with_encoder(
         model_type="gemma3",
-        module="text_of_images",
         architectures=("Gemma3ForConditionalGeneration",),
         text_type="gemma3_text",
         media="gemma3",
         media_sees_ahead=True,
         tokenizer="GemmaTokenizer",
     ),
-    Family(
+    _with_encoder(
         model_type="gemma3n",
-        module="text_of_images",
         architectures=("Gemma3nForConditionalGeneration",),
         text_only=(
             "its image encoder is a MobileNet of the timm package, which this engine does not use"
@@ -1212,93 +1166,80 @@ _WITH_MEDIA = (
         text_type="gemma3n_text",
         tokenizer="GemmaTokenizer",
     ),
-    Family(
+    _with_encoder(
         model_type="gemma4",
-        module="text_of_images",
         architectures=("Gemma4ForConditionalGeneration",),
         text_type="gemma4_text",
-        tokenizer="",
     ),
-    Family(
+    _with_encoder(
         model_type="llama4",
-        module="text_of_images",
         architectures=("Llama4ForConditionalGeneration",),
         text_only=(
             "its image processor in transformers needs torchvision, which this engine does not use"
         ),
         text_type="llama4_text",
-        tokenizer="",
     ),
-    Family(
+    _with_encoder(
         model_type="phi4_multimodal",
         also_typed=("phi4mm",),
-        module="text_of_images",
         architectures=("Phi4MultimodalForCausalLM",),
         also_published_as=("Phi4MMForCausalLM",),
         text_only="its image processor in transformers needs torchvision, which is not used, and "
         "its images and sounds need adapters of their own",
         text_type="phi3",
-        tokenizer="",
     ),
-    Family(
+    _with_encoder(
         model_type="mistral3",
-        module="text_of_images",
+        tokenizer=None,
         architectures=("Mistral3ForConditionalGeneration",),
         text_type="mistral",
         also_text_types=("ministral3",),  # type in Ministral 3 and Devstral Small 2
         media="mistral3",
     ),
-    Family(
+    _with_encoder(
         model_type="qwen2_vl",
-        module="text_of_images",
         architectures=("Qwen2VLForConditionalGeneration",),
         text_type="qwen2_vl_text",
         media="qwen2_vl",
         tokenizer="Qwen2Tokenizer",
     ),
-    Family(
+    _with_encoder(
         model_type="qwen2_5_vl",
-        module="text_of_images",
         architectures=("Qwen2_5_VLForConditionalGeneration",),
         text_type="qwen2_5_vl_text",
         media="qwen2_5_vl",
         tokenizer="Qwen2Tokenizer",
     ),
-    Family(
+    _with_encoder(
         model_type="qwen3_vl",
-        module="text_of_images",
         architectures=("Qwen3VLForConditionalGeneration",),
         text_type="qwen3_vl_text",
         media="qwen3_vl",
         tokenizer="Qwen2Tokenizer",
     ),
-    Family(
+    _with_encoder(
         model_type="qwen3_vl_moe",
-        module="text_of_images",
         architectures=("Qwen3VLMoeForConditionalGeneration",),
         text_type="qwen3_vl_moe_text",
         media="qwen3_vl",
         tokenizer="Qwen2Tokenizer",
     ),
-    Family(
+    _with_encoder(
         model_type="glm4v",
-        module="text_of_images",
         architectures=("Glm4vForConditionalGeneration",),
         text_type="glm4v_text",
         media="glm4v",
         tokenizer=_GENERIC,
     ),
-    Family(
+    _with_encoder(
         model_type="glm4v_moe",
-        module="text_of_images",
         architectures=("Glm4vMoeForConditionalGeneration",),
         text_type="glm4v_moe_text",
         media="glm4v",
         tokenizer=_GENERIC,
     ),
-    Family(
+    _with_encoder(
         model_type="qwen3_5",
-        module="text_of_images",
         architectures=("Qwen3_5ForConditionalGeneration",),
         mtp=_MTP_QWEN,
         text_type="qwen3_5_text",
@@ -1306,9 +1247,8 @@ _WITH_MEDIA = (
         tokenizer="Qwen3_5Tokenizer",
         replaces_tokenizer=True,
     ),
-    Family(
+    _with_encoder(
         model_type="qwen3_5_moe",
-        module="text_of_images",
         architectures=("Qwen3_5MoeForConditionalGeneration",),
         mtp=_MTP_QWEN,
         text_type="qwen3_5_moe_text",
@@ -1316,33 +1256,28 @@ _WITH_MEDIA = (
         tokenizer="Qwen3_5Tokenizer",
         replaces_tokenizer=True,
     ),
-    Family(
+    _with_encoder(
         model_type="kimi_k25",
-        module="text_of_images",
         architectures=("KimiK25ForConditionalGeneration",),
         also_published_as=("Kimi_K25ForConditionalGeneration",),
         text_type="deepseek_v3",
         also_text_types=("kimi_k2",),
         tokenizer=_GENERIC,
     ),
-    Family(
+    _with_encoder(
         model_type="kimi_vl",
-        module="text_of_images",
         architectures=("KimiVLForConditionalGeneration",),
         text_type="deepseek_v3",
-        tokenizer="",
     ),
-    Family(
+    _with_encoder(
         model_type="qwen2_audio",
-        module="text_of_images",
         architectures=("Qwen2AudioForConditionalGeneration",),
         text_type="qwen2",
         media="qwen2_audio",
         tokenizer="Qwen2Tokenizer",
     ),
-    Family(
+    _with_encoder(
         model_type="voxtral",
-        module="text_of_images",
         architectures=("VoxtralForConditionalGeneration",),
         text_type="llama",
         also_text_types=("mistral",),
@@ -1350,9 +1285,8 @@ _WITH_MEDIA = (
         tokenizer=_GENERIC,
         has_mistral_tokenizer=True,
     ),
-    Family(
+    _with_encoder(
         model_type="whisper",
-        module="text_of_images",
         architectures=("WhisperForConditionalGeneration",),
         decoder_keys={
             "d_model": "hidden_size",
@@ -1411,6 +1345,7 @@ _ENCODERS = (
     ),
     Family(
         model_type="camembert",  # some checkpoints of Camembert have the class names of RoBERTa
+        tokenizer=None,
         is_encoder=True,
         windows="ignored",
         positions_follow_padding=True,

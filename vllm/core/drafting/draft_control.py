@@ -79,11 +79,9 @@ class StepCost:
         """
         if self._weight < 4:
             return _UNKNOWN_COST
-        mean_x, mean_y = self._x / self._weight, self._y / self._weight
-        variance = self._xx / self._weight - mean_x * mean_x
-        if variance < 0.25:
+        mean_x, mean_y, slope = self._line()
+        if slope is None:
             return _UNKNOWN_COST
-        slope = (self._xy / self._weight - mean_x * mean_y) / variance
         total = mean_y + slope * (num_tokens - mean_x)
         if slope <= 0 or total <= 0:
             return _LEAST_COST
@@ -93,12 +91,17 @@ class StepCost:
         """Return the expected time of a step; None before any step was measured."""
         if not self._weight:
             return None
+        mean_x, mean_y, slope = self._line()
+        if slope is None:
+            return mean_y
+        return max(mean_y + max(0.0, slope) * (num_tokens - mean_x), 0.1 * mean_y)
+
+    def _line(self) -> tuple[float, float, float | None]:
+        """Return the mean size and time, and the slope; None: the sizes hardly differ."""
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         variance = self._xx / self._weight - mean_x * mean_x
-        if variance < 0.25:
-            return mean_y
-        slope = max(0.0, (self._xy / self._weight - mean_x * mean_y) / variance)
-        return max(mean_y + slope * (num_tokens - mean_x), 0.1 * mean_y)
+        slope = (self._xy / self._weight - mean_x * mean_y) / variance if variance >= 0.25 else None
+        return mean_x, mean_y, slope
 
 
 class DraftPace:

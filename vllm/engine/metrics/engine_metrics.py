@@ -253,76 +253,63 @@ class EngineMetrics:
     def _core_metrics(self) -> MetricSet:
         """Create the metrics of the core."""
         metrics, totals = MetricSet(self._labels), self.totals
-        for name, help, value in (
-            ("num_requests_running", "Number of requests that are running.", totals.num_running),
-            (
-                "num_requests_waiting",
-                "Number of requests that are waiting to run.",
-                totals.num_waiting,
-            ),
-            (
-                "gpu_cache_usage_perc",
-                "Fraction of KV-cache blocks in use, 0 to 1.",
-                totals.kv_cache_usage,
-            ),
-        ):
-            metrics.gauge(f"vllm:{name}", help).value = value
+        gauge = metrics.set_gauge
+        gauge("num_requests_running", "Number of requests that are running.", totals.num_running)
+        gauge(
+            "num_requests_waiting",
+            "Number of requests that are waiting to run.",
+            totals.num_waiting,
+        )
+        gauge(
+            "gpu_cache_usage_perc",
+            "Fraction of KV-cache blocks in use, 0 to 1.",
+            totals.kv_cache_usage,
+        )
         runner = totals.runner
-        for name, help, value in (
-            ("num_preemptions", "Number of preempted requests.", totals.num_preemptions),
-            ("gpu_prefix_cache_queries", "Prompt tokens looked up.", totals.num_prefix_queries),
-            (
-                "gpu_prefix_cache_hits",
-                "Number of prompt tokens found in the prefix cache.",
-                totals.num_prefix_hits,
-            ),
-            (
-                "useful_tokens",
-                "Number of request tokens in forward passes.",
-                runner.num_useful_tokens,
-            ),
-            (
-                "padded_tokens",
-                "Number of padding tokens in forward passes.",
-                runner.num_padded_tokens,
-            ),
-            (
-                "decode_kv_blocks",
-                "Number of KV blocks needed by decode passes.",
-                runner.num_decode_blocks,
-            ),
-            (
-                "padded_kv_blocks",
-                "Number of padding KV blocks in decode passes.",
-                runner.num_padded_blocks,
-            ),
-            ("bucket_hits", "Number of forward passes in a warm bucket.", runner.num_bucket_hits),
-            (
-                "bucket_misses",
-                "Number of forward passes in a bucket that was not warm.",
-                runner.num_bucket_misses,
-            ),
-            (
-                "compilations_after_warmup",
-                "Number of graphs compiled after the warm-up.",
-                runner.num_late_compilations,
-            ),
-        ):
-            metrics.counter(f"vllm:{name}", help).value = value
+        counter = metrics.set_counter
+        counter("num_preemptions", "Number of preempted requests.", totals.num_preemptions)
+        counter("gpu_prefix_cache_queries", "Prompt tokens looked up.", totals.num_prefix_queries)
+        counter(
+            "gpu_prefix_cache_hits",
+            "Number of prompt tokens found in the prefix cache.",
+            totals.num_prefix_hits,
+        )
+        counter(
+            "useful_tokens", "Number of request tokens in forward passes.", runner.num_useful_tokens
+        )
+        counter(
+            "padded_tokens", "Number of padding tokens in forward passes.", runner.num_padded_tokens
+        )
+        counter(
+            "decode_kv_blocks",
+            "Number of KV blocks needed by decode passes.",
+            runner.num_decode_blocks,
+        )
+        counter(
+            "padded_kv_blocks",
+            "Number of padding KV blocks in decode passes.",
+            runner.num_padded_blocks,
+        )
+        counter("bucket_hits", "Number of forward passes in a warm bucket.", runner.num_bucket_hits)
+        counter(
+            "bucket_misses",
+            "Number of forward passes in a bucket that was not warm.",
+            runner.num_bucket_misses,
+        )
+        counter(
+            "compilations_after_warmup",
+            "Number of graphs compiled after the warm-up.",
+            runner.num_late_compilations,
+        )
         needed_s, padded_s = self.device_seconds
-        for name, help, seconds in (
-            (
-                "predicted_device_seconds",
-                "Predicted device seconds of all forward passes.",
-                padded_s,
-            ),
-            (
-                "predicted_padding_seconds",
-                "Predicted device seconds spent on padding.",
-                padded_s - needed_s,
-            ),
-        ):
-            metrics.counter(f"vllm:{name}", help).value = seconds
+        counter(
+            "predicted_device_seconds", "Predicted device seconds of all forward passes.", padded_s
+        )
+        counter(
+            "predicted_padding_seconds",
+            "Predicted device seconds spent on padding.",
+            padded_s - needed_s,
+        )
         if totals.warm_up.num_wanted:
             _add_warm_up_metrics(metrics, totals.warm_up)
         if self.config.scheduler.max_draft_tokens:
@@ -513,51 +500,58 @@ def round_to_one_two_five(most: int) -> list[int]:
 
 
 def _add_warm_up_metrics(metrics: MetricSet, warm_up: WarmUpStats) -> None:
-    for name, help, value in (
-        ("warm_buckets", "Number of buckets that are warmed up now.", warm_up.num_warm),
-        ("wanted_buckets", "Number of buckets after the warm-up.", warm_up.num_wanted),
-        ("warm_up_seconds_left", "Seconds until the warm-up is complete.", warm_up.seconds_left),
-        (
-            "warm_up_longest_delay_seconds",
-            "Longest delay of a step by the warm-up, in seconds.",
-            warm_up.longest_delay_s,
-        ),
-        (
+    gauge = metrics.set_gauge
+    gauge("warm_buckets", "Number of buckets that are warmed up now.", warm_up.num_warm)
+    gauge("wanted_buckets", "Number of buckets after the warm-up.", warm_up.num_wanted)
+    if warm_up.seconds_left is not None:
+        gauge(
+            "warm_up_seconds_left", "Seconds until the warm-up is complete.", warm_up.seconds_left
+        )
+    gauge(
+        "warm_up_longest_delay_seconds",
+        "Longest delay of a step by the warm-up, in seconds.",
+        warm_up.longest_delay_s,
+    )
+    if warm_up.padded_share is not None:
+        gauge(
             "warm_up_padded_share",
             "Fraction of device time spent on padding, 0 to 1.",
             warm_up.padded_share,
-        ),
-    ):
-        if value is not None:
-            metrics.gauge(f"vllm:{name}", help).value = value
+        )
 
 
 def _add_transfer_metrics(metrics: MetricSet, transfer: TransferStats) -> None:
-    for name, help, value in (
-        ("external_prefix_cache_queries", "Prompt tokens looked up.", transfer.num_queries),
-        (
-            "external_prefix_cache_hits",
-            "Number of prompt tokens whose KV blocks were loaded.",
-            transfer.num_hits,
-        ),
-        ("kv_transfer_loaded_bytes", "Number of KV-cache bytes loaded.", transfer.num_loaded_bytes),
-        ("kv_transfer_saved_bytes", "Number of KV-cache bytes saved.", transfer.num_saved_bytes),
-    ):
-        metrics.counter(f"vllm:{name}", help).value = value
+    counter = metrics.set_counter
+    counter("external_prefix_cache_queries", "Prompt tokens looked up.", transfer.num_queries)
+    counter(
+        "external_prefix_cache_hits",
+        "Number of prompt tokens whose KV blocks were loaded.",
+        transfer.num_hits,
+    )
+    counter(
+        "kv_transfer_loaded_bytes", "Number of KV-cache bytes loaded.", transfer.num_loaded_bytes
+    )
+    counter("kv_transfer_saved_bytes", "Number of KV-cache bytes saved.", transfer.num_saved_bytes)
 
 
 def _add_draft_metrics(metrics: MetricSet, drafts: DraftStats) -> None:
-    for name, help, value in (
-        ("drafts", "Number of times that a request had draft tokens in a step.", drafts.num_drafts),
-        ("draft_tokens", "Number of draft tokens verified.", drafts.num_draft_tokens),
-        ("accepted_tokens", "Number of draft tokens accepted.", sum(drafts.accepted)),
-        (
-            "declined_steps",
-            "Number of steps without drafts, as drafts would not be faster.",
-            drafts.num_declined_steps,
-        ),
-    ):
-        metrics.counter(f"vllm:spec_decode_num_{name}", help).value = value
+    counter = metrics.set_counter
+    counter(
+        "spec_decode_num_drafts",
+        "Number of times that a request had draft tokens in a step.",
+        drafts.num_drafts,
+    )
+    counter(
+        "spec_decode_num_draft_tokens", "Number of draft tokens verified.", drafts.num_draft_tokens
+    )
+    counter(
+        "spec_decode_num_accepted_tokens", "Number of draft tokens accepted.", sum(drafts.accepted)
+    )
+    counter(
+        "spec_decode_num_declined_steps",
+        "Number of steps without drafts, as drafts would not be faster.",
+        drafts.num_declined_steps,
+    )
     places = metrics.counters(
         "vllm:spec_decode_num_accepted_tokens_per_pos",
         "Number of draft tokens accepted, by position in the draft.",

@@ -26,25 +26,25 @@ class MediaReadStats:
 def add_encoder_metrics(metrics: MetricSet, totals: SchedulerStats) -> None:
     """Add the encoder metrics that the workers have counted."""
     media, runner = totals.media, totals.runner
-    for name, help, value in (
-        (
-            "encoder_cache_queries",
-            "Number of images, sounds and videos looked up in the encoder cache.",
-            media.num_queries,
-        ),
-        (
-            "encoder_cache_hits",
-            "Number of images, sounds and videos found in the encoder cache.",
-            media.num_hits,
-        ),
-        ("encoder_items", "Number of images, sounds and videos encoded.", runner.num_encoded_items),
-        (
-            "encoder_seconds",
-            "Seconds spent on encoding images, sounds and videos.",
-            runner.encode_seconds,
-        ),
-    ):
-        metrics.counter(f"vllm:{name}", help).value = value
+    counter = metrics.set_counter
+    counter(
+        "encoder_cache_queries",
+        "Number of images, sounds and videos looked up in the encoder cache.",
+        media.num_queries,
+    )
+    counter(
+        "encoder_cache_hits",
+        "Number of images, sounds and videos found in the encoder cache.",
+        media.num_hits,
+    )
+    counter(
+        "encoder_items", "Number of images, sounds and videos encoded.", runner.num_encoded_items
+    )
+    counter(
+        "encoder_seconds",
+        "Seconds spent on encoding images, sounds and videos.",
+        runner.encode_seconds,
+    )
 
 
 def read_metrics(stats: MediaReadStats, model_name: str) -> MetricSet:

@@ -7,7 +7,7 @@ does not depend on the metrics themselves.
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client import exposition as text_format
@@ -84,6 +84,9 @@ class Histogram:
             total += count
             pairs.append((name, float(total)))
         return pairs
+
+
+_Family = TypeVar("_Family", bound="Family")
 
 
 class Family(Protocol):
@@ -177,32 +180,35 @@ class MetricSet(Collector):
         """Add a gauge without labels."""
         return self.gauges(name, help).cell()
 
+    def set_counter(self, name: str, help: str, value: float) -> None:
+        """Add a counter of the engine, which is counted elsewhere, with its value."""
+        self.counter(f"vllm:{name}", help).value = value
+
+    def set_gauge(self, name: str, help: str, value: float) -> None:
+        """Add a gauge of the engine with its value."""
+        self.gauge(f"vllm:{name}", help).value = value
+
     def histogram(self, name: str, help: str, bounds: Sequence[float]) -> Histogram:
         """Add a histogram without labels."""
         return self.histograms(name, help, bounds).cell()
 
     def counters(self, name: str, help: str, *labels: str) -> ScalarMetric:
         """Add a counter with labels."""
-        return self._numbers("counter", name, help, labels)
+        return self._add(ScalarMetric("counter", name, help, labels))
 
     def gauges(self, name: str, help: str, *labels: str) -> ScalarMetric:
         """Add a gauge with labels."""
-        return self._numbers("gauge", name, help, labels)
+        return self._add(ScalarMetric("gauge", name, help, labels))
 
     def histograms(self, name: str, help: str, bounds: Sequence[float], *labels: str) -> Histograms:
         """Add a histogram with labels."""
-        family = Histograms(name, help, bounds, labels)
-        self._families.append(family)
-        return family
+        return self._add(Histograms(name, help, bounds, labels))
 
     def collect(self) -> Iterable[Metric]:
         """Return the metrics; called by the Prometheus registry."""
         return [family.metric(self._constant) for family in self._families]
 
-    def _numbers(
-        self, kind: Literal["counter", "gauge"], name: str, help: str, labels: Sequence[str]
-    ) -> ScalarMetric:
-        family = ScalarMetric(kind, name, help, labels)
+    def _add(self, family: _Family) -> _Family:
         self._families.append(family)
         return family
 

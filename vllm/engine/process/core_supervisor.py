@@ -448,10 +448,13 @@ class CoreSupervisor:
                 future.set_exception(error)
         self._calls.clear()
 
-    def _release(self) -> None:
+    def _take_core(self) -> "Core | None":
         core, self._core = self._core, None
         self._added.clear()
-        if core is not None:
+        return core
+
+    def _release(self) -> None:
+        if (core := self._take_core()) is not None:
             core.close()
 
     def _release_behind(self) -> None:
@@ -460,9 +463,7 @@ class CoreSupervisor:
         Freeing much memory or a device takes the system seconds, in which the event loop serves the
         requests of other cores.
         """
-        core, self._core = self._core, None
-        self._added.clear()
-        if core is not None:
+        if (core := self._take_core()) is not None:
             core.kill()
             self._closing = asyncio.get_running_loop().run_in_executor(None, core.close)
 

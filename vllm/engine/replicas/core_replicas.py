@@ -26,6 +26,7 @@ from vllm.errors import (
 )
 from vllm.logger import init_logger
 from vllm.messages import EngineRequest, SchedulerStats
+from vllm.utils.futures import end_tasks
 from vllm.utils.process import startup_progress
 
 logger = init_logger(__name__)
@@ -196,9 +197,7 @@ class CoreReplicas:
             ]
             await asyncio.gather(*tasks)
         except BaseException as error:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
             for replica in self._all:
                 replica.give_up(error)
             self.startup.set_failed(error)

@@ -30,8 +30,7 @@ from vllm.entrypoints.openai.shared.chunks import json_response
 from vllm.entrypoints.openai.shared.prompts import trace_headers_of
 from vllm.entrypoints.shared import off_loop
 from vllm.entrypoints.shared.context import get_context
-from vllm.entrypoints.shared.sse import event as encode_event
-from vllm.entrypoints.shared.sse import run_until_disconnect
+from vllm.entrypoints.shared.sse import run_until_disconnect, typed_events
 
 router = APIRouter(tags=["messages"], route_class=AnthropicRoute)
 
@@ -54,7 +53,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     if not body.stream:
         await run_until_disconnect(request, _write_at_once(turn, writer))
         return json_response(writer.message)
-    return AnthropicStream(_encoded(_write_events(turn, writer)))
+    return AnthropicStream(typed_events(_write_events(turn, writer)))
 
 
 @router.post(PATH + "/count_tokens", responses=_ERRORS)
@@ -117,10 +116,3 @@ def _usage(turn: ChatTurn, num_output_tokens: int | None = None) -> dict[str, An
         usage.cached_tokens or 0,
         usage.reasoning_tokens,
     )
-
-
-async def _encoded(events: AsyncGenerator[list[Event], None]) -> AsyncGenerator[bytes, None]:
-    """Yield the encoded events."""
-    async with aclosing(events):
-        async for few in events:
-            yield b"".join(encode_event(event, event["type"]) for event in few)

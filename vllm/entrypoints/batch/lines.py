@@ -19,6 +19,7 @@ from vllm.entrypoints.openai.protocol.base import random_id
 from vllm.entrypoints.openai.protocol.batch import URLS
 from vllm.entrypoints.shared.errors import describe_error
 from vllm.errors import RequestError
+from vllm.utils.futures import end_tasks
 
 
 class _Line(msgspec.Struct):
@@ -83,9 +84,7 @@ async def run_lines(
     try:
         await asyncio.gather(*workers)
     finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+        await end_tasks(workers)
     return counts
 
 

@@ -8,7 +8,13 @@ from typing import Any
 from vllm.entrypoints.bench.dataset_args import add_dataset_flags
 from vllm.entrypoints.bench.statistics import METRICS, parse_goodput
 from vllm.errors import ConfigError
-from vllm.utils.arguments import add_number, add_switch, add_text, check_smallest
+from vllm.utils.arguments import (
+    add_number,
+    add_switch,
+    add_text,
+    add_truncation_flags,
+    check_smallest,
+)
 
 _BACKENDS = {"openai": "openai", "vllm": "openai", "openai-chat": "openai-chat"}
 
@@ -120,13 +126,7 @@ def _add_request_flags(parser: argparse.ArgumentParser) -> None:
         group, "--ignore-eos", "ignore the end token, so that outputs have the requested length"
     )
     add_number(group, "--temperature", "sampling temperature (default: 0, greedy)", 0.0)
-    add_number(
-        group,
-        "--top-p",
-        "sample from the most likely tokens whose probabilities add up to this; 1: all",
-        kind=float,
-    )
-    add_number(group, "--top-k", "sample from this many of the most likely tokens; 0: all")
+    add_truncation_flags(group)
     add_number(group, "--logprobs", "log-probabilities per token")
     group.add_argument(
         "--extra-body",

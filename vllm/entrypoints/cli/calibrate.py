@@ -11,6 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.calibration.steps import STEPS, Step
 from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
+from vllm.utils.arguments import add_number, add_text
 
 _STEP_NUMBERS = {
     step.script_number: name for name, step in STEPS.items() if step.script_number is not None
@@ -48,14 +49,14 @@ def add_parser(
         usage="vllm calibrate --model MODEL --dataset FILE --out FOLDER [flags]",
     )
     group = parser.add_argument_group("calibration")
-    group.add_argument(
-        "-d",
-        "--dataset",
+    add_text(
+        group,
+        ("-d", "--dataset"),
+        "calibration texts: a .jsonl or .json file of strings, or of objects with text, prompt or "
+        "question; any other file is read as plain text",
         metavar="FILE",
-        help="calibration texts: a .jsonl or .json file of strings, or of objects with text, "
-        "prompt or question; any other file is read as plain text",
     )
-    group.add_argument("-o", "--out", metavar="FOLDER", required=True, help="folder for the files")
+    add_text(group, ("-o", "--out"), "folder for the files", metavar="FOLDER", required=True)
     group.add_argument(
         "--step",
         choices=(*STEPS, *sorted(_STEP_NUMBERS)),
@@ -65,9 +66,7 @@ def add_parser(
     group.add_argument(
         "--device-for-scales",
         choices=_DEVICES,
-        help=(
-            "card that the scales are for, Gaudi 2 or 3 (default: the card of this machine, or g3)"
-        ),
+        help="card of the scales, Gaudi 2 or 3 (default: the card of this machine, or g3)",
     )
     group.add_argument(
         "--scale-method",
@@ -83,20 +82,14 @@ def add_parser(
         help="do not quantize modules if a part of their name matches this regular expression; "
         f"may be repeated (default: {_blocked_by_default()}, else none)",
     )
-    for names, default, text in (
-        (("-l", "--num-samples"), 512, "samples to measure"),
-        (("--sample-tokens",), 1024, "tokens of a sample"),
-        (("--output-tokens",), 32, "tokens to generate after each sample"),
-        (("-b", "--batch-size"), 32, "samples at a time"),
-    ):
-        group.add_argument(
-            *names, type=int, default=default, metavar="N", help=f"{text} (default: {default})"
-        )
-    group.add_argument(
-        *("-r", "--unify-ranks"),
-        type=int,
-        metavar="N",
-        help="make the scales for N devices, which are fewer than were measured",
+    add_number(group, ("-l", "--num-samples"), "samples to measure", 512)
+    add_number(group, "--sample-tokens", "tokens of a sample", 1024)
+    add_number(group, "--output-tokens", "tokens to generate after each sample", 32)
+    add_number(group, ("-b", "--batch-size"), "samples at a time", 32)
+    add_number(
+        group,
+        ("-r", "--unify-ranks"),
+        "make the scales for N devices, which are fewer than were measured",
     )
     group.add_argument(
         *("-u", "--unify-experts"),
@@ -104,14 +97,11 @@ def add_parser(
         help="the measured devices had different experts, not parts of the same experts (default: "
         "on with --enable-expert-parallel)",
     )
-    group.add_argument(
-        *("-w", "--expand-ranks"),
-        type=int,
-        metavar="N",
-        help=(
-            "make the scales for N devices, which are more than were measured; the experts are "
-            "divided among them"
-        ),
+    add_number(
+        group,
+        ("-w", "--expand-ranks"),
+        "make the scales for N devices, which are more than were measured; the experts are divided "
+        "among them",
     )
     group.add_argument(
         "--warmup",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
-from vllm.utils.arguments import add_number, add_switch, add_text
+from vllm.utils.arguments import add_number, add_switch, add_text, add_truncation_flags
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -41,13 +41,7 @@ def add_parser(
     )
     add_number(sampling, "--max-tokens", "output tokens", 128)
     add_number(sampling, "--temperature", "sampling temperature; 0: greedy", kind=float)
-    add_number(
-        sampling,
-        "--top-p",
-        "sample from the most likely tokens whose probabilities add up to this; 1: all",
-        kind=float,
-    )
-    add_number(sampling, "--top-k", "sample from this many of the most likely tokens; 0: all")
+    add_truncation_flags(sampling)
     add_number(sampling, "--n", "outputs per prompt")
     # No --seed: the engine's flag already makes the whole run reproducible.
     sampling.add_argument(

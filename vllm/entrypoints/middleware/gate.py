@@ -11,6 +11,7 @@ from vllm.entrypoints.shared.asgi import PAGE_FIGURES, PAGES, PROBES, refuse, re
 from vllm.entrypoints.shared.context import ServerContext
 from vllm.entrypoints.shared.errors import ErrorInfo, describe_error
 from vllm.errors import EngineDeadError
+from vllm.utils.futures import end_tasks
 
 UNGATED = (
     PROBES
@@ -98,9 +99,7 @@ class Gate:
             return not left.done()
         finally:
             self._num_waiting -= 1
-            for task in (ready, left):
-                task.cancel()
-            await asyncio.gather(ready, left, return_exceptions=True)
+            await end_tasks((ready, left))
 
     def _not_ready(self) -> ErrorInfo:
         startup = self._context.engine.startup

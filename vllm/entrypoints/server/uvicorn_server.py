@@ -27,6 +27,7 @@ from vllm.entrypoints.shared.context import ServerContext
 from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.errors import ConfigError, EngineDeadError
 from vllm.logger import init_logger
+from vllm.utils.futures import end_tasks
 from vllm.utils.process.process_memory import keep_for_good
 
 if TYPE_CHECKING:
@@ -274,10 +275,7 @@ class _Server(uvicorn.Server):
         task.add_done_callback(self._tasks.discard)
 
     async def _end_tasks(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
 
 
 async def _wait_idle(context: ServerContext, timeout_s: float) -> None:

@@ -1,9 +1,9 @@
 """Run beam search as a loop of one-token requests; the prefix cache avoids recomputation."""
 
 import math
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.engine.input.media_placer import PlacedMedia
 from vllm.errors import RequestError
@@ -17,12 +17,6 @@ if TYPE_CHECKING:
 Run = Callable[[list[TokensPrompt], SamplingParams, list[int]], list[RequestOutput]]
 """Function that runs prompts, each with the index of the prompt that it continues."""
 RunAsync = Callable[[list[TokensPrompt], SamplingParams, list[int]], Awaitable[list[RequestOutput]]]
-_Rounds = Generator[
-    tuple[list[TokensPrompt], SamplingParams, list[int]],
-    list[RequestOutput],
-    list[BeamSearchOutput],
-]
-"""Yields the prompts and parameters of the next round, and receives the results."""
 _Rank = tuple[int, float, float]
 """Sort key of beams by score, see `_rank`."""
 
@@ -86,14 +80,21 @@ def search_beams(
         max_model_len: maximum number of prompt and output tokens of a sequence.
         tokenizer: creates the text of the sequences; None: they have no text.
     """
-    rounds = _search(prompts, params, end_tokens, max_model_len, tokenizer)
-    outputs: list[RequestOutput] | None = None
-    while True:
-        try:
-            work = next(rounds) if outputs is None else rounds.send(outputs)
-        except StopIteration as end:
-            return cast(list[BeamSearchOutput], end.value)
-        outputs = run(*work)
+
+    async def run_here(*work: Any) -> list[RequestOutput]:
+        return run(*work)
+
+    search = search_beams_async(
+        *(prompts, params, run_here),
+        end_tokens=end_tokens,
+        max_model_len=max_model_len,
+        tokenizer=tokenizer,
+    )
+    try:
+        search.send(None)
+    except StopIteration as end:
+        return cast(list[BeamSearchOutput], end.value)
+    raise AssertionError("the search waits for nothing, because `run` does not")
 
 
 async def search_beams_async(
@@ -106,23 +107,6 @@ async def search_beams_async(
     tokenizer: "PreTrainedTokenizerBase | None",
 ) -> list[BeamSearchOutput]:
     """Run a beam search like `search_beams`, with an asynchronous `run`."""
-    rounds = _search(prompts, params, end_tokens, max_model_len, tokenizer)
-    outputs: list[RequestOutput] | None = None
-    while True:
-        try:
-            work = next(rounds) if outputs is None else rounds.send(outputs)
-        except StopIteration as end:
-            return cast(list[BeamSearchOutput], end.value)
-        outputs = await run(*work)
-
-
-def _search(
-    prompts: Sequence[TokensPrompt],
-    params: BeamSearchParams,
-    end_tokens: frozenset[int],
-    max_model_len: int,
-    tokenizer: "PreTrainedTokenizerBase | None",
-) -> _Rounds:
     step = SamplingParams(
         max_tokens=1,
         logprobs=_num_logprobs(params.beam_width),
@@ -139,7 +123,7 @@ def _search(
             for search in active
             for beam in search.live
         ]
-        outputs = iter((yield prompts_now, step, owners))
+        outputs = iter(await run(prompts_now, step, owners))
         for search in active:
             _advance(search, [next(outputs) for _ in search.live], params, end_tokens)
         active = [search for search in active if search.live]

@@ -5,7 +5,7 @@ never by the garbage collector. Independent of engine and API.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -41,6 +41,15 @@ def event(data: Any, name: str | None = None) -> bytes:
     if name is None:
         return b"data: " + _encode(data) + b"\n\n"
     return b"event: " + name.encode() + b"\ndata: " + _encode(data) + b"\n\n"
+
+
+async def typed_events(
+    events: AsyncGenerator[Sequence[dict[str, Any]], None],
+) -> AsyncGenerator[bytes, None]:
+    """Yield encoded events whose field `type` is also the type of the event."""
+    async with aclosing(events):
+        async for few in events:
+            yield b"".join(event(each, each["type"]) for each in few)
 
 
 async def run_until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:

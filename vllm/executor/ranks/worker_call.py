@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.errors import ConfigError, RequestError
@@ -14,6 +14,26 @@ from vllm.worker.interface import ENGINE_METHODS, USER_METHODS, Worker
 
 WorkerMethod = str | Callable[..., Any]
 """Name of a method of the worker, or a function whose first argument is the worker."""
+
+
+class WorkerCall(NamedTuple):
+    """A call of a method of every worker."""
+
+    method: WorkerMethod
+    timeout: float | None
+    """Seconds to wait; None: no limit. The call itself is not aborted."""
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    def on(self, worker: Any) -> Any:
+        """Call the method of one worker, which is loaded.
+
+        Raises:
+            RequestError: the worker has no such method, or the method does not accept these
+                arguments.
+        """
+        return call_worker(worker, self.method, self.args, self.kwargs)
+
 
 _ACCEPTED = (
     f"Accepted are {', '.join(sorted(USER_METHODS))}, and methods of a class of your own, given by "

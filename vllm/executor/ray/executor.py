@@ -30,7 +30,7 @@ from vllm.executor.ranks.rank_wire import (
     decode_from_rank,
     result_decoder,
 )
-from vllm.executor.ranks.worker_call import WorkerMethod, name_to_send, refuse_code
+from vllm.executor.ranks.worker_call import WorkerCall, name_to_send, refuse_code
 from vllm.executor.ray.placement import Placement, place_ranks
 from vllm.executor.ray.utils import (
     import_ray,
@@ -259,21 +259,15 @@ class RayExecutor(Executor):
         """Send a message that has no answer to all workers."""
         self._unread.update((ref, rank) for rank, ref in enumerate(self._send(message)))
 
-    def collective_rpc(
-        self,
-        method: WorkerMethod,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
+    def run_call(self, call: WorkerCall) -> list[Any]:
         """Call a method of all workers. Arguments and results must be plain values.
 
         Raises:
-            RequestError: the call is not possible; also if `method` is a function, which is not
+            RequestError: the call is not possible; also if the method is a function, which is not
                 sent.
         """
-        name = name_to_send(method)
-        answers = self._call(name, args, kwargs, is_user=True, timeout=timeout)
+        name = name_to_send(call.method)
+        answers = self._call(name, call.args, call.kwargs, is_user=True, timeout=call.timeout)
         return [decode_value(answer.value) for answer in answers]
 
     def stats(self) -> RunnerStats:

@@ -70,31 +70,31 @@ class CPUExperts(DenseExperts):
 
     def finish(self, layer: Experts) -> None:
         gate_up, down = layer.gate_up.data, layer.down.data
-        for weight_format in _FORMATS[self.stored_as]:
-            half = gate_up[0, : layer.intermediate_size]
-            if can_pack(half, weight_format) and can_pack(down[0], weight_format):
-                self.packed = PackedExperts.pack(
-                    gate_up, down, weight_format, layer.biases, layer.options
-                )
-                del layer.gate_up, layer.down
-                for name in ("gate_up", "down"):
-                    layer.slices.pop(name, None)
-                return
+        for weight_format in self._formats(layer):
+            self.packed = PackedExperts.pack(
+                gate_up, down, weight_format, layer.biases, layer.options
+            )
+            del layer.gate_up, layer.down
+            for name in ("gate_up", "down"):
+                layer.slices.pop(name, None)
 
     def finish_on_shapes(self, layer: Experts) -> bool:
-        gate_up, down = layer.gate_up.data, layer.down.data
-        for weight_format in _FORMATS[self.stored_as]:
-            half = gate_up[0, : layer.intermediate_size]
-            if can_pack(half, weight_format) and can_pack(down[0], weight_format):
-                gates, ups, downs = (
-                    [_without_values(x, weight_format) for _ in range(len(down))]
-                    for x in (half, half, down[0])
-                )
-                gates = gates if layer.options.has_gate else ups
-                self.packed = PackedExperts(gates, ups, downs, layer.biases, layer.options)
-                del layer.gate_up, layer.down
-                break
+        half, down = layer.gate_up.data[0, : layer.intermediate_size], layer.down.data
+        for weight_format in self._formats(layer):
+            gates, ups, downs = (
+                [_without_values(x, weight_format) for _ in range(len(down))]
+                for x in (half, half, down[0])
+            )
+            gates = gates if layer.options.has_gate else ups
+            self.packed = PackedExperts(gates, ups, downs, layer.biases, layer.options)
+            del layer.gate_up, layer.down
         return True
+
+    def _formats(self, layer: Experts) -> list["WeightFormat | None"]:
+        """Return the format in which the kernels support the experts; empty if there is none."""
+        parts = layer.gate_up.data[0, : layer.intermediate_size], layer.down.data[0]
+        possible = _FORMATS[self.stored_as]
+        return [each for each in possible if all(can_pack(part, each) for part in parts)][:1]
 
     def apply(self, layer: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         if self.packed is None:

@@ -8,7 +8,6 @@ Independent of batches: `StateLayer` knows which tokens belong to which request.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -27,8 +26,8 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.mamba import Convolution, advance_windows, check_activation
 from vllm.model_executor.layers.slice import Slice, SlicedModule
 from vllm.ops import get_ops
-from vllm.ops.native.delta_rule import run_delta_rule
-from vllm.ops.native.state_space import time_steps
+from vllm.ops.native.delta_rule import DeltaTokens, run_delta_rule
+from vllm.ops.native.state_space import TokenStates, time_steps
 
 _LENGTH_EPS = 1e-6
 """Added to the squared length of queries and keys."""
@@ -196,7 +195,12 @@ class DeltaLayer(SlicedModule, StateLayer):
         """
         (mixed, b, a), (windows, states) = inputs, caches
         mixed = advance_windows(self.conv1d, mixed, rows, windows)
-        run = partial(get_ops().delta_tokens, states)
+
+        def run(indices: Tensor, is_new: Tensor, *tokens: Tensor) -> Tensor:
+            return get_ops().delta_tokens(
+                TokenStates(states, indices, is_new), DeltaTokens(*tokens)
+            )
+
         return rows.by_token(run, *self._split(mixed), *self._gates(a, b, rows.lengths))
 
     def _gates(self, a: Tensor, b: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:

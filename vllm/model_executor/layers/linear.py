@@ -140,6 +140,13 @@ def whole_linear(
     return ColumnParallelLinear(input_size, {"": size}, tp, {"": tp.size}, bias)
 
 
+def dense_linear(input_size: int, size: int, tp: TPGroup) -> ColumnParallelLinear:
+    """Make a `whole_linear` that is never quantized."""
+    layer = whole_linear(input_size, size, tp)
+    layer.keeps_precision = True
+    return layer
+
+
 class RowParallelLinear(ParallelLinear):
     """y = x @ W.T + b with the input features split over ranks; sums the partial results.
 

@@ -23,6 +23,8 @@ from vllm.model_executor.layers.norm import PlainRMSNorm, RMSNorm
 from vllm.model_executor.layers.slice import Slice, SlicedModule, packed_slices
 from vllm.ops import get_ops
 from vllm.ops.native.state_space import (
+    ScannedTokens,
+    TokenStates,
     convolve,
     scan_channels,
     scan_heads,
@@ -339,7 +341,8 @@ class Mamba2Mixer(SlicedModule, StateLayer):
         decay, scan = -self.A_log.exp(), get_ops().scan_tokens
 
         def run(indices: Tensor, is_new: Tensor, x: Tensor, steps: Tensor, *bc: Tensor) -> Tensor:
-            return scan(states, indices, is_new, x, steps, decay, *bc)
+            at = TokenStates(states, indices, is_new)
+            return scan(at, ScannedTokens(x, steps, decay, *bc))
 
         y = rows.by_token(run, x, steps, b, c)
         return (y + x * self.D[:, None]).flatten(-2)

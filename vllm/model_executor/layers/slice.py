@@ -4,7 +4,7 @@ A layer declares it once for each parameter and checkpoint name; one loader read
 of all models. Independent of files and module names of models.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -156,6 +156,10 @@ class CheckpointTensor:
             target.copy_(self.read(index))
         else:
             self.copy_to(target, index)
+
+
+NamedTensors = Iterable[tuple[str, CheckpointTensor]]
+"""Names of tensors, and the tensors."""
 
 
 def _pick(tensor: Tensor, dim: int, places: Features) -> Tensor:

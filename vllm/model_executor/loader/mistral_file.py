@@ -1,13 +1,13 @@
 """Yields tensors of `consolidated*.safetensors` with the names and row order of transformers."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.loader.row_order import halves_of_neighbours
 from vllm.transformers_utils.hf_config import read_hf_config
 from vllm.transformers_utils.mistral_params import PARAMS, read_params
@@ -28,7 +28,7 @@ _NAMES = {
 
 
 def in_the_order_of_transformers(
-    folder: Path, tensors: Iterable[tuple[str, CheckpointTensor]]
+    folder: Path, tensors: NamedTensors
 ) -> Iterator[tuple[str, CheckpointTensor]]:
     """Yield names and tensors of the files, converted to the names and order of transformers.
 

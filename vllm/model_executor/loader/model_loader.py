@@ -58,7 +58,6 @@ def load_model(
     dense_format: Quantization | None = None,
     choose_host_layers: Callable[[LoadableModel], Iterable[nn.Module]] | None = None,
     stage: Stage | None = None,
-    last_embeds: bool = False,
     *,
     has_values: bool = True,
 ) -> CausalLM | PoolingModel:

@@ -5,7 +5,7 @@ the layout that runs. So it does not depend on the device. Its metadata says whi
 is for.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from vllm.attention import Attention
 from vllm.attention.backends.cache_scales import is_one_number
 from vllm.distributed import RankLayout, Stage, TPGroup, place_in_engine
 from vllm.errors import WeightLoadError
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.loader.checkpoint import iterate_tensors
 from vllm.model_executor.loader.weights import load_weights, own_parameters
 from vllm.model_executor.models.interface import LoadableModel
@@ -62,7 +62,7 @@ def shards_of(
 
 
 def tensors_once(
-    tensors: Iterable[tuple[str, CheckpointTensor]],
+    tensors: NamedTensors,
 ) -> Iterator[tuple[str, CheckpointTensor]]:
     """Yield only the first tensor of each name.
 

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.embedding import ParallelLMHead
 from vllm.model_executor.layers.slice import (
     DENSE_DTYPES,
     CheckpointTensor,
+    NamedTensors,
     ParamTarget,
     SlicedModule,
 )
@@ -69,7 +70,7 @@ ModuleHook = Callable[[nn.Module], None]
 @torch.no_grad()
 def load_weights(
     model: LoadableModel,
-    tensors: Iterable[tuple[str, CheckpointTensor]],
+    tensors: NamedTensors,
     tp: TPGroup,
     *,
     prepare: ModuleHook = lambda module: None,
@@ -95,7 +96,7 @@ def load_weights(
 @torch.no_grad()
 def load_parameters(
     model: LoadableModel,
-    tensors: Iterable[tuple[str, CheckpointTensor]],
+    tensors: NamedTensors,
     *,
     prepare: ModuleHook = lambda module: None,
     finish: ModuleHook = lambda module: None,
@@ -310,9 +311,7 @@ def _is_zero_bias(name: str, targets: _Targets, source: CheckpointTensor) -> boo
     return bias.shape == expected and not bool(bias.read(()).any())
 
 
-def _converted(
-    tensors: Iterable[tuple[str, CheckpointTensor]], model: LoadableModel
-) -> Iterator[_Entry]:
+def _converted(tensors: NamedTensors, model: LoadableModel) -> Iterator[_Entry]:
     """Yield (name in the checkpoint, name in the model, tensor, file), without ignored tensors."""
     for checkpoint_name, whole in tensors:
         if whole.is_converted:

@@ -4,9 +4,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
-from vllm.model_executor.models.decoder import DecoderForCausalLM, rms_norm
-from vllm.model_executor.models.llama import llama_options
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions, rms_norm
 
 
 class ApertusForCausalLM(DecoderForCausalLM):
@@ -21,6 +19,5 @@ class ApertusForCausalLM(DecoderForCausalLM):
     }
     ignored_tensors = ("rotary_emb.inv_freq", ".act_fn.beta", ".act_fn.eps")
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        options = replace(llama_options(arch), mlp_bias=False, is_gated=False, head_norm=rms_norm)
-        super().__init__(arch, tp, options)
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return replace(super().options(arch), mlp_bias=False, is_gated=False, head_norm=rms_norm)

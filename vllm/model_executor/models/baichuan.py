@@ -1,13 +1,12 @@
 """Baichuan 1 and 2."""
 
-from collections.abc import Iterable
 from typing import ClassVar
 
 import torch.nn.functional as F
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions
 from vllm.model_executor.models.fused_weights import FusedLayers, qkv_parts
 
@@ -24,12 +23,13 @@ class BaichuanForCausalLM(DecoderForCausalLM):
     fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_parts}
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, DecoderOptions(alibi_scale=1.0 if arch.rope is None else 0.0))
+        super().__init__(arch, tp)
         self.has_normed_head = arch.vocab_size != _VOCAB_SIZE_OF_1
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return DecoderOptions(alibi_scale=1.0 if arch.rope is None else 0.0)
+
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Normalize the rows of Baichuan 2's output head."""
         if name == "lm_head.weight" and self.has_normed_head:
             return ((name, source.mapped(F.normalize)),)

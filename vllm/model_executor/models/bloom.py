@@ -43,12 +43,15 @@ class BloomForCausalLM(DecoderForCausalLM):
     fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_groups}
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(replace(arch, hidden_act="gelu_new"), tp)
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
         if arch.hf_config.get("apply_residual_connection_post_layernorm"):
             raise ConfigError(
                 "apply_residual_connection_post_layernorm in config.json must be false for "
                 "BloomForCausalLM, got true"
             )
-        options = DecoderOptions(
+        return DecoderOptions(
             norm=layer_norm,
             qkv_bias=True,
             output_bias=True,
@@ -57,7 +60,6 @@ class BloomForCausalLM(DecoderForCausalLM):
             alibi_scale=1.0,
             has_embedding_norm=True,
         )
-        super().__init__(replace(arch, hidden_act="gelu_new"), tp, options)
 
 
 class MptForCausalLM(DecoderForCausalLM):
@@ -76,6 +78,10 @@ class MptForCausalLM(DecoderForCausalLM):
     fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_parts}
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        size = (arch.config_count("expansion_ratio") or 4) * arch.hidden_size
+        super().__init__(replace(arch, hidden_act="gelu", intermediate_size=size), tp)
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
         attention = dict(arch.hf_config.get("attn_config") or {})
         if arch.num_heads & (arch.num_heads - 1):
             raise ConfigError(
@@ -87,12 +93,10 @@ class MptForCausalLM(DecoderForCausalLM):
                 "false or missing"
             )
         scale = attention.get("softmax_scale")
-        options = DecoderOptions(
+        return DecoderOptions(
             norm=layer_norm_without_bias,
             is_gated=False,
             alibi_scale=1.0,
             attention=AttentionOptions(None if scale is None else float(scale)),
             qkv_limit=attention.get("clip_qkv"),
         )
-        size = (arch.config_count("expansion_ratio") or 4) * arch.hidden_size
-        super().__init__(replace(arch, hidden_act="gelu", intermediate_size=size), tp, options)

@@ -3,13 +3,12 @@
 from dataclasses import replace
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
+    DecoderOptions,
     ParallelLayer,
     layer_norm_without_bias,
 )
-from vllm.model_executor.models.llama import llama_options
 
 
 class CohereForCausalLM(DecoderForCausalLM):
@@ -17,16 +16,17 @@ class CohereForCausalLM(DecoderForCausalLM):
     logits.
     """
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+    layer_type = ParallelLayer
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
         config = arch.hf_config
-        options = replace(
-            llama_options(arch),
+        return replace(
+            super().options(arch),
             norm=layer_norm_without_bias,
             is_neox=False,
             has_norm_per_head=bool(config.get("use_qk_norm", False)),
             logit_scale=arch.config_number("logit_scale"),
         )
-        super().__init__(arch, tp, options, ParallelLayer)
 
 
 class Cohere2ForCausalLM(CohereForCausalLM):

@@ -1,15 +1,14 @@
 """DBRX: a decoder with layer norms, clipped queries, keys and values, and experts in all layers."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -50,6 +49,7 @@ class DbrxLayer(DecoderLayer):
 class DbrxForCausalLM(DecoderForCausalLM):
     """DBRX 132B (Databricks 2024, "Introducing DBRX")."""
 
+    layer_type = DbrxLayer
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "transformer.wte.": "model.embed_tokens.",
         "transformer.blocks.": "model.layers.",
@@ -63,18 +63,15 @@ class DbrxForCausalLM(DecoderForCausalLM):
     }
     fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_parts}
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+    def options(self, arch: ModelArch) -> DecoderOptions:
         attention: Mapping[str, Any] = arch.hf_config.get("attn_config") or {}
         limits = replace(arch, hf_config=attention)
-        options = DecoderOptions(
+        return DecoderOptions(
             norm=layer_norm_without_bias,
             qkv_limit=limits.config_number("clip_qkv", 0.0) or None,
         )
-        super().__init__(arch, tp, options, DbrxLayer)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split tensors with the matrices of all experts."""
         parent, _, kind = name.rpartition("experts.")
         if kind not in _MATRICES:
@@ -83,7 +80,7 @@ class DbrxForCausalLM(DecoderForCausalLM):
 
     def _by_expert(
         self, parent: str, name: str, kind: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    ) -> NamedTensors:
         size, count = self.arch.intermediate_size, mixture_options(self.arch).num_experts
         if len(source.shape) != 2 or source.shape[0] != count * size:
             raise WeightLoadError(

@@ -4,15 +4,12 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
     LayerSpec,
     add_norm,
 )
-from vllm.model_executor.models.llama import llama_options
 
 
 class DeciLMLayer(DecoderLayer):
@@ -56,5 +53,4 @@ class DeciLMForCausalLM(DecoderForCausalLM):
     """DeciLM 7B and Llama Nemotron Super 49B and Ultra 253B (NVIDIA 2025, arXiv 2411.19146 and
     2505.00949)."""
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, llama_options(arch), DeciLMLayer)
+    layer_type = DeciLMLayer

@@ -6,7 +6,7 @@ caches, prefill or decode, and checkpoint files.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -28,7 +28,7 @@ from vllm.model_executor.layers.embedding import (
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.norm import HeadLayerNorm, LayerNorm, RMSNorm
 from vllm.model_executor.layers.rotary import RotaryEmbedding
-from vllm.model_executor.layers.slice import CheckpointTensor, Slice, SlicedModule
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors, Slice, SlicedModule
 from vllm.model_executor.models.fused_weights import (
     FusedLayers,
     split_joined_experts,
@@ -124,6 +124,16 @@ class DecoderOptions:
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
+
+
+def llama_options(arch: ModelArch) -> DecoderOptions:
+    """Return decoder options with the biases that config.json sets with Llama's keys."""
+    has_attention_bias = bool(arch.hf_config.get("attention_bias", False))
+    return DecoderOptions(
+        qkv_bias=has_attention_bias,
+        output_bias=has_attention_bias,
+        mlp_bias=bool(arch.hf_config.get("mlp_bias", False)),
+    )
 
 
 class DecoderAttention(SlicedModule):
@@ -313,6 +323,8 @@ class Layer(nn.Module, ABC):
     residual to which it is still to be added (None: nothing is to be added).
     """
 
+    attention_type: ClassVar[type[nn.Module]] = DecoderAttention
+
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
         self.arch = spec.arch
@@ -322,7 +334,7 @@ class Layer(nn.Module, ABC):
 
     def make_attention(self, spec: LayerSpec) -> nn.Module:
         """Make the attention: positions [T], hidden_states [T, hidden] -> [T, hidden]."""
-        return DecoderAttention(spec.arch, spec.options, spec.window, spec.rotary_emb, spec.tp)
+        return self.attention_type(spec.arch, spec.options, spec.window, spec.rotary_emb, spec.tp)
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
         """Make the MLP: [T, hidden] -> [T, hidden]."""
@@ -423,7 +435,7 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self, arch: ModelArch, options: DecoderOptions, layer_type: LayerFactory, tp: TPGroup
+        self, arch: ModelArch, options: DecoderOptions, make_layer: LayerFactory, tp: TPGroup
     ) -> None:
         super().__init__()
         self.options = options
@@ -457,7 +469,7 @@ class Decoder(nn.Module):
                 tp,
                 None if source is None else self.layers[source],
             )
-            self.layers.append(layer_type(spec))
+            self.layers.append(make_layer(spec))
         self.norm = options.norm(arch, size)
         self.is_one_stage = arch.is_one_stage
 
@@ -501,29 +513,35 @@ class DecoderForCausalLM(CausalLM):
     """A `Decoder` with an output head. Families are subclasses that set its options."""
 
     decoder_type: ClassVar[type[Decoder]] = Decoder
+    layer_type: ClassVar[type[nn.Module]] = DecoderLayer
     fused_layers: ClassVar[FusedLayers] = {}
     """Layers that the checkpoint stores fused, and the layers into which `convert` splits them."""
     model: Any
 
-    def __init__(
-        self,
-        arch: ModelArch,
-        tp: TPGroup,
-        options: DecoderOptions,
-        layer_type: LayerFactory = DecoderLayer,
-    ) -> None:
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp)
+        options = self.options(arch)
         self.logit_scale, self.logit_soft_cap = options.logit_scale, options.logit_soft_cap
-        self.model = self.decoder_type(arch, options, layer_type, tp)
+        self.model = self.decoder_type(arch, options, self.make_layer, tp)
         self.lm_head = ParallelLMHead(
             arch.vocab_size, arch.hidden_size, tp, has_bias=options.head_bias
         )
         if arch.tie_word_embeddings:
             self.lm_head.tie(self.model.embed_tokens)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        """Return the options of the family. The default is `llama_options`.
+
+        Raises:
+            ConfigError: config.json has a setting that the family does not support.
+        """
+        return llama_options(arch)
+
+    def make_layer(self, spec: LayerSpec) -> nn.Module:
+        """Make a layer. Families whose config.json chooses the class of layers override this."""
+        return self.layer_type(spec)
+
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         for fused, parts_of in self.fused_layers.items():
             if f".{fused}." in name:
                 return split_parts(name, source, fused, parts_of(self.arch))

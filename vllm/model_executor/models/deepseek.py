@@ -1,7 +1,6 @@
 """DeepSeek V2 and V3: latent attention, and many small experts plus shared ones."""
 
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
@@ -22,7 +21,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.norm import RMSNorm
 from vllm.model_executor.layers.rotary import RotaryEmbedding, yarn_sharpness
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -321,9 +320,7 @@ class RoutedForCausalLM(DecoderForCausalLM):
     prediction, `vllm.model_executor.speculators.mtp`); they are not loaded here.
     """
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         match = re.match(r"model\.layers\.(\d+)\.", name)
         if match and int(match[1]) >= self.arch.num_layers:
             return ()
@@ -333,17 +330,15 @@ class RoutedForCausalLM(DecoderForCausalLM):
 class DeepseekV2ForCausalLM(RoutedForCausalLM):
     """DeepSeek-V2, V2-Lite, V2.5 and Coder-V2 (DeepSeek-AI 2024, arXiv 2405.04434)."""
 
-    layer_type: ClassVar[type[DeepseekLayer]] = DeepseekLayer
-
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, deepseek_options(arch), self.layer_type)
+    options = staticmethod(deepseek_options)
+    layer_type = DeepseekLayer
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     """DeepSeek-V3, V3.1 and R1 (DeepSeek-AI 2024, arXiv 2412.19437), and Kimi K2 (Moonshot AI 2025,
     arXiv 2507.20534)."""
 
-    layer_type: ClassVar[type[DeepseekLayer]] = DeepseekV3Layer
+    layer_type = DeepseekV3Layer
 
 
 class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
@@ -352,9 +347,7 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
     indexer chooses tokens, so outputs differ.
     """
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Skip the weights of the indexer."""
         return () if ".self_attn.indexer." in name else super().convert(name, source)
 

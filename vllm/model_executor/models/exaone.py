@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from torch import nn
-
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
-from vllm.model_executor.models.decoder import DecoderForCausalLM, Layer, LayerSpec, rms_norm
-from vllm.model_executor.models.llama import LlamaForCausalLM, llama_options
+from vllm.model_executor.models.decoder import (
+    DecoderAttention,
+    DecoderForCausalLM,
+    DecoderOptions,
+    rms_norm,
+)
+from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.olmo import Olmo2Layer
 
 
@@ -38,8 +40,7 @@ class ExaoneForCausalLM(LlamaForCausalLM):
 class Exaone4Layer(Olmo2Layer):
     """An `Olmo2Layer` with a norm over each head instead of over all heads."""
 
-    def make_attention(self, spec: LayerSpec) -> nn.Module:
-        return Layer.make_attention(self, spec)
+    attention_type = DecoderAttention
 
 
 class Exaone4ForCausalLM(DecoderForCausalLM):
@@ -47,6 +48,7 @@ class Exaone4ForCausalLM(DecoderForCausalLM):
     a sliding window; the others have no rotary positions.
     """
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        options = replace(llama_options(arch), head_norm=rms_norm)
-        super().__init__(arch, tp, options, Exaone4Layer)
+    layer_type = Exaone4Layer
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return replace(super().options(arch), head_norm=rms_norm)

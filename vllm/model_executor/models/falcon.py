@@ -3,13 +3,15 @@
 from dataclasses import replace
 from typing import ClassVar
 
+from torch import nn
+
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
     DecoderOptions,
-    Layer,
+    LayerSpec,
     ParallelLayer,
     ParallelLayerOfTwoNorms,
     layer_norm,
@@ -35,26 +37,25 @@ class FalconForCausalLM(DecoderForCausalLM):
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         config = arch.hf_config
-        has_alibi = bool(config.get("alibi", False))
-        has_bias = bool(config.get("bias", False))
-        if has_alibi:
+        if config.get("alibi"):
             arch = replace(arch, layer_ropes=(None,) * arch.num_layers)
-        options = DecoderOptions(
+        super().__init__(replace(arch, hidden_act=config.get("activation") or "gelu"), tp)
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        has_bias = bool(arch.hf_config.get("bias", False))
+        return DecoderOptions(
             norm=layer_norm,
             qkv_bias=has_bias,
             output_bias=has_bias,
             mlp_bias=has_bias,
             is_gated=False,
             # Falcon adds the ALiBi bias before it scales the scores.
-            alibi_scale=arch.head_size**-0.5 if has_alibi else 0.0,
+            alibi_scale=arch.head_size**-0.5 if arch.hf_config.get("alibi") else 0.0,
         )
-        arch = replace(arch, hidden_act=config.get("activation") or "gelu")
-        super().__init__(arch, tp, options, _layer_type(arch))
 
-
-def _layer_type(arch: ModelArch) -> type[Layer]:
-    config = arch.hf_config
-    if config.get("new_decoder_architecture"):
-        num_norms = config.get("num_ln_in_parallel_attn") or 2
-        return ParallelLayerOfTwoNorms if num_norms == 2 else ParallelLayer
-    return ParallelLayer if config.get("parallel_attn", True) else DecoderLayer
+    def make_layer(self, spec: LayerSpec) -> nn.Module:
+        config = spec.arch.hf_config
+        if config.get("new_decoder_architecture"):
+            num_norms = config.get("num_ln_in_parallel_attn") or 2
+            return ParallelLayerOfTwoNorms(spec) if num_norms == 2 else ParallelLayer(spec)
+        return ParallelLayer(spec) if config.get("parallel_attn", True) else DecoderLayer(spec)

@@ -1,6 +1,6 @@
 """Falcon-H1: decoders with parallel attention and Mamba-2 mixers in every layer."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -11,15 +11,15 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.mamba import Mamba2Mixer, Mamba2Sizes
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
+    DecoderOptions,
     GatedMLP,
     LayerSpec,
     add_norm,
 )
-from vllm.model_executor.models.llama import llama_options
 from vllm.model_executor.models.mamba import hybrid_sizes, split_mixer
 from vllm.ops.attention_options import AttentionOptions
 
@@ -68,26 +68,24 @@ class FalconH1MLP(GatedMLP):
 class FalconH1ForCausalLM(DecoderForCausalLM):
     """Falcon-H1 0.5B to 34B (TII 2025, arXiv 2507.22448)."""
 
+    layer_type = FalconH1Layer
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         ".feed_forward.": ".mlp.",
         ".pre_ff_layernorm.": ".post_attention_layernorm.",
         "model.final_layernorm.": "model.norm.",
     }
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+    def options(self, arch: ModelArch) -> DecoderOptions:
         # Rotary embedding is linear, so the key multiplier can be a part of the scale of scores.
         scale = arch.config_number("key_multiplier") * arch.head_size**-0.5
-        options = replace(
-            llama_options(arch),
+        return replace(
+            super().options(arch),
             attention=AttentionOptions(scale),
             table_scale=arch.config_number("embedding_multiplier"),
             logit_scale=arch.config_number("lm_head_multiplier"),
         )
-        super().__init__(arch, tp, options, FalconH1Layer)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split the fused tensors of Mamba-2 mixers."""
         return split_mixer(name, source, _sizes(self.arch))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm.config import ModelArch
 from vllm.errors import WeightLoadError
-from vllm.model_executor.layers.slice import CheckpointTensor, Features
+from vllm.model_executor.layers.slice import CheckpointTensor, Features, NamedTensors
 
 JOINED_EXPERTS = {
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -21,6 +21,10 @@ JOINED_EXPERTS = {
     "down_proj": ("down_proj",),
 }
 """Parameter of transformers 5 with the matrices of all experts -> matrices of one, by rows."""
+
+
+NUMBERED_MATRICES = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
+"""Names of the matrices of an MLP in Mixtral and others -> our names."""
 
 
 class FusedParts(NamedTuple):
@@ -112,7 +116,7 @@ def _split(
         start += size
 
 
-def add_one_to_norms(name: str, source: CheckpointTensor) -> Iterable[tuple[str, CheckpointTensor]]:
+def add_one_to_norms(name: str, source: CheckpointTensor) -> NamedTensors:
     """Add 1 to the weight of a norm; return other tensors unchanged."""
     if name.endswith("norm.weight"):
         source = source.mapped(_plus_one)
@@ -159,9 +163,7 @@ def split_by_expert(
             yield f"{parent}experts.{expert}.{name}.weight", matrix.narrow(0, first, count)
 
 
-def split_joined_experts(
-    name: str, source: CheckpointTensor
-) -> Iterable[tuple[str, CheckpointTensor]]:
+def split_joined_experts(name: str, source: CheckpointTensor) -> NamedTensors:
     """Split a tensor with all experts of a layer in the format of transformers 5.
 
     Return other tensors unchanged.

@@ -11,9 +11,16 @@ from torch import Tensor, nn
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
-from vllm.model_executor.layers.linear import ColumnParallelLinear, whole_linear
+from vllm.model_executor.layers.linear import dense_linear, whole_linear
 from vllm.model_executor.layers.norm import RMSNorm
-from vllm.model_executor.models.decoder import DecoderOptions, GatedMLP, Layer, LayerSpec, add_norm
+from vllm.model_executor.models.decoder import (
+    DecoderOptions,
+    GatedMLP,
+    Layer,
+    LayerFactory,
+    LayerSpec,
+    add_norm,
+)
 from vllm.model_executor.models.gemma4 import (
     FeatureGate,
     Gemma4Decoder,
@@ -82,9 +89,9 @@ class AlternatingUpdates(nn.Module):
             )
         self.scales_output = bool(config.get("altup_correct_scale", True))
         self.correct_output_scale = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.correction_coefs = _small_linear(count, count, tp)
-        self.prediction_coefs = _small_linear(count, count * count, tp)
-        self.modality_router = _small_linear(size, count, tp)
+        self.correction_coefs = dense_linear(count, count, tp)
+        self.prediction_coefs = dense_linear(count, count * count, tp)
+        self.modality_router = dense_linear(size, count, tp)
         self.router_norm = RMSNorm(size, arch.norm_eps)
 
     def predict(self, streams: Tensor) -> Tensor:
@@ -116,13 +123,6 @@ class AlternatingUpdates(nn.Module):
     def _modalities(self, x: Tensor) -> Tensor:
         routed = self.modality_router(self.router_norm(x) * self.hidden_size**-1.0)
         return torch.tanh(routed.float()).to(x.dtype)
-
-
-def _small_linear(input_size: int, size: int, tp: TPGroup) -> ColumnParallelLinear:
-    """Make a linear layer that stays dense and is not split over ranks."""
-    layer = whole_linear(input_size, size, tp)
-    layer.keeps_precision = True
-    return layer
 
 
 class LowRankResidual(nn.Module):
@@ -195,9 +195,9 @@ class Gemma3nDecoder(Gemma4Decoder):
     """A `Gemma4Decoder` whose layers pass several streams of hidden states."""
 
     def __init__(
-        self, arch: ModelArch, options: DecoderOptions, layer_type: type[Layer], tp: TPGroup
+        self, arch: ModelArch, options: DecoderOptions, make_layer: LayerFactory, tp: TPGroup
     ) -> None:
-        super().__init__(arch, options, layer_type, tp)
+        super().__init__(arch, options, make_layer, tp)
         size, count = arch.hidden_size, arch.config_size("altup_num_inputs") - 1
         self.altup_projections, self.altup_unembed_projections = (
             nn.ModuleList(whole_linear(size, size, tp) for _ in range(count)) for _ in range(2)

@@ -1,7 +1,7 @@
 """Gemma 4, text only."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -21,16 +21,16 @@ from vllm.model_executor.layers.linear import (
     whole_linear,
 )
 from vllm.model_executor.layers.norm import RMSNorm
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     Decoder,
     DecoderForCausalLM,
     DecoderOptions,
     Layer,
+    LayerFactory,
     LayerSpec,
     add_norm,
 )
-from vllm.model_executor.models.llama import llama_options
 from vllm.ops import get_ops
 from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.expert_options import ExpertOptions
@@ -301,9 +301,9 @@ class Gemma4Decoder(Decoder):
     """A `Decoder` whose layers may get per-layer features of tokens, and read earlier layers."""
 
     def __init__(
-        self, arch: ModelArch, options: DecoderOptions, layer_type: type[Layer], tp: TPGroup
+        self, arch: ModelArch, options: DecoderOptions, make_layer: LayerFactory, tp: TPGroup
     ) -> None:
-        super().__init__(arch, options, layer_type, tp)
+        super().__init__(arch, options, make_layer, tp)
         self.kv_sources, self.hidden_size = arch.kv_sources, arch.hidden_size
         has_features = bool(arch.hf_config.get("hidden_size_per_layer_input"))
         self.features = TokenFeatures(arch, tp) if has_features else None
@@ -352,7 +352,7 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
     """
 
     decoder_type = Gemma4Decoder
-    layer_type: ClassVar[type[Layer]] = Gemma4Layer
+    layer_type: ClassVar[type[nn.Module]] = Gemma4Layer
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         **{
             f".{name}.": f".features.{name}."
@@ -371,20 +371,19 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
         },
     }
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+    def options(self, arch: ModelArch) -> DecoderOptions:
         config = arch.hf_config
         if config.get("use_bidirectional_attention") == "all":
             raise ConfigError(
                 "use_bidirectional_attention in config.json must be null or 'vision' for "
                 f"{arch.architecture}, got 'all': text tokens must not attend to later tokens"
             )
-        options = replace(
-            llama_options(arch),
+        return replace(
+            super().options(arch),
             attention=AttentionOptions(1.0),
             table_scale=arch.hidden_size**0.5,
             logit_soft_cap=config.get("final_logit_softcapping"),
         )
-        super().__init__(arch, tp, options, self.layer_type)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Return the embeddings, concatenated with the per-layer features of the token
@@ -396,9 +395,7 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
             return embedded
         return torch.cat((embedded, features.look_up(input_ids)), dim=-1)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Skip keys and values of layers that read those of another layer, and split tensors of
         experts.
         """

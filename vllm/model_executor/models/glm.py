@@ -4,12 +4,9 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
-    DecoderLayer,
     DecoderOptions,
-    Layer,
     PrePostNormLayer,
 )
 from vllm.model_executor.models.fused_weights import FusedLayers, gate_up_parts, qkv_parts
@@ -20,19 +17,17 @@ class GlmForCausalLM(DecoderForCausalLM):
     of neighbouring elements.
     """
 
-    layer: ClassVar[type[Layer]] = DecoderLayer
     fused_layers: ClassVar[FusedLayers] = {"gate_up_proj": gate_up_parts}
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+    def options(self, arch: ModelArch) -> DecoderOptions:
         has_bias = bool(arch.hf_config.get("attention_bias", False))
-        super().__init__(arch, tp, DecoderOptions(qkv_bias=has_bias, is_neox=False), self.layer)
+        return DecoderOptions(qkv_bias=has_bias, is_neox=False)
 
 
 class Glm4ForCausalLM(GlmForCausalLM):
     """GLM-4-0414: norms before and after attention and MLP."""
 
-    layer = PrePostNormLayer
-
+    layer_type = PrePostNormLayer
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".post_attention_layernorm.": ".pre_feedforward_layernorm.",
         ".post_self_attn_layernorm.": ".post_attention_layernorm.",

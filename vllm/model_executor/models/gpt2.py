@@ -1,12 +1,11 @@
 """GPT-2, and GPT BigCode (StarCoder, Granite 20B and 34B Code): learned positions, plain MLPs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions, layer_norm
 from vllm.model_executor.models.fused_weights import (
     qkv_groups,
@@ -40,14 +39,14 @@ class GPT2LMHeadModel(DecoderForCausalLM):
     }
     ignored_tensors: ClassVar[tuple[str, ...]] = (".attn.bias", ".attn.masked_bias")
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+    def options(self, arch: ModelArch) -> DecoderOptions:
         config = arch.hf_config
         if config.get("scale_attn_by_inverse_layer_idx"):
             raise ConfigError(
                 f"scale_attn_by_inverse_layer_idx in config.json must be false for "
                 f"{arch.architecture}, got true"
             )
-        options = DecoderOptions(
+        return DecoderOptions(
             norm=layer_norm,
             qkv_bias=True,
             output_bias=True,
@@ -56,11 +55,8 @@ class GPT2LMHeadModel(DecoderForCausalLM):
             attention=AttentionOptions(None if config.get("scale_attn_weights", True) else 1.0),
             num_learned_positions=arch.max_position_embeddings,
         )
-        super().__init__(arch, tp, options)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Transpose dense weights, and split fused query, key and value tensors.
 
         Quantized tensors are not stored transposed.
@@ -78,9 +74,7 @@ class GPTBigCodeForCausalLM(GPT2LMHeadModel):
     key/value head for all queries.
     """
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split a fused query, key and value tensor.
 
         Without multi-query attention it is stored head by head.

@@ -2,13 +2,14 @@
 
 from typing import ClassVar
 
+from torch import nn
+
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
     DecoderOptions,
-    Layer,
+    LayerSpec,
     ParallelLayer,
     ParallelLayerOfTwoNorms,
     layer_norm,
@@ -35,20 +36,21 @@ class GPTNeoXForCausalLM(DecoderForCausalLM):
     )
     fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_groups}
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        config = arch.hf_config
-        has_bias = bool(config.get("attention_bias", True))
-        is_parallel = config.get("use_parallel_residual", True)
-        layer: type[Layer] = ParallelLayerOfTwoNorms if is_parallel else DecoderLayer
-        options = DecoderOptions(
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        has_bias = bool(arch.hf_config.get("attention_bias", True))
+        return DecoderOptions(
             norm=layer_norm, qkv_bias=has_bias, output_bias=has_bias, mlp_bias=True, is_gated=False
         )
-        super().__init__(arch, tp, options, layer)
+
+    def make_layer(self, spec: LayerSpec) -> nn.Module:
+        is_parallel = spec.arch.hf_config.get("use_parallel_residual", True)
+        return ParallelLayerOfTwoNorms(spec) if is_parallel else DecoderLayer(spec)
 
 
 class GPTJForCausalLM(DecoderForCausalLM):
     """GPT-J 6B (Wang and Komatsuzaki 2021)."""
 
+    layer_type = ParallelLayer
     checkpoint_names: ClassVar[dict[str, str]] = {
         "transformer.wte.": "model.embed_tokens.",
         "transformer.h.": "model.layers.",
@@ -61,8 +63,7 @@ class GPTJForCausalLM(DecoderForCausalLM):
     }
     ignored_tensors: ClassVar[tuple[str, ...]] = (".attn.bias", ".attn.masked_bias")
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        options = DecoderOptions(
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return DecoderOptions(
             norm=layer_norm, mlp_bias=True, is_gated=False, is_neox=False, head_bias=True
         )
-        super().__init__(arch, tp, options, ParallelLayer)

@@ -1,6 +1,6 @@
 """GPT-OSS."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar
 
@@ -9,10 +9,14 @@ from torch import Tensor
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
-from vllm.model_executor.layers.slice import CheckpointTensor
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, LayerSpec
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
+from vllm.model_executor.models.decoder import (
+    DecoderForCausalLM,
+    DecoderLayer,
+    DecoderOptions,
+    LayerSpec,
+)
 from vllm.model_executor.models.fused_weights import experts_in
-from vllm.model_executor.models.llama import llama_options
 from vllm.model_executor.models.mixture import Mixture, mixture_options
 from vllm.model_executor.quantization.mxfp4 import check_mxfp4, mxfp4_source
 from vllm.ops.expert_options import ExpertOptions
@@ -36,17 +40,19 @@ class GptOssForCausalLM(DecoderForCausalLM):
     and in every second layer a sliding window.
     """
 
+    layer_type = GptOssLayer
     checkpoint_names: ClassVar[dict[str, str]] = {".mlp.router.": ".mlp.gate."}
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, replace(llama_options(arch), has_sinks=True), GptOssLayer)
+        super().__init__(arch, tp)
         self._blocks: dict[str, tuple[str, Tensor]] = {}
         """Name of a weight in MXFP4 -> the part that was read first: "blocks" or "scales", and its
         tensor."""
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return replace(super().options(arch), has_sinks=True)
+
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split the tensors with the weights of all experts.
 
         Dense they are [experts, in, out], in MXFP4 [experts, out, in]. Gates and ups alternate.

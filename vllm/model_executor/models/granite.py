@@ -5,15 +5,14 @@ from dataclasses import replace
 from torch import Tensor
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
     DecoderOptions,
     LayerSpec,
     add_norm,
+    llama_options,
 )
-from vllm.model_executor.models.llama import llama_options
 from vllm.ops.attention_options import AttentionOptions
 
 
@@ -39,14 +38,6 @@ class GraniteLayer(DecoderLayer):
         return self.mlp(normed) * self.scale, residual
 
 
-class GraniteForCausalLM(DecoderForCausalLM):
-    """Granite 3 and 4, dense (IBM 2024, "Granite 3.0 Language Models"); its multipliers follow muP
-    (arXiv 2203.03466)."""
-
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, granite_options(arch), GraniteLayer)
-
-
 def granite_options(arch: ModelArch) -> DecoderOptions:
     """Return the options of Llama, with Granite's multipliers added."""
     return replace(
@@ -55,3 +46,11 @@ def granite_options(arch: ModelArch) -> DecoderOptions:
         embedding_scale=arch.config_number("embedding_multiplier"),
         logit_scale=1.0 / arch.config_number("logits_scaling"),
     )
+
+
+class GraniteForCausalLM(DecoderForCausalLM):
+    """Granite 3 and 4, dense (IBM 2024, "Granite 3.0 Language Models"); its multipliers follow muP
+    (arXiv 2203.03466)."""
+
+    options = staticmethod(granite_options)
+    layer_type = GraniteLayer

@@ -1,25 +1,24 @@
 """Decoders that have Mamba-2 mixers in most layers and attention in some: Bamba and Granite 4."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
 from torch import nn
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.model_executor.layers.mamba import Mamba2Mixer
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
+    DecoderOptions,
     GatedMLP,
     Layer,
     LayerSpec,
 )
 from vllm.model_executor.models.fused_weights import split_features
 from vllm.model_executor.models.granite import GraniteLayer, granite_options
-from vllm.model_executor.models.llama import llama_options
 from vllm.model_executor.models.mamba import hybrid_sizes, split_mixer
 from vllm.model_executor.models.mixture import Mixture, mixture_options, split_experts
 
@@ -40,6 +39,7 @@ class BambaLayer(_MixerOrAttention, DecoderLayer):
 class BambaForCausalLM(DecoderForCausalLM):
     """Bamba 9B (IBM, Princeton, CMU and UIUC 2024)."""
 
+    layer_type = BambaLayer
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         ".mamba.": ".self_attn.",
         ".feed_forward.": ".mlp.",
@@ -47,13 +47,10 @@ class BambaForCausalLM(DecoderForCausalLM):
         "model.final_layernorm.": "model.norm.",
     }
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        options = replace(llama_options(arch), needs_positions=False)
-        super().__init__(arch, tp, options, BambaLayer)
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return replace(super().options(arch), needs_positions=False)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split the fused tensors of Mamba-2 mixers."""
         return split_mixer(name, source, hybrid_sizes(self.arch))
 
@@ -76,6 +73,7 @@ class GraniteHybridLayer(_MixerOrAttention, GraniteLayer):
 class GraniteMoeHybridForCausalLM(DecoderForCausalLM):
     """Granite 4 (IBM 2025): H-Small, H-Tiny and H-Micro, and the dense Micro without mixers."""
 
+    layer_type = GraniteHybridLayer
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         ".mamba.": ".self_attn.",
         ".block_sparse_moe.": ".mlp.",
@@ -83,13 +81,10 @@ class GraniteMoeHybridForCausalLM(DecoderForCausalLM):
         ".mlp.router.": ".mlp.gate.",  # name in transformers 5
     }
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        options = replace(granite_options(arch), needs_positions=False)
-        super().__init__(arch, tp, options, GraniteHybridLayer)
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return replace(granite_options(arch), needs_positions=False)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split the fused tensors of mixers, experts and the MLP."""
         shared = ".mlp.shared_expert." if _has_experts(self.arch) else ".mlp."
         name = name.replace(".shared_mlp.output_linear.", f"{shared}down_proj.")

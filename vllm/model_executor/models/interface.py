@@ -1,7 +1,7 @@
 """The interface of models that runners and the loader use. Independent of model families."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vllm.config import ModelArch
 from vllm.distributed import Stage, TPGroup
 from vllm.model_executor.layers.embedding import VocabParallelEmbedding
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.media.encoder import MediaEncoder
 from vllm.multimodal.images.tower_config import TOWER_PARTS
 
@@ -81,9 +81,7 @@ class LoadableModel(nn.Module, ABC):
             return inner + name.removeprefix(prefix)
         return name
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Convert a tensor of the checkpoint to one or several tensors of this model.
 
         Args:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions
 from vllm.model_executor.models.fused_weights import FusedLayers, qkv_groups
 
@@ -27,9 +26,9 @@ class InternLM2ForCausalLM(DecoderForCausalLM):
     }
     fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_groups}
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+    def options(self, arch: ModelArch) -> DecoderOptions:
         has_bias = bool(arch.hf_config.get("bias", False))
-        super().__init__(arch, tp, DecoderOptions(qkv_bias=has_bias, output_bias=has_bias))
+        return DecoderOptions(qkv_bias=has_bias, output_bias=has_bias)
 
 
 class InternLM3ForCausalLM(DecoderForCausalLM):
@@ -37,12 +36,11 @@ class InternLM3ForCausalLM(DecoderForCausalLM):
     config.
     """
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+    def options(self, arch: ModelArch) -> DecoderOptions:
         config = arch.hf_config  # transformers has other names for these settings
         has_bias = bool(config.get("bias", config.get("mlp_bias", False)))
-        options = DecoderOptions(
+        return DecoderOptions(
             qkv_bias=bool(config.get("qkv_bias", config.get("attention_bias", False))),
             output_bias=has_bias,
             mlp_bias=has_bias,
         )
-        super().__init__(arch, tp, options)

@@ -7,7 +7,6 @@ from typing import ClassVar
 from torch import nn
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.model_executor.layers.mamba import MambaMixer, MambaSizes
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
@@ -39,6 +38,7 @@ class JambaLayer(DecoderLayer):
 class JambaForCausalLM(DecoderForCausalLM):
     """Jamba 1 to 1.7, and Jamba Reasoning (AI21 2024, arXiv 2403.19887)."""
 
+    layer_type = JambaLayer
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         ".mamba.": ".self_attn.",
         ".feed_forward.": ".mlp.",
@@ -50,8 +50,8 @@ class JambaForCausalLM(DecoderForCausalLM):
         "in_proj": lambda arch: FusedParts(_sizes(arch).in_parts)
     }
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, DecoderOptions(needs_positions=False), JambaLayer)
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return DecoderOptions(needs_positions=False)
 
 
 def _sizes(arch: ModelArch) -> MambaSizes:

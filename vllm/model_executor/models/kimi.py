@@ -3,19 +3,18 @@
 Its experts are like those of DeepSeek V3.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import nn
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.model_executor.layers.delta_net import DeltaNetSizes, KimiDeltaAttention
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions, LayerSpec
 from vllm.model_executor.models.deepseek import LatentSelfAttention, RoutedLayer
-from vllm.model_executor.models.fused_weights import split_features
+from vllm.model_executor.models.fused_weights import NUMBERED_MATRICES, split_features
 
 _DEEPSEEK_NAMES = {
     "num_experts": "n_routed_experts",
@@ -75,20 +74,17 @@ class KimiLinearLayer(RoutedLayer):
 class KimiLinearForCausalLM(DecoderForCausalLM):
     """Kimi Linear 48B-A3B (Kimi Team 2025, arXiv 2510.26692)."""
 
+    layer_type = KimiLinearLayer
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         ".block_sparse_moe.": ".mlp.",
-        ".w1.": ".gate_proj.",
-        ".w2.": ".down_proj.",
-        ".w3.": ".up_proj.",
+        **NUMBERED_MATRICES,
         ".self_attn.forget_gate.": ".self_attn.",  # name in transformers 5
     }
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, DecoderOptions(needs_positions=False), KimiLinearLayer)
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return DecoderOptions(needs_positions=False)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Flatten the decay rates, stored as [1, 1, heads, 1], and split fused convolutions.
 
         transformers 5 saves convolutions fused.

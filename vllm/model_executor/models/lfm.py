@@ -1,6 +1,6 @@
 """LFM2 and LFM2-MoE: decoders with short convolutions in most layers and attention in some."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -13,7 +13,7 @@ from vllm.distributed import TPGroup
 from vllm.model_executor.layers.grouped_router import Routing
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.mamba import Convolution
-from vllm.model_executor.layers.slice import CheckpointTensor, SlicedModule
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors, SlicedModule
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -23,7 +23,7 @@ from vllm.model_executor.models.decoder import (
     rms_norm,
 )
 from vllm.model_executor.models.deepseek import DeepseekMixture
-from vllm.model_executor.models.fused_weights import FusedLayers, FusedParts
+from vllm.model_executor.models.fused_weights import NUMBERED_MATRICES, FusedLayers, FusedParts
 from vllm.ops.expert_options import RoutingOptions
 
 
@@ -97,7 +97,7 @@ def _convolution_parts(arch: ModelArch) -> FusedParts:
 class Lfm2ForCausalLM(DecoderForCausalLM):
     """LFM2 350M to 2.6B (Liquid AI 2025, arXiv 2511.23404)."""
 
-    layer_type: ClassVar[type[Lfm2Layer]] = Lfm2Layer
+    layer_type = Lfm2Layer
 
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         ".conv.conv.": ".self_attn.conv1d.",
@@ -109,14 +109,12 @@ class Lfm2ForCausalLM(DecoderForCausalLM):
         ".ffn_norm.": ".post_attention_layernorm.",
         ".embedding_norm.": ".norm.",
         ".feed_forward.": ".mlp.",
-        ".w1.": ".gate_proj.",
-        ".w2.": ".down_proj.",
-        ".w3.": ".up_proj.",
+        **NUMBERED_MATRICES,
     }
     fused_layers: ClassVar[FusedLayers] = {"in_proj": _convolution_parts}
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, DecoderOptions(head_norm=rms_norm), self.layer_type)
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return DecoderOptions(head_norm=rms_norm)
 
 
 class Lfm2MoeLayer(Lfm2Layer):
@@ -135,9 +133,7 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
 
     layer_type = Lfm2MoeLayer
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Rename the bias for choosing experts to the router's parameter."""
         name = name.replace(".mlp.expert_bias", ".mlp.gate.e_score_correction_bias")
         return super().convert(name, source)

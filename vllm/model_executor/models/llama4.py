@@ -1,6 +1,6 @@
 """Llama 4, text only."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.rotary import RotaryEmbedding
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderAttention,
     DecoderForCausalLM,
@@ -24,7 +24,6 @@ from vllm.model_executor.models.fused_weights import (
     experts_in,
     split_transposed_experts,
 )
-from vllm.model_executor.models.llama import llama_options
 from vllm.model_executor.models.mixture import Mixture, MixtureOptions
 from vllm.ops import get_ops
 from vllm.ops.attention_options import AttentionOptions
@@ -108,19 +107,17 @@ class Llama4ForCausalLM(DecoderForCausalLM):
     attention within chunks, and some layers without rotary positions.
     """
 
+    layer_type = Llama4Layer
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"language_model.": ""}
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".feed_forward.": ".mlp.",
         ".mlp.router.": ".mlp.gate.",
     }
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        options = replace(llama_options(arch), is_neox=False)
-        super().__init__(arch, tp, options, Llama4Layer)
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return replace(super().options(arch), is_neox=False)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split tensors with the weights of all experts, [experts, in, out]: gates, then ups."""
         # Quantized experts are saved one by one.
         if name.rpartition(".experts.")[2] not in JOINED_EXPERTS:

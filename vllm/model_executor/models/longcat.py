@@ -5,7 +5,7 @@ Some of the experts have no weights and return their input.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -17,7 +17,7 @@ from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.grouped_router import GroupedRouter, Routing
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import DecoderForCausalLM, GatedMLP, LayerSpec, add_norm
 from vllm.model_executor.models.deepseek import LatentScales, deepseek_options, latent_attention
 from vllm.ops.expert_options import SILU_EXPERTS, RoutingOptions
@@ -95,6 +95,8 @@ class LongcatFlashLayer(nn.Module):
 class LongcatFlashForCausalLM(DecoderForCausalLM):
     """LongCat-Flash 560B-A27B, Chat and Thinking (Meituan 2025, arXiv 2509.01322)."""
 
+    options = staticmethod(deepseek_options)
+    layer_type = LongcatFlashLayer
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         ".mlp.router.classifier.": ".mlp.gate.",
         ".mlp.router.": ".mlp.gate.",
@@ -102,12 +104,7 @@ class LongcatFlashForCausalLM(DecoderForCausalLM):
     ignored_prefixes: ClassVar[tuple[str, ...]] = ("model.mtp.",)
     """Layers that guess further tokens."""
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, deepseek_options(arch), LongcatFlashLayer)
-
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Skip the unused bias of the router, and tensors of experts that have no weights."""
         if name.endswith(".mlp.gate.bias"):
             return ()

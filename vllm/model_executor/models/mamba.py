@@ -1,17 +1,16 @@
 """Mamba and Mamba-2: decoders without attention, in which a layer is a norm and a mixer."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.mamba import Mamba2Mixer, Mamba2Sizes, MambaMixer, MambaSizes
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderOptions,
@@ -57,7 +56,7 @@ class Mamba2Layer(MambaLayer):
 class MambaForCausalLM(DecoderForCausalLM):
     """Mamba (Gu and Dao 2023, arXiv 2312.00752)."""
 
-    layer_type: ClassVar[type[Layer]] = MambaLayer
+    layer_type = MambaLayer
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
         "backbone.embeddings.": "model.embed_tokens.",
@@ -67,12 +66,10 @@ class MambaForCausalLM(DecoderForCausalLM):
     }
     checkpoint_names: ClassVar[Mapping[str, str]] = {".mixer.": ".self_attn."}
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, DecoderOptions(needs_positions=False), self.layer_type)
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return DecoderOptions(needs_positions=False)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split the fused input projection, and rename the norms as in other decoders."""
         name = re.sub(r"^(model\.layers\.\d+)\.norm\.", r"\1.input_layernorm.", name)
         if ".in_proj." not in name:
@@ -91,9 +88,7 @@ class Mamba2ForCausalLM(MambaForCausalLM):
 
     layer_type = Mamba2Layer
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split the fused input projection and convolution, and rename the norms as in other
         decoders.
         """
@@ -101,9 +96,7 @@ class Mamba2ForCausalLM(MambaForCausalLM):
         return split_mixer(name, source, mamba2_sizes(self.arch))
 
 
-def split_mixer(
-    name: str, source: CheckpointTensor, sizes: Mamba2Sizes
-) -> Iterable[tuple[str, CheckpointTensor]]:
+def split_mixer(name: str, source: CheckpointTensor, sizes: Mamba2Sizes) -> NamedTensors:
     """Split a fused tensor of a Mamba-2 mixer: its input projection or convolution.
 
     Return other tensors unchanged.

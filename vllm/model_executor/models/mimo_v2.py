@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vllm.attention import Attention
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup, divide
+from vllm.distributed import divide
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.slice import Slice, SlicedModule
@@ -93,9 +93,10 @@ class MiMoV2FlashForCausalLM(RoutedForCausalLM):
     all tokens in the cache. Layers that predict draft tokens are not loaded.
     """
 
+    layer_type = MiMoV2Layer
     checkpoint_names: ClassVar[Mapping[str, str]] = {".attention_sink_bias": ".sinks"}
     ignored_prefixes: ClassVar[tuple[str, ...]] = ("model.mtp.",)
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+    def options(self, arch: ModelArch) -> DecoderOptions:
         has_bias = bool(arch.hf_config.get("attention_bias", False))
-        super().__init__(arch, tp, DecoderOptions(qkv_bias=has_bias), MiMoV2Layer)
+        return DecoderOptions(qkv_bias=has_bias)

@@ -8,12 +8,10 @@ from math import sqrt
 from torch import nn
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions, Layer, LayerSpec
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions, LayerSpec
 from vllm.model_executor.models.deepseek import latent_attention
 from vllm.model_executor.models.granite import GraniteLayer
-from vllm.model_executor.models.llama import llama_options
 
 
 class MiniCPMLayer(GraniteLayer):
@@ -31,35 +29,35 @@ class MiniCPM3Layer(MiniCPMLayer):
         return latent_attention(spec)
 
 
-class _MiniCPM(DecoderForCausalLM):
-    def __init__(
-        self, arch: ModelArch, tp: TPGroup, options: DecoderOptions, layer_type: type[Layer]
-    ) -> None:
-        base_size = arch.config_number("dim_model_base", arch.hidden_size)
-        options = replace(
-            options,
-            table_scale=arch.config_number("scale_emb"),
-            logit_scale=base_size / arch.hidden_size,
-        )
-        super().__init__(arch, tp, options, layer_type)
+def _scaled(arch: ModelArch, options: DecoderOptions) -> DecoderOptions:
+    base_size = arch.config_number("dim_model_base", arch.hidden_size)
+    return replace(
+        options,
+        table_scale=arch.config_number("scale_emb"),
+        logit_scale=base_size / arch.hidden_size,
+    )
 
 
-class MiniCPMForCausalLM(_MiniCPM):
+class MiniCPMForCausalLM(DecoderForCausalLM):
     """MiniCPM 1B, 2B and 4 (arXiv 2404.06395 and 2506.07900), with full attention. The sparse
     attention of MiniCPM 4 in long texts is not implemented.
     """
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+    layer_type = MiniCPMLayer
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
         if count := arch.config_count("num_experts"):
             raise ConfigError(
                 f"num_experts in config.json must be 0 for {arch.architecture}, got {count}: the "
                 f"experts of MiniCPM-MoE are not supported. Use a dense MiniCPM"
             )
-        super().__init__(arch, tp, llama_options(arch), MiniCPMLayer)
+        return _scaled(arch, super().options(arch))
 
 
-class MiniCPM3ForCausalLM(_MiniCPM):
+class MiniCPM3ForCausalLM(DecoderForCausalLM):
     """MiniCPM 3 (OpenBMB 2024): latent attention, whose rotary pairs join the halves of a head."""
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, DecoderOptions(), MiniCPM3Layer)
+    layer_type = MiniCPM3Layer
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return _scaled(arch, DecoderOptions())

@@ -1,7 +1,6 @@
 """Mistral: a Llama without biases whose attention may have a sliding window."""
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderOptions,
@@ -14,7 +13,7 @@ class MistralForCausalLM(DecoderForCausalLM):
     `arch.layer_windows`.
     """
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+    def options(self, arch: ModelArch) -> DecoderOptions:
         temperature = None
         scaling = {} if arch.rope is None else arch.rope.scaling
         if scaling.get("llama_4_scaling_beta"):
@@ -23,7 +22,7 @@ class MistralForCausalLM(DecoderForCausalLM):
                 for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
             )
             temperature = QueryTemperature(scale, step)
-        super().__init__(arch, tp, DecoderOptions(temperature=temperature))
+        return DecoderOptions(temperature=temperature)
 
 
 class Ministral3ForCausalLM(MistralForCausalLM):

@@ -1,6 +1,5 @@
 """Decoders with a mixture of experts instead of the MLP: Mixtral, Qwen, Phi, Granite and OLMoE."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -10,7 +9,7 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.experts import Experts, Router
 from vllm.model_executor.layers.linear import ColumnParallelLinear
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -20,9 +19,8 @@ from vllm.model_executor.models.decoder import (
     layer_norm,
     rms_norm,
 )
-from vllm.model_executor.models.fused_weights import experts_in, split_by_expert
+from vllm.model_executor.models.fused_weights import NUMBERED_MATRICES, experts_in, split_by_expert
 from vllm.model_executor.models.granite import GraniteLayer, granite_options
-from vllm.model_executor.models.llama import llama_options
 from vllm.ops import get_ops
 from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions, Routing
 
@@ -98,6 +96,11 @@ def mixture_options(arch: ModelArch) -> MixtureOptions:
     )
 
 
+def make_mixture(self: nn.Module, spec: LayerSpec) -> nn.Module:
+    """Make the experts of a layer, as a method `make_mlp` of its class."""
+    return Mixture(spec.arch, mixture_options(spec.arch), spec.tp)
+
+
 class MixtureLayer(DecoderLayer):
     """A `DecoderLayer` with a `Mixture` instead of the MLP, except in layers that config.json
     lists.
@@ -114,31 +117,29 @@ class MixtureLayer(DecoderLayer):
 class MixtralForCausalLM(DecoderForCausalLM):
     """Mixtral 8x7B and 8x22B (Jiang et al. 2024, arXiv 2401.04088)."""
 
+    layer_type = MixtureLayer
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".block_sparse_moe.": ".mlp.",
-        ".w1.": ".gate_proj.",
-        ".w2.": ".down_proj.",
-        ".w3.": ".up_proj.",
+        **NUMBERED_MATRICES,
     }
-
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, DecoderOptions(), MixtureLayer)
 
 
 class Qwen2MoeForCausalLM(DecoderForCausalLM):
     """Qwen 1.5 and 2 MoE (arXiv 2407.10671), with a shared expert that all tokens use."""
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        options = DecoderOptions(qkv_bias=bool(arch.hf_config.get("qkv_bias", True)))
-        super().__init__(arch, tp, options, MixtureLayer)
+    layer_type = MixtureLayer
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return DecoderOptions(qkv_bias=bool(arch.hf_config.get("qkv_bias", True)))
 
 
 class Qwen3MoeForCausalLM(DecoderForCausalLM):
     """Qwen 3 MoE (Yang et al. 2025, arXiv 2505.09388)."""
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        options = replace(llama_options(arch), head_norm=rms_norm)
-        super().__init__(arch, tp, options, MixtureLayer)
+    layer_type = MixtureLayer
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return replace(super().options(arch), head_norm=rms_norm)
 
 
 class PhimoeLayer(DecoderLayer):
@@ -159,49 +160,43 @@ class PhimoeForCausalLM(DecoderForCausalLM):
     """Phi-3.5-MoE, Phi-mini-MoE and Phi-tiny-MoE (Abdin et al. 2024, arXiv 2404.14219; Li et al.
     2025, arXiv 2506.18349)."""
 
+    layer_type = PhimoeLayer
     checkpoint_names: ClassVar[dict[str, str]] = {
         **MixtralForCausalLM.checkpoint_names,
         ".mlp.router.": ".mlp.gate.",  # name in transformers 5
     }
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        options = replace(
-            llama_options(arch),
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return replace(
+            super().options(arch),
             norm=layer_norm,
             head_bias=bool(arch.hf_config.get("lm_head_bias", False)),
         )
-        super().__init__(arch, tp, options, PhimoeLayer)
 
 
 class GraniteMoeLayer(GraniteLayer):
     """A `GraniteLayer` whose MLP is a `Mixture`."""
 
-    def make_mlp(self, spec: LayerSpec) -> nn.Module:
-        return Mixture(spec.arch, mixture_options(spec.arch), spec.tp)
+    make_mlp = make_mixture
 
 
 class GraniteMoeForCausalLM(DecoderForCausalLM):
     """Granite 3 1B-A400M and 3B-A800M (IBM 2024, "Granite 3.0 Language Models")."""
 
+    options = staticmethod(granite_options)
+    layer_type = GraniteMoeLayer
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".block_sparse_moe.": ".mlp.",
         ".router.layer.": ".gate.",
         ".mlp.router.": ".mlp.gate.",  # name in transformers 5
     }
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, granite_options(arch), GraniteMoeLayer)
-
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split tensors with the weights of all experts."""
         return split_experts(self.arch, name, source)
 
 
-def split_experts(
-    arch: ModelArch, name: str, source: CheckpointTensor
-) -> Iterable[tuple[str, CheckpointTensor]]:
+def split_experts(arch: ModelArch, name: str, source: CheckpointTensor) -> NamedTensors:
     """Split a Granite tensor with the matrices of all experts; return other tensors unchanged."""
     if name.endswith(".input_linear.weight"):
         experts = experts_in(name, source, mixture_options(arch).num_experts)

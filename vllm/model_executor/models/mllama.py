@@ -14,7 +14,6 @@ from vllm.model_executor.layers.cross_attention import CrossAttention
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
-    DecoderOptions,
     LayerSpec,
     add_norm,
 )
@@ -93,13 +92,13 @@ class MllamaLayer(DecoderLayer):
 class MllamaForCausalLM(DecoderForCausalLM):
     """The language model of Llama 3.2 11B and 90B Vision (Meta 2024, arXiv 2407.21783)."""
 
+    layer_type = MllamaLayer
     checkpoint_names: ClassVar[Mapping[str, str]] = {".cross_attn.": ".self_attn."}
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         # The embedding table has more rows than the output head, so they cannot be tied, although
         # config.json may say that they are.
-        arch = replace(arch, tie_word_embeddings=False)
-        super().__init__(arch, tp, DecoderOptions(), MllamaLayer)
+        super().__init__(replace(arch, tie_word_embeddings=False), tp)
 
     def check(self) -> None:
         super().check()

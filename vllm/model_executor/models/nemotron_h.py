@@ -3,7 +3,7 @@ experts.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -16,17 +16,17 @@ from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.grouped_router import GroupedRouter
 from vllm.model_executor.layers.linear import whole_linear
 from vllm.model_executor.layers.mamba import Mamba2Mixer, Mamba2Sizes
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderAttention,
     DecoderForCausalLM,
+    DecoderOptions,
     Layer,
     LayerSpec,
     PlainMLP,
     add_norm,
 )
 from vllm.model_executor.models.deepseek import deepseek_routing
-from vllm.model_executor.models.llama import llama_options
 from vllm.model_executor.models.mamba import mamba2_sizes, split_mixer
 from vllm.ops.expert_options import SQUARED_RELU_EXPERTS
 
@@ -112,6 +112,7 @@ class NemotronHForCausalLM(DecoderForCausalLM):
     """Nemotron-H, Nemotron Nano 2 and Nemotron 3 (NVIDIA 2025, arXiv 2504.03624, 2508.14444 and
     2512.20848)."""
 
+    layer_type = NemotronHLayer
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
         "backbone.embeddings.": "model.embed_tokens.",
         "backbone.norm_f.": "model.norm.",
@@ -122,13 +123,10 @@ class NemotronHForCausalLM(DecoderForCausalLM):
     checkpoint_names: ClassVar[Mapping[str, str]] = {".mixer.": ".self_attn."}
     ignored_prefixes: ClassVar[tuple[str, ...]] = ("mtp.",)
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        options = replace(llama_options(arch), needs_positions=False)
-        super().__init__(arch, tp, options, NemotronHLayer)
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return replace(super().options(arch), needs_positions=False)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split the fused tensors of mixers and experts, and rename the norms as in other
         decoders.
         """

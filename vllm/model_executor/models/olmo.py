@@ -1,6 +1,7 @@
 """OLMo 1 to 3."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -16,21 +17,19 @@ from vllm.model_executor.models.decoder import (
     Layer,
     LayerSpec,
 )
-from vllm.model_executor.models.llama import llama_options
-from vllm.model_executor.models.mixture import Mixture, mixture_options
+from vllm.model_executor.models.mixture import make_mixture
 
 
 class OlmoForCausalLM(DecoderForCausalLM):
     """OLMo 1 (Groeneveld et al. 2024, arXiv 2402.00838): a Llama whose layer norms have no
     weights."""
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        options = replace(
-            llama_options(arch),
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return replace(
+            super().options(arch),
             norm=lambda arch, size: LayerNorm(size, has_weight=False),
             qkv_limit=arch.hf_config.get("clip_qkv"),
         )
-        super().__init__(arch, tp, options)
 
 
 class Olmo2Attention(DecoderAttention):
@@ -60,14 +59,13 @@ class Olmo2Attention(DecoderAttention):
 class Olmo2Layer(Layer):
     """A layer with norms after attention and after the MLP, and none before."""
 
+    attention_type: ClassVar[type[nn.Module]] = Olmo2Attention
+
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
         del self.input_layernorm
         self.post_attention_layernorm = spec.new_norm()
         self.post_feedforward_layernorm = spec.new_norm()
-
-    def make_attention(self, spec: LayerSpec) -> nn.Module:
-        return Olmo2Attention(spec.arch, spec.options, spec.window, spec.rotary_emb, spec.tp)
 
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
@@ -80,8 +78,7 @@ class Olmo2Layer(Layer):
 class Olmo2ForCausalLM(DecoderForCausalLM):
     """OLMo 2 (arXiv 2501.00656)."""
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, llama_options(arch), Olmo2Layer)
+    layer_type = Olmo2Layer
 
 
 class Olmo3ForCausalLM(Olmo2ForCausalLM):
@@ -91,25 +88,23 @@ class Olmo3ForCausalLM(Olmo2ForCausalLM):
 class OlmoeLayer(DecoderLayer):
     """A `DecoderLayer` of experts, with query and key normed as in OLMo 2."""
 
-    make_attention = Olmo2Layer.make_attention
-
-    def make_mlp(self, spec: LayerSpec) -> nn.Module:
-        return Mixture(spec.arch, mixture_options(spec.arch), spec.tp)
+    attention_type = Olmo2Attention
+    make_mlp = make_mixture
 
 
 class OlmoeForCausalLM(DecoderForCausalLM):
     """OLMoE 1B-7B (Muennighoff et al. 2024, arXiv 2409.02060)."""
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        options = replace(llama_options(arch), qkv_limit=arch.hf_config.get("clip_qkv"))
-        super().__init__(arch, tp, options, OlmoeLayer)
+    layer_type = OlmoeLayer
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return replace(super().options(arch), qkv_limit=arch.hf_config.get("clip_qkv"))
 
 
 class FlexOlmoLayer(Olmo2Layer):
     """An `Olmo2Layer` with experts instead of the MLP."""
 
-    def make_mlp(self, spec: LayerSpec) -> nn.Module:
-        return Mixture(spec.arch, mixture_options(spec.arch), spec.tp)
+    make_mlp = make_mixture
 
 
 class FlexOlmoForCausalLM(DecoderForCausalLM):
@@ -117,5 +112,4 @@ class FlexOlmoForCausalLM(DecoderForCausalLM):
     experts.
     """
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, llama_options(arch), FlexOlmoLayer)
+    layer_type = FlexOlmoLayer

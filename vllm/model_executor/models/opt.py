@@ -17,7 +17,7 @@ from vllm.model_executor.layers.embedding import (
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
-    whole_linear,
+    dense_linear,
 )
 from vllm.model_executor.layers.norm import LayerNorm
 from vllm.model_executor.models.interface import CausalLM
@@ -95,8 +95,8 @@ class OPTDecoder(nn.Module):
         self.project_in: ColumnParallelLinear | None = None
         self.project_out: ColumnParallelLinear | None = None
         if self.embed_size != size:
-            self.project_in = _projection(self.embed_size, size, tp)
-            self.project_out = _projection(size, self.embed_size, tp)
+            self.project_in = dense_linear(self.embed_size, size, tp)
+            self.project_out = dense_linear(size, self.embed_size, tp)
             self.project_out.is_of_head = True
         self.layers = nn.ModuleList(OPTDecoderLayer(arch, tp) for _ in range(arch.num_layers))
         has_final_norm = config.get("do_layer_norm_before", True) and not config.get(
@@ -164,13 +164,6 @@ class OPTForCausalLM(CausalLM):
         if self.model.decoder.project_out is not None:
             hidden_states = self.model.decoder.project_out(hidden_states)
         return self.lm_head(hidden_states)
-
-
-def _projection(input_size: int, size: int, tp: TPGroup) -> ColumnParallelLinear:
-    """Make a linear layer that is not split over ranks and never quantized."""
-    layer = whole_linear(input_size, size, tp)
-    layer.keeps_precision = True
-    return layer
 
 
 def _layer_norm(arch: ModelArch) -> LayerNorm:

@@ -3,7 +3,6 @@
 from typing import ClassVar
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
@@ -17,6 +16,7 @@ from vllm.model_executor.models.fused_weights import FusedLayers, gate_up_parts,
 class PhiForCausalLM(DecoderForCausalLM):
     """Phi 1, 1.5 and 2 (Li et al. 2023, arXiv 2309.05463)."""
 
+    layer_type = ParallelLayer
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".self_attn.dense.": ".self_attn.o_proj.",
         ".mlp.fc1.": ".mlp.up_proj.",
@@ -24,13 +24,13 @@ class PhiForCausalLM(DecoderForCausalLM):
         "model.final_layernorm.": "model.norm.",
     }
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+    def options(self, arch: ModelArch) -> DecoderOptions:
         if arch.hf_config.get("qk_layernorm"):
             raise ConfigError(
                 "qk_layernorm in config.json must be false for PhiForCausalLM, got true: this "
                 "engine does not normalise queries and keys of this model"
             )
-        options = DecoderOptions(
+        return DecoderOptions(
             norm=layer_norm,
             qkv_bias=True,
             output_bias=True,
@@ -38,7 +38,6 @@ class PhiForCausalLM(DecoderForCausalLM):
             is_gated=False,
             head_bias=True,
         )
-        super().__init__(arch, tp, options, ParallelLayer)
 
 
 class Phi3ForCausalLM(DecoderForCausalLM):
@@ -47,6 +46,3 @@ class Phi3ForCausalLM(DecoderForCausalLM):
     """
 
     fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_parts, "gate_up_proj": gate_up_parts}
-
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, DecoderOptions())

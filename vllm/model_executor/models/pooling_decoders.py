@@ -1,6 +1,6 @@
 """Pooling models made from generative families: the decoder with another head, or none."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.embedding import VocabParallelEmbedding
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.bert import num_labels
 from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.model_executor.models.llama import LlamaForCausalLM
@@ -43,9 +43,7 @@ class DecoderPooling(PoolingModel):
         # No memory is wasted: the head was built on the meta device.
         self.decoder._modules.pop("lm_head", None)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Convert tensors of the decoder with the rules of the generative model."""
         inner = name.removeprefix("decoder.")
         if inner == name:

@@ -3,7 +3,6 @@
 from typing import ClassVar
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions
 
 
@@ -11,8 +10,8 @@ class Qwen2ForCausalLM(DecoderForCausalLM):
     """Qwen 1.5 to 2.5, QwQ, DeepSeek-R1-Distill-Qwen (arXiv 2407.10671). Later layers may have a
     sliding window."""
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, DecoderOptions(qkv_bias=True))
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return DecoderOptions(qkv_bias=True)
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):

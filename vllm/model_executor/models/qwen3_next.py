@@ -3,19 +3,19 @@
 Qwen3-Next, Qwen 3.5 and 3.6.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
 from torch import nn
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.model_executor.layers.delta_net import DeltaNetSizes, GatedDeltaNet
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
+    DecoderOptions,
     Layer,
     LayerSpec,
     rms_norm_from_one,
@@ -25,7 +25,6 @@ from vllm.model_executor.models.fused_weights import (
     split_groups,
     split_sizes_of_groups,
 )
-from vllm.model_executor.models.llama import llama_options
 from vllm.model_executor.models.mixture import MixtureLayer
 
 
@@ -65,24 +64,21 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
     loaded only by `vllm.model_executor.speculators.mtp`.
     """
 
-    layer_type: ClassVar[type[Layer]] = DeltaNetMixtureLayer
+    layer_type: ClassVar[type[nn.Module]] = DeltaNetMixtureLayer
 
     checkpoint_names: ClassVar[Mapping[str, str]] = {".linear_attn.": ".self_attn."}
     ignored_prefixes: ClassVar[tuple[str, ...]] = ("mtp.",)
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        options = replace(
-            llama_options(arch),
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return replace(
+            super().options(arch),
             norm=rms_norm_from_one,
             head_norm=rms_norm_from_one,
             has_output_gate=True,
             needs_positions=False,
         )
-        super().__init__(arch, tp, options, self.layer_type)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split fused tensors of attention, of DeltaNet and of experts."""
         # Q_proj contains, for each head, its query and then its gate.
         if ".self_attn.q_proj." in name:
@@ -92,7 +88,7 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
 
     def split_delta_net(
         self, name: str, source: CheckpointTensor, sizes: DeltaNetSizes
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    ) -> NamedTensors:
         """Split a tensor of a fused DeltaNet layer; return other tensors unchanged."""
         if ".conv1d." in name:
             return split_features(name, source, "conv1d", sizes.mixed_parts("conv_"))
@@ -119,7 +115,7 @@ class Qwen3_5MoeForCausalLM(Qwen3NextForCausalLM):
 
     def split_delta_net(
         self, name: str, source: CheckpointTensor, sizes: DeltaNetSizes
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    ) -> NamedTensors:
         if ".in_proj_qkvz." in name:  # Qwen 3.5 stores z separately
             return split_features(name, source, "in_proj_qkvz", sizes.mixed_parts("in_"))
         return super().split_delta_net(name, source, sizes)

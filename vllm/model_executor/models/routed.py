@@ -3,17 +3,15 @@
 GLM 4.5, dots, MiniMax M2, ERNIE 4.5, Hunyuan, Ling and the first DeepSeek MoE.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import ClassVar
 
 from torch import nn
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.grouped_router import Routing
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import DecoderOptions, LayerSpec, rms_norm
 from vllm.model_executor.models.deepseek import (
     DeepseekMixture,
@@ -23,8 +21,8 @@ from vllm.model_executor.models.deepseek import (
     expert_groups,
     is_behind_first_layers,
 )
-from vllm.model_executor.models.fused_weights import FusedLayers, qkv_parts
-from vllm.model_executor.models.llama import hunyuan_options, llama_options
+from vllm.model_executor.models.fused_weights import NUMBERED_MATRICES, FusedLayers, qkv_parts
+from vllm.model_executor.models.llama import hunyuan_options
 from vllm.model_executor.models.olmo import Olmo2Attention
 from vllm.ops.expert_options import RoutingOptions
 
@@ -38,13 +36,14 @@ class BalancedLayer(RoutedLayer):
 class Glm4MoeForCausalLM(RoutedForCausalLM):
     """GLM-4.5, 4.5-Air, 4.6 and 4.7 (Z.ai 2025, arXiv 2508.06471)."""
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+    layer_type = BalancedLayer
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
         config = arch.hf_config
-        options = DecoderOptions(
+        return DecoderOptions(
             qkv_bias=bool(config.get("attention_bias", False)),
             head_norm=rms_norm if config.get("use_qk_norm") else None,
         )
-        super().__init__(arch, tp, options, BalancedLayer)
 
 
 class SolarOpenForCausalLM(Glm4MoeForCausalLM):
@@ -64,16 +63,16 @@ class Dots1Layer(RoutedLayer):
 class Dots1ForCausalLM(RoutedForCausalLM):
     """dots.llm1 (rednote-hilab 2025, arXiv 2506.05767)."""
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        options = replace(llama_options(arch), mlp_bias=False, head_norm=rms_norm)
-        super().__init__(arch, tp, options, Dots1Layer)
+    layer_type = Dots1Layer
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return replace(super().options(arch), mlp_bias=False, head_norm=rms_norm)
 
 
 class MiniMaxM2Layer(RoutedLayer):
     """A layer of experts, with query and key normed over all heads together."""
 
-    def make_attention(self, spec: LayerSpec) -> nn.Module:
-        return Olmo2Attention(spec.arch, spec.options, spec.window, spec.rotary_emb, spec.tp)
+    attention_type = Olmo2Attention
 
     def has_experts(self, spec: LayerSpec) -> bool:
         return True
@@ -90,16 +89,12 @@ class MiniMaxM2Layer(RoutedLayer):
 class MiniMaxM2ForCausalLM(RoutedForCausalLM):
     """MiniMax-M2, M2.5 and M2.7 (MiniMax 2025); half of each head has rotary positions."""
 
+    layer_type = MiniMaxM2Layer
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".block_sparse_moe.": ".mlp.",
         ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
-        ".w1.": ".gate_proj.",
-        ".w2.": ".down_proj.",
-        ".w3.": ".up_proj.",
+        **NUMBERED_MATRICES,
     }
-
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, DecoderOptions(), MiniMaxM2Layer)
 
 
 class ErnieMoeLayer(RoutedLayer):
@@ -127,6 +122,7 @@ class ErnieMoeLayer(RoutedLayer):
 class Ernie4_5_MoeForCausalLM(RoutedForCausalLM):
     """ERNIE 4.5 21B-A3B and 300B-A47B (Baidu 2025, "ERNIE 4.5 Technical Report")."""
 
+    layer_type = ErnieMoeLayer
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".mlp.moe_statics.": ".mlp.gate.",
         ".gate.moe_statics.": ".gate.",  # name in transformers 5
@@ -134,20 +130,17 @@ class Ernie4_5_MoeForCausalLM(RoutedForCausalLM):
     ignored_prefixes = ("model.mtp_",)
     """Layers that guess further tokens."""
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+    def options(self, arch: ModelArch) -> DecoderOptions:
         has_bias = bool(arch.hf_config.get("use_bias", False))
-        options = DecoderOptions(
+        return DecoderOptions(
             is_neox=False,
             qkv_bias=has_bias,
             output_bias=has_bias,
             mlp_bias=has_bias,
             head_bias=has_bias,
         )
-        super().__init__(arch, tp, options, ErnieMoeLayer)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Flatten the bias of the router, which is stored as [1, experts]."""
         if name.endswith(".e_score_correction_bias") and len(source.shape) == 2:
             return ((name, source.mapped(lambda bias: bias[0])),)
@@ -172,6 +165,8 @@ class HunYuanMoELayer(RoutedLayer):
 class HunYuanMoEV1ForCausalLM(RoutedForCausalLM):
     """Hunyuan-A13B (Tencent 2025); heads are normed after the rotary embedding."""
 
+    options = staticmethod(hunyuan_options)
+    layer_type = HunYuanMoELayer
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".query_layernorm.": ".q_norm.",
         ".key_layernorm.": ".k_norm.",
@@ -179,15 +174,11 @@ class HunYuanMoEV1ForCausalLM(RoutedForCausalLM):
         ".mlp.shared_mlp.": ".mlp.shared_experts.",
     }
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, hunyuan_options(arch), HunYuanMoELayer)
-
 
 class DeepseekForCausalLM(RoutedForCausalLM):
     """DeepSeek-MoE 16B (DeepSeek-AI 2024, arXiv 2401.06066)."""
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, llama_options(arch), RoutedLayer)
+    layer_type = RoutedLayer
 
 
 class BailingMoeLayer(RoutedLayer):
@@ -229,7 +220,7 @@ class BailingMoeV2Layer(BailingMoeLayer):
 class BailingMoeForCausalLM(RoutedForCausalLM):
     """Ling and Ring 1 and 1.5, Lite and Plus (Ling Team 2025, arXiv 2503.05139)."""
 
-    layer_type: ClassVar[type[BailingMoeLayer]] = BailingMoeLayer
+    layer_type = BailingMoeLayer
     checkpoint_names: ClassVar[dict[str, str]] = {
         "model.word_embeddings.": "model.embed_tokens.",
         ".attention.query_key_value.": ".self_attn.qkv_proj.",
@@ -240,22 +231,21 @@ class BailingMoeForCausalLM(RoutedForCausalLM):
     }
     fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_parts}
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+    def options(self, arch: ModelArch) -> DecoderOptions:
         config = arch.hf_config
         if config.get("norm_head"):
             raise ConfigError(
                 f"norm_head in config.json is not supported for {arch.architecture}: convert the "
                 f"checkpoint to one with a normed output head, and set norm_head to false"
             )
-        options = DecoderOptions(
+        return DecoderOptions(
             qkv_bias=bool(config.get("use_qkv_bias", False)),
             output_bias=bool(config.get("use_bias", False)),
             head_norm=rms_norm if config.get("use_qk_norm") else None,
         )
-        super().__init__(arch, tp, options, self.layer_type)
 
 
 class BailingMoeV2ForCausalLM(BailingMoeForCausalLM):
     """Ling and Ring 2.0, Mini, Flash and 1T (Ling Team 2025, arXiv 2510.22115)."""
 
-    layer_type: ClassVar[type[BailingMoeLayer]] = BailingMoeV2Layer
+    layer_type = BailingMoeV2Layer

@@ -2,19 +2,18 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
     DecoderOptions,
-    Layer,
+    LayerSpec,
     ParallelLayer,
     layer_norm,
 )
@@ -28,21 +27,22 @@ class StableLmForCausalLM(DecoderForCausalLM):
     """
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        config = arch.hf_config
-        is_parallel = config.get("use_parallel_residual", False)
-        layer: type[Layer] = ParallelLayer if is_parallel else DecoderLayer
-        options = DecoderOptions(
-            norm=layer_norm,
-            qkv_bias=bool(config.get("use_qkv_bias", False)),
-            has_norm_per_head=bool(config.get("qk_layernorm", False)),
-        )
-        super().__init__(arch, tp, options, layer)
+        super().__init__(arch, tp)
         self._head_norms: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
         """Name of a weight -> weights of the heads that were read so far."""
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return DecoderOptions(
+            norm=layer_norm,
+            qkv_bias=bool(arch.hf_config.get("use_qkv_bias", False)),
+            has_norm_per_head=bool(arch.hf_config.get("qk_layernorm", False)),
+        )
+
+    def make_layer(self, spec: LayerSpec) -> nn.Module:
+        is_parallel = spec.arch.hf_config.get("use_parallel_residual", False)
+        return ParallelLayer(spec) if is_parallel else DecoderLayer(spec)
+
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Join the weights of the norms of heads, which are stored separately for each head."""
         found = _HEAD_NORM.fullmatch(name)
         if found is None:

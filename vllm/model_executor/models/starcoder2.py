@@ -3,7 +3,6 @@
 from typing import ClassVar
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions, layer_norm
 
 
@@ -15,13 +14,12 @@ class Starcoder2ForCausalLM(DecoderForCausalLM):
         ".mlp.c_proj.": ".mlp.down_proj.",
     }
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+    def options(self, arch: ModelArch) -> DecoderOptions:
         has_bias = bool(arch.hf_config.get("use_bias", True))
-        options = DecoderOptions(
+        return DecoderOptions(
             norm=layer_norm,
             qkv_bias=has_bias,
             output_bias=has_bias,
             mlp_bias=has_bias,
             is_gated=False,
         )
-        super().__init__(arch, tp, options)

@@ -3,7 +3,7 @@
 The encoder is loaded if this package supports it for the family; otherwise only text works.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from typing import ClassVar
@@ -15,7 +15,12 @@ from vllm.config import ModelArch
 from vllm.config.families import family_of
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
-from vllm.model_executor.layers.slice import DENSE_DTYPES, CheckpointTensor, dtype_name
+from vllm.model_executor.layers.slice import (
+    DENSE_DTYPES,
+    CheckpointTensor,
+    NamedTensors,
+    dtype_name,
+)
 from vllm.model_executor.media.encoder import MediaEncoder
 from vllm.model_executor.models.decoder import DecoderForCausalLM
 from vllm.model_executor.models.deepseek import DeepseekV3ForCausalLM
@@ -61,9 +66,7 @@ class _LanguageModel(CausalLM):
     def is_ignored(self, name: str) -> bool:
         return super().is_ignored(name) and not self._is_of_encoder(name)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         if not self._is_of_encoder(name):
             return super().convert(name, source)
         # The encoder is on another pipeline stage.
@@ -249,9 +252,7 @@ class Qwen3VLForConditionalGeneration(_WithAddedStates, Qwen3ForCausalLM):
 class Qwen3VLMoeForConditionalGeneration(_WithAddedStates, Qwen3MoeForCausalLM):
     """Qwen3-VL with experts (arXiv 2511.21631)."""
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split tensors with the weights of all experts.
 
         Published ones are [experts, in, out]; transformers 5 saves them as [experts, out, in].

@@ -6,11 +6,11 @@ The same table is applied here, except for experts, which our layer takes separa
 """
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 from vllm.errors import WeightLoadError
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.fused_weights import JOINED_EXPERTS, split_joined_experts
 from vllm.transformers_utils.transformers_version import renamed_weight, weight_conversions
 
@@ -27,9 +27,7 @@ class CheckpointNames:
         self._conversions = weight_conversions(model)
         self._experts = frozenset(experts)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Convert name and tensor of the checkpoint to the name and tensor of the model.
 
         Raises:

@@ -6,7 +6,7 @@ attention layer, which knows which tokens belong together. A model that cannot r
 error with one line.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from inspect import signature
@@ -23,7 +23,7 @@ from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.layers.rotary import rotary_frequencies
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.models.transformers_checkpoint import CheckpointNames
 from vllm.model_executor.models.transformers_layers import (
@@ -165,9 +165,7 @@ class TransformersForCausalLM(CausalLM):
             return_dict=True,
         )
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Rename tensors of checkpoints of other transformers versions, and fill buffers from
         checkpoints.
         """

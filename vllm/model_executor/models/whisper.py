@@ -1,6 +1,6 @@
 """The decoder of Whisper: learned positions, and in every layer cross-attention to the sound."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from vllm.model_executor.layers.embedding import (
 )
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.norm import LayerNorm
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.models.opt import OPTAttention
 
@@ -96,9 +96,7 @@ class WhisperForCausalLM(CausalLM):
         if arch.tie_word_embeddings:
             self.lm_head.tie(self.model.decoder.embed_tokens)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Add a zero bias of keys, because query, key and value are one matmul with one
         bias here.
         """

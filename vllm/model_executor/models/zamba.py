@@ -4,7 +4,7 @@ Some layers also get the output of attention and an MLP, whose weights several l
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from vllm.errors import ConfigError
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ParallelLinear, whole_linear
 from vllm.model_executor.layers.mamba import Mamba2Mixer, Mamba2Sizes
 from vllm.model_executor.layers.norm import RMSNorm
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     Decoder,
     DecoderAttention,
@@ -25,6 +25,7 @@ from vllm.model_executor.models.decoder import (
     DecoderOptions,
     GatedMLP,
     Layer,
+    LayerFactory,
     LayerSpec,
     add_norm,
 )
@@ -170,9 +171,9 @@ class Zamba2Decoder(Decoder):
     """A `Decoder` whose layers also get the token embeddings."""
 
     def __init__(
-        self, arch: ModelArch, options: DecoderOptions, layer_type: type[Layer], tp: TPGroup
+        self, arch: ModelArch, options: DecoderOptions, make_layer: LayerFactory, tp: TPGroup
     ) -> None:
-        super().__init__(arch, options, layer_type, tp)
+        super().__init__(arch, options, make_layer, tp)
         layers: Any = self.layers
         indices, num_blocks = hybrid_layers(arch), arch.config_size("num_mem_blocks")
         for count, index in enumerate(indices[num_blocks:]):
@@ -197,6 +198,7 @@ class Zamba2ForCausalLM(DecoderForCausalLM):
     them by low-rank adapters.
     """
 
+    layer_type = Zamba2Layer
     decoder_type: ClassVar[type[Decoder]] = Zamba2Decoder
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         ".mamba_decoder.": ".",
@@ -207,23 +209,20 @@ class Zamba2ForCausalLM(DecoderForCausalLM):
         "model.final_layernorm.": "model.norm.",
     }
 
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+    def options(self, arch: ModelArch) -> DecoderOptions:
         config = arch.hf_config
         if config.get("use_long_context"):
             raise ConfigError(
                 f"use_long_context in config.json must be false for {arch.architecture}, got true: "
                 f"rotations for longer texts are not supported. Set it to false"
             )
-        options = DecoderOptions(
+        return DecoderOptions(
             attention=AttentionOptions((arch.head_size / 2) ** -0.5),
             mlp_bias=bool(config.get("add_bias_linear", False)),
             needs_positions=False,
         )
-        super().__init__(arch, tp, options, Zamba2Layer)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Split fused tensors, and assign adapters to their layers.
 
         The copies of a shared block in later layers are skipped.

@@ -12,11 +12,11 @@ import torch
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import WORD_BITS, CheckpointTensor, ParamTarget
-from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
+from vllm.model_executor.layers.stored.stored_linear import on_host
 from vllm.model_executor.layers.stored.stored_scales import checked_scales, without_zero_scales
 from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
 from vllm.model_executor.quantization.grouped import GroupedLinear, GroupLayout, check_symmetric
-from vllm.model_executor.quantization.row_tensors import RowsLinear, RowTensor
+from vllm.model_executor.quantization.row_tensors import RowsLinear, RowTensor, scale_tensor
 from vllm.model_executor.quantization.settings import (
     Settings,
     choice,
@@ -77,7 +77,7 @@ class GemvLinear(RowsLinear):
         implied = float(layout.middle) if layout.is_symmetric else None
         tensors = (
             RowTensor(name="qweight", dtypes=words, dtype=torch.int32, size=_PER_WORD),
-            RowTensor(name="scales", dtypes=SCALES, dtype=torch.float32, of="groups"),
+            scale_tensor("scales", check=None),
             RowTensor(name="qzeros", dtypes=words, dtype=torch.uint8, of="groups", missing=implied),
         )
         super().__init__(name, tensors, layout.group_size)
@@ -86,7 +86,7 @@ class GemvLinear(RowsLinear):
     def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
         if place.param_name == "scales":
             # Groups of padding have a scale of 0.
-            source = checked_scales(name, source, zero_is_fine=True)
+            source = checked_scales(name, source)
         elif place.param_name == "qzeros":
             shape = torch.Size((source.shape[0], source.shape[-1] * _PER_WORD))
             source = source.made(shape, torch.uint8, lambda words: unpack_bits(words, _BITS))

@@ -15,7 +15,6 @@ from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import CheckpointTensor, Index, ParamTarget
 from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
-from vllm.model_executor.layers.stored.stored_scales import checked_scales
 from vllm.model_executor.quantization.checkpoint_format import NamedFormat, Names
 from vllm.model_executor.quantization.row_tensors import (
     RowsLinear,
@@ -23,6 +22,7 @@ from vllm.model_executor.quantization.row_tensors import (
     check_size,
     checked,
     finite,
+    scale_tensor,
 )
 from vllm.model_executor.quantization.settings import Settings, choice, names, wrong
 from vllm.ops.stored_weight import (
@@ -198,13 +198,7 @@ class ScaledInt8(RowsLinear):
         is_other = checked(lambda layout: layout != 0, "a layout that is not row by row")
         tensors = (
             RowTensor(name="weight", dtypes=(dtype,), dtype=dtype),
-            RowTensor(
-                name="SCB",
-                dtypes=SCALES,
-                dtype=torch.float32,
-                of="outputs",
-                check=lambda name, source: checked_scales(name, source, zero_is_fine=True),
-            ),
+            scale_tensor("SCB", of="outputs"),
             RowTensor(
                 name="weight_format",
                 dtypes=(torch.uint8,),

@@ -317,7 +317,7 @@ class _WholeNumbers(StoredLinear):
         num_out, num_groups = place.slice.checkpoint_shape(place.param)
         if source.features is not None:
             num_out = source.features.total
-        source = checked_scales(name, source, zero_is_fine=True)
+        source = checked_scales(name, source)
         if source.shape.numel() == 1 and self.scheme.has_one_scale:
             return source.mapped(lambda scale: scale.reshape(1, 1).expand(num_out, num_groups))
         return source.mapped(lambda s: s[:, None]) if len(source.shape) == 1 else source

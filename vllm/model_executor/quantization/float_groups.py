@@ -13,9 +13,15 @@ import torch
 from torch import Tensor
 
 from vllm.model_executor.layers.linear import ParallelLinear
-from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
+from vllm.model_executor.layers.stored.stored_linear import on_host
 from vllm.model_executor.layers.stored.stored_scales import without_nan
-from vllm.model_executor.quantization.row_tensors import BYTES, RowsLinear, RowTensor, checked
+from vllm.model_executor.quantization.row_tensors import (
+    BYTES,
+    RowsLinear,
+    RowTensor,
+    checked,
+    scale_tensor,
+)
 from vllm.ops.stored_weight import Fp8Weight, Mxfp4Weight, Nvfp4Weight, StoredWeight
 
 FloatKind = Literal["NVFP4", "MXFP4", "MXFP8"]
@@ -92,13 +98,7 @@ class Nvfp4Linear(RowsLinear):
                 of="groups",
                 check=valid_scales,
             ),
-            RowTensor(
-                name=names.factor,
-                dtypes=SCALES,
-                dtype=torch.float32,
-                of="layer",
-                check=_POSITIVE,
-            ),
+            scale_tensor(names.factor, of="layer", check=_POSITIVE),
         )
         super().__init__(name, tensors, GROUPS["NVFP4"])
         self.names = names

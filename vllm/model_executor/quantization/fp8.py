@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from vllm.distributed import TPGroup
-from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import CheckpointTensor, ParamTarget, Slice, whole
 from vllm.model_executor.layers.stored.stored_linear import (
@@ -31,6 +30,7 @@ from vllm.model_executor.layers.stored.stored_scales import (
     without_zero_scales,
 )
 from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
+from vllm.model_executor.quantization.row_tensors import check_shape
 from vllm.model_executor.quantization.settings import (
     MAX_GROUP,
     Settings,
@@ -213,11 +213,7 @@ class Fp8Linear(StoredLinear):
             num_in = num_blocks * self.block_inputs
             blocks = -(-num_out // self.block[0]), -(-num_in // self.block[1])
             accepted = [blocks, (blocks[0], 1, blocks[1], 1)]  # ModelOpt keeps the dimensions
-        if tuple(source.shape) not in accepted:
-            raise WeightLoadError(
-                f"tensor {name} has shape {list(source.shape)} in the checkpoint, the layer needs "
-                f"{' or '.join(str(list(each)) for each in accepted)}"
-            )
+        check_shape(name, source, *accepted)
 
         def expand(scales: Tensor) -> Tensor:
             if self.block:
@@ -227,7 +223,7 @@ class Fp8Linear(StoredLinear):
                 return scales.repeat_interleave(self.block[0], dim=0)[:num_out]
             return scales.reshape(-1, 1).expand(num_out, num_blocks)
 
-        return checked_scales(name, source, zero_is_fine=True).mapped(expand)
+        return checked_scales(name, source).mapped(expand)
 
     def stored_weight(self, layer: ParallelLinear) -> Fp8Weight:
         numbers = without_nan(self.name, on_host(layer, "weight"))

@@ -113,7 +113,7 @@ class GroupedLinear(StoredLinear):
 
     def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
         if place.param_name == "scales":
-            return checked_scales(name, source, zero_is_fine=True)
+            return checked_scales(name, source)
         if place.param_name == "g_idx":
             return self._groups_of(layer_of(place)).checked(name, source)
         if place.param.dtype == torch.uint8:

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.embedding import (
 )
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.slice import WORD_BITS
-from vllm.model_executor.layers.stored.stored_linear import SCALES, StoredTable, on_host
+from vllm.model_executor.layers.stored.stored_linear import StoredTable, on_host
 from vllm.model_executor.layers.stored.stored_scales import without_nan
 from vllm.model_executor.quantization.checkpoint_format import NamedFormat, Names
 from vllm.model_executor.quantization.float_groups import (
@@ -26,7 +26,13 @@ from vllm.model_executor.quantization.float_groups import (
     valid_powers,
     valid_scales,
 )
-from vllm.model_executor.quantization.row_tensors import BYTES, RowsLinear, RowTensor, finite
+from vllm.model_executor.quantization.row_tensors import (
+    BYTES,
+    RowsLinear,
+    RowTensor,
+    finite,
+    scale_tensor,
+)
 from vllm.model_executor.quantization.settings import MAX_GROUP, Settings, choice, wrong
 from vllm.ops.stored_weight import (
     Fp8Weight,
@@ -133,14 +139,13 @@ class MLXLinear(RowsLinear):
             size=WORD_BITS // bits if is_whole else WORD_BITS,
             elements=1 if is_whole else bits,
         )
-        values: dict[str, Any] = {"of": "groups", "dtypes": SCALES, "dtype": torch.float32}
-        tensors = [words, RowTensor(name="scales", check=finite, **values)]
         if mode == _AFFINE:
-            tensors.append(RowTensor(name="biases", check=finite, **values))
+            scales = [scale_tensor(name, check=finite) for name in ("scales", "biases")]
         else:
             check = valid_scales if mode == "nvfp4" else valid_powers
-            of_bytes: dict[str, Any] = {"of": "groups", "dtypes": BYTES, "dtype": torch.uint8}
-            tensors[1] = RowTensor(name="scales", check=check, **of_bytes)
+            values: dict[str, Any] = {"of": "groups", "dtypes": BYTES, "dtype": torch.uint8}
+            scales = [RowTensor(name="scales", check=check, **values)]
+        tensors = [words, *scales]
         super().__init__(name, tensors, group)
         self.mode, self.bits = mode, bits
 

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import CheckpointTensor, ParamTarget
-from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
-from vllm.model_executor.layers.stored.stored_scales import checked_scales, without_zero_scales
+from vllm.model_executor.layers.stored.stored_linear import on_host
+from vllm.model_executor.layers.stored.stored_scales import without_zero_scales
 from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
 from vllm.model_executor.quantization.float_groups import (
     GROUPS,
@@ -23,7 +22,14 @@ from vllm.model_executor.quantization.float_groups import (
 )
 from vllm.model_executor.quantization.fp8 import MODELOPT_FP8, ModelOptFp8, modelopt_fp8_linear
 from vllm.model_executor.quantization.interface import Quantization
-from vllm.model_executor.quantization.row_tensors import BYTES, RowsLinear, RowTensor, finite
+from vllm.model_executor.quantization.row_tensors import (
+    BYTES,
+    RowsLinear,
+    RowTensor,
+    check_shape,
+    finite,
+    scale_tensor,
+)
 from vllm.model_executor.quantization.settings import (
     MAX_GROUP,
     Settings,
@@ -137,19 +143,10 @@ class SignedNibblesLinear(RowsLinear):
         self.dtype = torch.get_default_dtype()
         tensors = [
             RowTensor(name="weight", dtypes=BYTES, dtype=torch.uint8, size=2),
-            RowTensor(
-                name="weight_scale",
-                dtypes=SCALES,
-                dtype=torch.float32,
-                of="groups",
-                check=lambda name, source: checked_scales(name, source, zero_is_fine=True),
-            ),
+            scale_tensor("weight_scale"),
         ]
         if has_input_factors:
-            factors = RowTensor(
-                name=_INPUT_FACTORS, dtypes=SCALES, dtype=torch.float32, check=finite
-            )
-            tensors.append(factors)
+            tensors.append(scale_tensor(_INPUT_FACTORS, of="inputs", check=finite))
         super().__init__(name, tensors, group)
         self.has_input_factors = has_input_factors
         self.unused_tensors = ("weight_scale_2", "input_scale")
@@ -157,13 +154,13 @@ class SignedNibblesLinear(RowsLinear):
     def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
         num_out, num_in = self.features_of(place, source)
         if place.param_name == _INPUT_FACTORS:
-            _check_shape(name, source, [num_in])
+            check_shape(name, source, [num_in])
             assert source.dtype is not None
             shape = torch.Size((num_out, num_in))
             return finite(name, source).made(shape, source.dtype, lambda x: x.expand(shape))
         if place.param_name != "weight":
             return super().arranged(place, name, source)
-        _check_shape(name, source, [-(-num_out // 2), num_in])
+        check_shape(name, source, [-(-num_out // 2), num_in])
         return source.made(
             torch.Size((num_out, num_in // 2)),
             torch.uint8,
@@ -197,14 +194,6 @@ def _pairs_of_inputs(packed: Tensor) -> Tensor:
     """
     codes = torch.stack((packed & 15, packed >> 4), dim=1).flatten(0, 1) ^ _MIDDLE
     return codes[:, 0::2] | codes[:, 1::2] << 4
-
-
-def _check_shape(name: str, source: CheckpointTensor, shape: list[int]) -> None:
-    if list(source.shape) != shape:
-        raise WeightLoadError(
-            f"tensor {name} has shape {list(source.shape)} in the checkpoint, but the layer needs "
-            f"{shape}"
-        )
 
 
 def _read_layers(layers: Any) -> dict[str, _Storage]:

@@ -14,8 +14,8 @@ import torch
 
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import CheckpointTensor, ParamTarget
-from vllm.model_executor.layers.stored.stored_linear import SCALES, StoredLinear, on_host
-from vllm.model_executor.layers.stored.stored_scales import checked_scales, without_zero_scales
+from vllm.model_executor.layers.stored.stored_linear import StoredLinear, on_host
+from vllm.model_executor.layers.stored.stored_scales import without_zero_scales
 from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
 from vllm.model_executor.quantization.float_groups import (
     GROUPS,
@@ -25,7 +25,7 @@ from vllm.model_executor.quantization.float_groups import (
 )
 from vllm.model_executor.quantization.fp8 import Fp8Linear
 from vllm.model_executor.quantization.grouped import GroupedLinear, GroupLayout
-from vllm.model_executor.quantization.row_tensors import RowsLinear, RowTensor
+from vllm.model_executor.quantization.row_tensors import RowsLinear, RowTensor, scale_tensor
 from vllm.model_executor.quantization.settings import (
     Settings,
     choice,
@@ -204,13 +204,7 @@ class _Int8Linear(RowsLinear):
     def __init__(self, name: str, storage: _Storage) -> None:
         tensors = (
             RowTensor(name="weight", dtypes=(torch.int8,), dtype=torch.int8),
-            RowTensor(
-                name="weight_scale",
-                dtypes=SCALES,
-                dtype=torch.float32,
-                of="layer" if storage.has_one_scale else "outputs",
-                check=lambda name, source: checked_scales(name, source, zero_is_fine=True),
-            ),
+            scale_tensor("weight_scale", of="layer" if storage.has_one_scale else "outputs"),
         )
         super().__init__(name, tensors, -1)
         self.storage = storage

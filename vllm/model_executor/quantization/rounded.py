@@ -49,21 +49,12 @@ class Rounded(Quantization):
         log_kept(model)
 
 
-def create_fp8(settings: Any) -> Rounded:
-    """Create the format of `--quantization fp8`: a scale for each output feature. No settings."""
-    return Rounded(round_to_fp8)
+def _creates(round_weight: Callable[[Tensor], StoredWeight]) -> Callable[[Any], Rounded]:
+    """Return a function that creates the format. It ignores the settings: there are none."""
+    return lambda settings: Rounded(round_weight)
 
 
-def create_int8(settings: Any) -> Rounded:
-    """Create the format of `--quantization int8`: a scale for each output feature. No settings."""
-    return Rounded(round_to_int8)
-
-
-def create_int4(settings: Any) -> Rounded:
-    """Create the format of `--quantization int4`: a scale for each 32 inputs. No settings."""
-    return Rounded(round_to_int4)
-
-
-def create_nf4(settings: Any) -> Rounded:
-    """Create the format of `--quantization bitsandbytes`: NF4. No settings."""
-    return Rounded(round_to_nf4)
+create_fp8, create_int8 = _creates(round_to_fp8), _creates(round_to_int8)
+"""Formats of `--quantization fp8` and `int8`: a scale for each output feature."""
+create_int4, create_nf4 = _creates(round_to_int4), _creates(round_to_nf4)
+"""Formats of `--quantization int4`, with a scale for each 32 inputs, and `bitsandbytes` (NF4)."""

@@ -17,12 +17,17 @@ from vllm.errors import ConfigError, WeightLoadError
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.slice import CheckpointTensor, Index, ParamTarget, Slice, whole
 from vllm.model_executor.layers.stored.stored_linear import (
+    SCALES,
     StoredLinear,
     StoredTensor,
     add_parameter,
     on_host,
 )
+from vllm.model_executor.layers.stored.stored_scales import checked_scales
 from vllm.model_executor.quantization.grouped import layer_of
+
+Of = Literal["inputs", "groups", "outputs", "layer"]
+Check = Callable[[str, CheckpointTensor], CheckpointTensor]
 
 BYTES = (torch.uint8,)
 """Dtype of tensors that hold several elements in a byte, or the bits of one."""
@@ -40,7 +45,7 @@ class RowTensor:
     """Name of the parameter; empty: the name of the tensor."""
     dtype: torch.dtype
     """Dtype of the parameter."""
-    of: Literal["inputs", "groups", "outputs", "layer"] = "inputs"
+    of: Of = "inputs"
     """[out_features, in_features * elements / size], [out_features, groups], [out_features], or
     [size]."""
     size: int = 1
@@ -48,13 +53,25 @@ class RowTensor:
     elements: int = 1
     missing: float | None = None
     """Value if the checkpoint has no such tensor; None: it must be there."""
-    check: Callable[[str, CheckpointTensor], CheckpointTensor] | None = None
+    check: Check | None = None
     """Makes of the name and the tensor one whose reading checks the values."""
 
     @property
     def param(self) -> str:
         """The name of the parameter."""
         return self.attribute or self.name.replace(".", "_")
+
+
+def scale_tensor(
+    name: str,
+    of: Of = "groups",
+    check: Check | None = checked_scales,
+    size: int = 1,
+    elements: int = 1,
+) -> RowTensor:
+    """Describe a tensor of scales or other factors. For the arguments see `RowTensor`."""
+    scales = RowTensor(name=name, dtypes=SCALES, dtype=torch.float32, of=of, check=check)
+    return replace(scales, size=size, elements=elements)
 
 
 class RowsLinear(StoredLinear):
@@ -212,6 +229,19 @@ class RowsLinear(StoredLinear):
         return [each.size if each.dim == 0 else layer.output_size for each in slices]
 
 
+def check_shape(name: str, source: CheckpointTensor, *accepted: Sequence[int]) -> None:
+    """Check that a tensor has one of the accepted shapes.
+
+    Raises:
+        WeightLoadError: it has another shape.
+    """
+    if list(source.shape) not in [list(shape) for shape in accepted]:
+        raise WeightLoadError(
+            f"tensor {name} has shape {list(source.shape)} in the checkpoint, but the layer needs "
+            f"{' or '.join(str(list(shape)) for shape in accepted)}"
+        )
+
+
 def check_size(name: str, source: CheckpointTensor, size: int) -> None:
     """Check that a tensor has `size` elements.
 
@@ -230,9 +260,7 @@ def repeated(values: Tensor, repeats: int) -> Tensor:
     return values[..., None].expand(*values.shape, repeats).flatten(-2)
 
 
-def checked(
-    is_wrong: Callable[[Tensor], Tensor], what: str
-) -> Callable[[str, CheckpointTensor], CheckpointTensor]:
+def checked(is_wrong: Callable[[Tensor], Tensor], what: str) -> Check:
     """Return a function for `RowTensor.check`, which checks values when they are read.
 
     Args:

@@ -13,13 +13,12 @@ from torch import Tensor
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.slice import DENSE_DTYPES, CheckpointTensor, ParamTarget
-from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
+from vllm.model_executor.layers.stored.stored_linear import on_host
 from vllm.model_executor.layers.stored.stored_scales import (
-    checked_scales,
     without_nan,
     without_zero_scales,
 )
-from vllm.model_executor.quantization.row_tensors import BYTES, RowsLinear, RowTensor
+from vllm.model_executor.quantization.row_tensors import BYTES, RowsLinear, RowTensor, scale_tensor
 from vllm.ops.stored_weight import DenseValues, Fp8Weight, Int8Weight, StoredWeight
 
 Elements = Literal["dense", "fp8", "int8"]
@@ -47,15 +46,7 @@ class SparseLinear(RowsLinear):
             RowTensor(name="bitmask", dtypes=BYTES, dtype=torch.uint8, size=8),
         ]
         if elements != "dense":
-            tensors.append(
-                RowTensor(
-                    name="weight_scale",
-                    dtypes=SCALES,
-                    dtype=torch.float32,
-                    of="groups",
-                    check=lambda name, source: checked_scales(name, source, zero_is_fine=True),
-                )
-            )
+            tensors.append(scale_tensor("weight_scale"))
         super().__init__(name, tensors, -1)
 
     def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:

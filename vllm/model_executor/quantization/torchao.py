@@ -13,17 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import CheckpointTensor, ParamTarget
-from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
+from vllm.model_executor.layers.stored.stored_linear import on_host
 from vllm.model_executor.layers.stored.stored_scales import (
-    checked_scales,
     without_nan,
     without_zero_scales,
 )
 from vllm.model_executor.quantization.checkpoint_format import NamedFormat, Names
-from vllm.model_executor.quantization.row_tensors import RowsLinear, RowTensor, finite
+from vllm.model_executor.quantization.row_tensors import (
+    RowsLinear,
+    RowTensor,
+    check_shape,
+    finite,
+    scale_tensor,
+)
 from vllm.model_executor.quantization.settings import (
     MAX_GROUP,
     Settings,
@@ -165,14 +169,7 @@ class TiledLinear(RowsLinear):
     def __init__(self, name: str, group: int) -> None:
         tensors = (
             RowTensor(name=_NUMBERS, dtypes=(torch.int32,), dtype=torch.uint8, size=2),
-            RowTensor(
-                name=_SCALES_AND_ZEROS,
-                dtypes=SCALES,
-                dtype=torch.float32,
-                size=group,
-                elements=2,
-                check=finite,
-            ),
+            scale_tensor(_SCALES_AND_ZEROS, "inputs", finite, size=group, elements=2),
         )
         super().__init__(name, tensors, group)
 
@@ -184,11 +181,7 @@ class TiledLinear(RowsLinear):
         expected = [padded_in // self.group, padded_out, 2]
         if is_words:
             expected = [padded_out // _TILE_OUTPUTS, padded_in // _TILE_INPUTS, 32, 4]
-        if list(source.shape) != expected:
-            raise WeightLoadError(
-                f"tensor {name} has shape {list(source.shape)} in the checkpoint, but the layer "
-                f"needs {expected}"
-            )
+        check_shape(name, source, expected)
         if is_words:
             shape = torch.Size((num_out, num_in // 2))
             return source.made(
@@ -239,13 +232,7 @@ class TorchAOLinear(RowsLinear):
         dtype = torch.float8_e4m3fn if config in _FP8 else torch.int8
         tensors = [
             RowTensor(name=_NUMBERS, dtypes=(dtype,), dtype=dtype),
-            RowTensor(
-                name=_SCALES,
-                dtypes=SCALES,
-                dtype=torch.float32,
-                of="groups",
-                check=lambda name, source: checked_scales(name, source, zero_is_fine=True),
-            ),
+            scale_tensor(_SCALES),
         ]
         if config not in _FP8:
             whole = (torch.int8, torch.int32, torch.int64)

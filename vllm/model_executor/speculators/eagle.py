@@ -1,6 +1,6 @@
 """EAGLE and EAGLE-3: one decoder layer over token embeddings and hidden states of the model."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -13,7 +13,7 @@ from vllm.model_executor.layers.embedding import ParallelLMHead
 from vllm.model_executor.layers.linear import whole_linear
 from vllm.model_executor.layers.norm import RMSNorm
 from vllm.model_executor.layers.rotary import RotaryEmbedding
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderAttention,
     DecoderLayer,
@@ -146,9 +146,7 @@ class Eagle3(Speculator):
     def inner_layers(self) -> tuple[int, ...]:
         return tuple(sorted(set(self._read_layers)))
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Rename the layer, which has one of two names in checkpoints."""
         return ((name.replace("layers.0.", "midlayer.", 1), source),)
 

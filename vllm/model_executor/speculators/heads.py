@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,7 +13,7 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.layers.linear import whole_linear
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.speculators.interface import Speculator
 
@@ -77,9 +76,7 @@ class Medusa(Speculator):
                 return [folder / name]
         return super().find_files(folder, load_format)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Convert a checkpoint tensor to the names of the heads; skip it if it is not used."""
         if name.startswith(("model.", "lm_head.")):
             return ()
@@ -157,9 +154,7 @@ class MLPSpeculator(Speculator):
 
     checkpoint_prefixes: ClassVar[dict[str, str]] = {"speculator.": ""}
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Drop copies of shared weights, which may occur once for each draft."""
         part, _, rest = name.partition(".")
         place = rest.partition(".")[0]

@@ -1,6 +1,5 @@
 """Multi-token prediction: an extra layer after the last one of a model predicts draft tokens."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,8 +8,8 @@ from torch import Tensor
 from vllm.config import ModelArch
 from vllm.config.families import family_of_architecture
 from vllm.config.families.family import MTPFacts
-from vllm.model_executor.layers.linear import whole_linear
-from vllm.model_executor.layers.slice import CheckpointTensor
+from vllm.model_executor.layers.linear import dense_linear
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import LayerSpec, add_norm
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.speculators.eagle import rotary_of
@@ -41,14 +40,11 @@ class MTP(Speculator):
         size, index = arch.hidden_size, arch.num_layers
         spec = LayerSpec(arch, options, index, rotary_of(arch, options.is_neox), target.tp)
         self.enorm, self.hnorm, self.norm = spec.new_norm(), spec.new_norm(), spec.new_norm()
-        self.eh_proj = whole_linear(2 * size, size, target.tp)
-        self.eh_proj.keeps_precision = True
+        self.eh_proj = dense_linear(2 * size, size, target.tp)
         self.layer = type(decoder.model.layers[-1])(spec)
         self._prefix = facts.prefix.format(index)
 
-    def convert(
-        self, name: str, source: CheckpointTensor
-    ) -> Iterable[tuple[str, CheckpointTensor]]:
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Rename the layer's own tensors to the names of the model's layers; skip all others."""
         own = name.removeprefix(self._prefix)
         if own == name or own in _OF_THE_MODEL:

@@ -4,7 +4,7 @@ from urllib.parse import unquote_to_bytes
 
 from vllm.errors import RequestError
 from vllm.multimodal.interface.source import refuse
-from vllm.utils.base64_text import Base64Error, TooManyBytesError, decode_base64
+from vllm.utils.text.base64_text import Base64Error, TooManyBytesError, decode_base64
 
 
 def read_data_url(url: str, *, where: str, max_bytes: int) -> bytes:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.attention_options import NO_TENSORS, AttentionOptions, AttentionTensors
+from vllm.ops.cpu.row_operations import refuse_strides
 from vllm.ops.native.attention import check_attention, check_last_keys
 
 _NO_MEMORY = -2
@@ -242,16 +243,16 @@ def _check(
     """Check the conditions on shapes, dtypes and strides that both kernels rely on."""
     check_attention(query, key_cache, value_cache, tensors)
     if not key_cache.is_contiguous():
-        _refuse_strides("key_cache", key_cache)
+        refuse_strides("key_cache", key_cache)
     if value_cache.stride() != key_cache.stride():
-        _refuse_strides("value_cache", value_cache)
+        refuse_strides("value_cache", value_cache)
     if block_tables.dtype != torch.int32:
         raise ValueError(f"block_tables is {block_tables.dtype}, it must be torch.int32")
     if block_tables.stride(1) != 1 and block_tables.shape[1] > 1:
-        _refuse_strides("block_tables", block_tables)
+        refuse_strides("block_tables", block_tables)
     stride = query.stride()
     if stride[2] != 1 or (stride[1] != query.shape[2] and query.shape[1] != 1):
-        _refuse_strides("query", query)
+        refuse_strides("query", query)
 
 
 def _scales_address(scales: Tensor | None, num_kv_heads: int) -> int | None:
@@ -277,10 +278,6 @@ def last_keys_address(last_keys: np.ndarray, num_tokens: int) -> int:
     if not last_keys.flags.c_contiguous:
         raise ValueError("last_keys is not dense")
     return int(last_keys.ctypes.data)
-
-
-def _refuse_strides(name: str, x: Tensor) -> NoReturn:
-    raise ValueError(f"{name} is not dense: shape {list(x.shape)}, strides {list(x.stride())}")
 
 
 def _refuse_chunk(

@@ -6,41 +6,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm.ops.native.delta_rule import DeltaTokens
+from vllm.ops.native.state_space import ScannedTokens, TokenStates
 
-def scan_tokens(
-    kernels: Any,
-    states: Tensor,
-    rows: Tensor,
-    is_new: Tensor,
-    x: Tensor,
-    steps: Tensor,
-    decay: Tensor,
-    b: Tensor,
-    c: Tensor,
-) -> Tensor:
+
+def scan_tokens(kernels: Any, at: TokenStates, tokens: ScannedTokens) -> Tensor:
     """Run the Mamba-2 scan over one token of each sequence; see `NativeOps.scan_tokens`.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
         IndexError: an index of a state is out of range.
     """
-    num_rows, num_heads, head_size, state_size = states.shape
-    num_sequences, num_groups = len(rows), b.shape[1]
-    _check_states(states, num_groups)
-    shared = (num_sequences, num_groups, state_size)
-    fading = (steps * decay).exp()
+    num_rows, num_heads, head_size, state_size = at.states.shape
+    num_sequences, num_groups = len(at.rows), tokens.b.shape[1]
+    shared, of_heads = (num_sequences, num_groups, state_size), (num_sequences, num_heads)
+    fading = (tokens.steps * tokens.decay).exp()
     given = {
-        "states": (states, torch.float32, tuple(states.shape)),
-        "rows": (rows, torch.int64, (num_sequences,)),
-        "is_new": (is_new, torch.bool, (num_sequences,)),
-        "x": (x, torch.float32, (num_sequences, num_heads, head_size)),
-        "steps": (steps, torch.float32, (num_sequences, num_heads)),
-        "fading": (fading, torch.float32, (num_sequences, num_heads)),
-        "b": (b, torch.float32, shared),
-        "c": (c, torch.float32, shared),
+        "x": (tokens.x, (*of_heads, head_size)),
+        "steps": (tokens.steps, of_heads),
+        "fading": (fading, of_heads),
+        "b": (tokens.b, shared),
+        "c": (tokens.c, shared),
     }
-    dense = _dense(given)
-    y = torch.empty(num_sequences, num_heads, head_size, dtype=torch.float32)
+    dense = _dense(at, num_groups, given)
+    y = torch.empty(*of_heads, head_size, dtype=torch.float32)
     bad = kernels.scan_tokens(
         *(tensor.data_ptr() for tensor in dense),
         y.data_ptr(),
@@ -52,44 +41,29 @@ def scan_tokens(
         state_size,
         torch.get_num_threads(),
     )
-    _check_row(bad, rows, num_rows)
+    _check_row(bad, at.rows, num_rows)
     return y
 
 
-def delta_tokens(
-    kernels: Any,
-    states: Tensor,
-    rows: Tensor,
-    is_new: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    logs: Tensor,
-    beta: Tensor,
-) -> Tensor:
+def delta_tokens(kernels: Any, at: TokenStates, tokens: DeltaTokens) -> Tensor:
     """Run the delta rule over one token of each sequence; see `NativeOps.delta_tokens`.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
         IndexError: an index of a state is out of range.
     """
-    num_rows, num_heads, value_size, key_size = states.shape
-    num_sequences, num_groups = len(rows), k.shape[1]
-    _check_states(states, num_groups)
-    fadings = (key_size,) if logs.dim() == 3 else ()
+    num_rows, num_heads, value_size, key_size = at.states.shape
+    num_sequences, num_groups = len(at.rows), tokens.k.shape[1]
+    fadings = (key_size,) if tokens.logs.dim() == 3 else ()
     shared, of_heads = (num_sequences, num_groups, key_size), (num_sequences, num_heads)
-    dense = _dense(
-        {
-            "states": (states, torch.float32, tuple(states.shape)),
-            "rows": (rows, torch.int64, (num_sequences,)),
-            "is_new": (is_new, torch.bool, (num_sequences,)),
-            "q": (q, torch.float32, shared),
-            "k": (k, torch.float32, shared),
-            "v": (v, torch.float32, (*of_heads, value_size)),
-            "logs": (logs, torch.float32, (*of_heads, *fadings)),
-            "beta": (beta, torch.float32, of_heads),
-        }
-    )
+    given = {
+        "q": (tokens.q, shared),
+        "k": (tokens.k, shared),
+        "v": (tokens.v, (*of_heads, value_size)),
+        "logs": (tokens.logs, (*of_heads, *fadings)),
+        "beta": (tokens.beta, of_heads),
+    }
+    dense = _dense(at, num_groups, given)
     dense[6] = dense[6].exp()
     y = torch.empty(*of_heads, value_size, dtype=torch.float32)
     bad = kernels.delta_tokens(
@@ -104,30 +78,35 @@ def delta_tokens(
         *(fadings or (1,)),
         torch.get_num_threads(),
     )
-    _check_row(bad, rows, num_rows)
+    _check_row(bad, at.rows, num_rows)
     return y
 
 
-def _check_states(states: Tensor, num_groups: int) -> None:
-    num_heads = states.shape[1]
+def _dense(
+    at: TokenStates, num_groups: int, given: Mapping[str, tuple[Tensor, tuple[int, ...]]]
+) -> list[Tensor]:
+    """Check states, indices and float32 tensors, and return all of them in dense memory."""
+    num_heads, num_sequences = at.states.shape[1], (len(at.rows),)
     if num_heads % num_groups:
         raise ValueError(
             f"the number of heads ({num_heads}) must be a multiple of the number of groups "
             f"({num_groups})"
         )
-    if not states.is_contiguous():
+    if not at.states.is_contiguous():
         raise ValueError("the recurrent states must be dense")
-
-
-def _dense(given: Mapping[str, tuple[Tensor, torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
-    """Check dtypes and shapes of tensors, and return the tensors in dense memory."""
-    for name, (tensor, dtype, shape) in given.items():
+    named = {
+        "states": (at.states, torch.float32, tuple(at.states.shape)),
+        "rows": (at.rows, torch.int64, num_sequences),
+        "is_new": (at.is_new, torch.bool, num_sequences),
+        **{name: (tensor, torch.float32, shape) for name, (tensor, shape) in given.items()},
+    }
+    for name, (tensor, dtype, shape) in named.items():
         if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_cpu:
             raise ValueError(
                 f"{name} must be {dtype} {list(shape)} on cpu, got {tensor.dtype} "
                 f"{list(tensor.shape)} on {tensor.device}"
             )
-    return [tensor.contiguous() for tensor, _, _ in given.values()]
+    return [tensor.contiguous() for tensor, _, _ in named.values()]
 
 
 def _check_row(bad: int, rows: Tensor, num_rows: int) -> None:

@@ -13,12 +13,13 @@ state unchanged.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.ops.native.state_space import faded_between
+from vllm.ops.native.state_space import TokenStates, faded_between
 
 _CHUNK = 32
 """Tokens of a chunk. The computation inside a chunk grows with the square of this number."""
@@ -220,34 +221,31 @@ def _step(
     return y.flatten(1, 2), grouped.flatten(1, 2)
 
 
+class DeltaTokens(NamedTuple):
+    """One token of each of B sequences, for the delta rule; all float32."""
+
+    q: Tensor
+    """[B, G, K]"""
+    k: Tensor
+    """[B, G, K]"""
+    v: Tensor
+    """[B, H, V]"""
+    logs: Tensor
+    """[B, H] logarithm of the decay of the state, at most 0; or [B, H, K], one for each element of
+    keys."""
+    beta: Tensor
+    """[B, H]"""
+
+
 class NativeDeltaRule:
     """The delta-rule operators of `NativeOps`, made of the functions above."""
 
-    def delta_tokens(
-        self,
-        states: Tensor,
-        rows: Tensor,
-        is_new: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        logs: Tensor,
-        beta: Tensor,
-    ) -> Tensor:
+    def delta_tokens(self, at: TokenStates, tokens: DeltaTokens) -> Tensor:
         """Apply the gated delta rule to one token of each of B sequences; see `delta_rule`.
 
-        All tensors except indices are float32.
-
         Args:
-            states: [rows, H, V, K]; the recurrent states of the sequences are updated in place.
-            rows: [B] int64, index of the state of each sequence, none twice.
-            is_new: [B] bool, sequences that begin with the state 0, whatever `states` contains.
-            q: [B, G, K].
-            k: [B, G, K].
-            v: [B, H, V].
-            logs: [B, H] logarithm of the decay of the state, at most 0; or [B, H, K], one for each
-                element of keys.
-            beta: [B, H].
+            at: the states [rows, H, V, K].
+            tokens: the tokens.
 
         Returns:
             [B, H, V]
@@ -255,7 +253,6 @@ class NativeDeltaRule:
         Raises:
             IndexError: an index of a state is out of range.
         """
-        before = states.index_select(0, rows).masked_fill(is_new.view(-1, 1, 1, 1), 0.0)
-        y, after = _step(q, k, v, logs, beta, before)
-        states.index_copy_(0, rows, after)
+        y, after = _step(*tokens, at.before())
+        at.states.index_copy_(0, at.rows, after)
         return y

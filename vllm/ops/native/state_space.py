@@ -5,12 +5,46 @@ with a new one. Everything except the results of convolutions is float32. A padd
 time step 0, which leaves the state unchanged.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 _CHUNK = 32
 """Tokens of a chunk. The computation inside a chunk grows with the square of this number."""
+
+
+class TokenStates(NamedTuple):
+    """The recurrent states of B sequences, of which one token each runs."""
+
+    states: Tensor
+    """[rows, H, ...] float32; the states of the sequences are updated in place."""
+    rows: Tensor
+    """[B] int64, index of the state of each sequence, none twice."""
+    is_new: Tensor
+    """[B] bool, sequences that begin with the state 0, whatever `states` contains."""
+
+    def before(self) -> Tensor:
+        """Return the states before the token. Raises IndexError if an index is out of range."""
+        return self.states.index_select(0, self.rows).masked_fill(
+            self.is_new.view(-1, 1, 1, 1), 0.0
+        )
+
+
+class ScannedTokens(NamedTuple):
+    """One token of each of B sequences, for the Mamba-2 scan; all float32."""
+
+    x: Tensor
+    """[B, H, P]"""
+    steps: Tensor
+    """[B, H] time steps."""
+    decay: Tensor
+    """[H] negative."""
+    b: Tensor
+    """[B, G, N]"""
+    c: Tensor
+    """[B, G, N]"""
 
 
 def convolve(
@@ -204,30 +238,12 @@ def scan_padded_channels(
 class NativeScans:
     """The state-space operators of `NativeOps`, made of the functions above."""
 
-    def scan_tokens(
-        self,
-        states: Tensor,
-        rows: Tensor,
-        is_new: Tensor,
-        x: Tensor,
-        steps: Tensor,
-        decay: Tensor,
-        b: Tensor,
-        c: Tensor,
-    ) -> Tensor:
+    def scan_tokens(self, at: TokenStates, tokens: ScannedTokens) -> Tensor:
         """Run the Mamba-2 scan over one token of each of B sequences; see `state_space.scan_heads`.
 
-        All tensors except indices are float32.
-
         Args:
-            states: [rows, H, P, N]; the recurrent states of the sequences are updated in place.
-            rows: [B] int64, index of the state of each sequence, none twice.
-            is_new: [B] bool, sequences that begin with the state 0, whatever `states` contains.
-            x: [B, H, P].
-            steps: [B, H] time steps.
-            decay: [H] negative.
-            b: [B, G, N].
-            c: [B, G, N].
+            at: the states [rows, H, P, N].
+            tokens: the tokens.
 
         Returns:
             [B, H, P]
@@ -235,8 +251,9 @@ class NativeScans:
         Raises:
             IndexError: an index of a state is out of range.
         """
-        before = states.index_select(0, rows).masked_fill(is_new.view(-1, 1, 1, 1), 0.0)
-        token, step = x[:, None], steps[:, None]
-        y, after = scan_heads(token, step, decay, b[:, None], c[:, None], before)
-        states.index_copy_(0, rows, after)
+        x, steps, decay, b, c = tokens
+        y, after = scan_heads(
+            x[:, None], steps[:, None], decay, b[:, None], c[:, None], at.before()
+        )
+        at.states.index_copy_(0, at.rows, after)
         return y[:, 0]

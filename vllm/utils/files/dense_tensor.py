@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm.utils.base64_text import Base64Error, decode_base64
 from vllm.utils.files.tensor_file import FLOATS, RawTensor, TensorFileError, read_tensor_file
+from vllm.utils.text.base64_text import Base64Error, decode_base64
 
 _LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
 """Finite number of each dtype of a model."""

@@ -14,10 +14,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, is not JSON, or contains another type.
     """
-    value = _read(path)
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds a JSON {type(value).__name__}, not an object")
-    return value
+    found: dict[str, Any] = _read(path, dict, "an object")
+    return found
 
 
 def read_json_array(path: Path) -> list[Any]:
@@ -26,15 +24,13 @@ def read_json_array(path: Path) -> list[Any]:
     Raises:
         ConfigError: the file cannot be read, is not JSON, or contains another type.
     """
-    value = _read(path)
-    if not isinstance(value, list):
-        raise ConfigError(f"{path} holds a JSON {type(value).__name__}, not an array")
-    return value
+    found: list[Any] = _read(path, list, "an array")
+    return found
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path, kind: type, kind_name: str) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
         if problem := pointer_problem(path):
             raise ConfigError(problem) from None
@@ -49,3 +45,6 @@ def _read(path: Path) -> Any:
         raise ConfigError(f"{path} has a number that is too long: {error}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    if not isinstance(value, kind):
+        raise ConfigError(f"{path} holds a JSON {type(value).__name__}, not {kind_name}")
+    return value

@@ -25,6 +25,7 @@ from vllm.errors import RequestError
 from vllm.inputs import PromptType
 from vllm.outputs import PoolingOutput, PoolingRequestOutput
 from vllm.pooling_params import PoolingParams
+from vllm.utils.futures import end_tasks
 
 Pooled = PoolingRequestOutput[PoolingOutput]
 
@@ -128,9 +129,7 @@ async def _all(
             await asyncio.sleep(0)
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
 
 
 def usage_of(context: ServerContext, outputs: Sequence[Pooled]) -> dict[str, Any]:

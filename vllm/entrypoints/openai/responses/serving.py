@@ -36,8 +36,7 @@ from vllm.entrypoints.openai.shared.prompts import trace_headers_of
 from vllm.entrypoints.shared import off_loop
 from vllm.entrypoints.shared.body_route import BodyRoute
 from vllm.entrypoints.shared.context import ServerContext, get_context
-from vllm.entrypoints.shared.sse import EventStream, run_until_disconnect
-from vllm.entrypoints.shared.sse import event as encode_event
+from vllm.entrypoints.shared.sse import EventStream, run_until_disconnect, typed_events
 from vllm.errors import RequestError
 
 router = APIRouter(tags=["responses"], route_class=BodyRoute)
@@ -73,7 +72,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     if body.stream:
         events = write_events(turn, writer)
         events = fail_in_stream(events, writer, keep, is_early_raised=True)
-        return EventStream(_encoded(events))
+        return EventStream(typed_events(events))
     await run_until_disconnect(request, write_at_once(turn, writer))
     keep()
     return json_response(entry.response)
@@ -257,14 +256,6 @@ async def _after(
         yield first
         async for few in events:
             yield few
-
-
-async def _encoded(
-    events: AsyncGenerator[Sequence[Event], None],
-) -> AsyncGenerator[bytes, None]:
-    async with aclosing(events):
-        async for few in events:
-            yield b"".join(encode_event(event, event["type"]) for event in few)
 
 
 def _get_store(request: Request) -> ResponseStore:

@@ -12,6 +12,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import BeamSearchSequence, RequestOutput
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.transformers_utils.special_tokens import SpecialTokens
+from vllm.utils.futures import end_tasks
 
 
 async def search(
@@ -59,9 +60,7 @@ async def search(
         try:
             return list(await asyncio.gather(*tasks))
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
 
     eos, others = engine.input_processor.prompts.end_tokens
     end_tokens = others if eos is None else others | {eos}

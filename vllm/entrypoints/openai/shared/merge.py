@@ -5,6 +5,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
+from vllm.utils.futures import end_tasks
+
 T = TypeVar("T")
 
 _MAX_AHEAD = 64
@@ -51,9 +53,7 @@ async def merge(
         while not queue.empty():
             yield queue.get_nowait()
     finally:
-        for pump in pumps:
-            pump.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await end_tasks(pumps)
         if everything is not None:
             # The error of a source was already raised above, unless the consumer stopped early.
             await asyncio.gather(everything, return_exceptions=True)

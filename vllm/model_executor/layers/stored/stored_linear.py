@@ -55,8 +55,8 @@ class Kept:
     num_bytes: int
 
 
-class KeepsPacked:
-    """Part of a method that converts the weight of its layer to the layout of the device.
+class KeepsPacked(LinearMethod):
+    """A method that converts the weight of its layer to the layout of the device.
 
     Attributes:
         packed: the weight in the layout of the device; None until the layer is finished.
@@ -82,6 +82,14 @@ class KeepsPacked:
             self.memory = torch.empty(other.kept.num_bytes, dtype=torch.uint8, device=device)
         self.packed, self.stored_as, self.kept = packed, other.stored_as, other.kept
 
+    @property
+    def is_dequantized(self) -> bool:
+        return isinstance(self.packed, DenseWeight)
+
+    def apply(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+        assert self.packed is not None, "the weights are not loaded"
+        return apply_prepared(self.packed, x, bias)
+
 
 def without_values(module: nn.Module, device: torch.device) -> Any:
     """Return a copy of a module with uninitialised parameters and buffers on `device`."""
@@ -99,7 +107,7 @@ def without_values(module: nn.Module, device: torch.device) -> Any:
     return new
 
 
-class StoredLinear(KeepsPacked, LinearMethod):
+class StoredLinear(KeepsPacked):
     """A linear weight in the format of the checkpoint until it is loaded, then in the device
     layout.
 
@@ -138,7 +146,7 @@ class StoredLinear(KeepsPacked, LinearMethod):
         if place.slice is not None:
             source = self.arranged(place, name, source)
         elif stored.dtypes == SCALES:
-            source = checked_scales(name, source, zero_is_fine=True)
+            source = checked_scales(name, source)
         place.fill(name, source.picked(name, stored.output_dim, stored.bits), tp)
 
     @abstractmethod
@@ -168,14 +176,6 @@ class StoredLinear(KeepsPacked, LinearMethod):
 
     def dense_weight(self, layer: ParallelLinear, dtype: torch.dtype) -> Tensor:
         return self.stored_weight(layer).dequantize()
-
-    @property
-    def is_dequantized(self) -> bool:
-        return isinstance(self.packed, DenseWeight)
-
-    def apply(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
-        assert self.packed is not None, "the weights are not loaded"
-        return apply_prepared(self.packed, x, bias)
 
 
 class StoredHead(EmbeddingMethod):
@@ -322,14 +322,6 @@ class RoundedLinear(KeepsPacked, UnquantizedLinear):
 
     def dense_weight(self, layer: ParallelLinear, dtype: torch.dtype) -> Tensor:
         return self.round_weight(on_host(layer, "weight")).dequantize()
-
-    @property
-    def is_dequantized(self) -> bool:
-        return isinstance(self.packed, DenseWeight)
-
-    def apply(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
-        assert self.packed is not None, "the weights are not loaded"
-        return apply_prepared(self.packed, x, bias)
 
 
 def to_device_layout(

@@ -18,19 +18,22 @@ _LARGEST = 65504.0
 larger ones make."""
 
 
-def checked_scales(
-    name: str, source: CheckpointTensor, zero_is_fine: bool = False
-) -> CheckpointTensor:
+def checked_scales(name: str, source: CheckpointTensor) -> CheckpointTensor:
     """Return the scales as float32; every part is checked when it is read.
+
+    Zeros are accepted: `without_zero_scales` checks later what they multiply.
 
     Args:
         name: name of the tensor, for errors.
         source: the scales.
-        zero_is_fine: accept zeros; `without_zero_scales` checks later what they multiply.
 
     Reading raises:
-        WeightLoadError: a scale is not positive, or too large.
+        WeightLoadError: a scale is negative, or too large.
     """
+    return _checked(name, source, zero_is_fine=True)
+
+
+def _checked(name: str, source: CheckpointTensor, *, zero_is_fine: bool) -> CheckpointTensor:
 
     def read(index: Index) -> Tensor:
         scales = source.read(index).float()
@@ -55,7 +58,7 @@ def one_scale(name: str, source: CheckpointTensor) -> CheckpointTensor:
     """
     if source.shape.numel() != 1:
         raise WeightLoadError(f"tensor {name} has shape {list(source.shape)}, not one number")
-    return checked_scales(name, source).mapped(lambda scale: scale.reshape(1))
+    return _checked(name, source, zero_is_fine=False).mapped(lambda scale: scale.reshape(1))
 
 
 def without_nan(name: str, numbers: Tensor) -> Tensor:

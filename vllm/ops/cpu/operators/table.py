@@ -52,8 +52,10 @@ from vllm.ops.lora_weights import (
     PreparedAdapter,
 )
 from vllm.ops.native.attention import angles_at
+from vllm.ops.native.delta_rule import DeltaTokens
 from vllm.ops.native.experts import check_choice
 from vllm.ops.native.operators import NativeOps, is_rounding_inputs
+from vllm.ops.native.state_space import ScannedTokens, TokenStates
 from vllm.ops.prepared import PreparedExperts, PreparedHeads, PreparedTable, PreparedWeight
 from vllm.ops.stored_weight import StoredWeight
 from vllm.utils.background_work import Rest, no_rest
@@ -249,35 +251,15 @@ class CPUOps(NativeOps):
             return super().round_to_fp8(x, factor, largest)
         return run("round_to_fp8", x, scalar=factor, option=largest)
 
-    def scan_tokens(
-        self,
-        states: Tensor,
-        rows: Tensor,
-        is_new: Tensor,
-        x: Tensor,
-        steps: Tensor,
-        decay: Tensor,
-        b: Tensor,
-        c: Tensor,
-    ) -> Tensor:
-        if self._plain is None or not states.is_cpu:
-            return super().scan_tokens(states, rows, is_new, x, steps, decay, b, c)
-        return scan_tokens(self._plain, states, rows, is_new, x, steps, decay, b, c)
+    def scan_tokens(self, at: TokenStates, tokens: ScannedTokens) -> Tensor:
+        if self._plain is None or not at.states.is_cpu:
+            return super().scan_tokens(at, tokens)
+        return scan_tokens(self._plain, at, tokens)
 
-    def delta_tokens(
-        self,
-        states: Tensor,
-        rows: Tensor,
-        is_new: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        logs: Tensor,
-        beta: Tensor,
-    ) -> Tensor:
-        if self._plain is None or not states.is_cpu:
-            return super().delta_tokens(states, rows, is_new, q, k, v, logs, beta)
-        return delta_tokens(self._plain, states, rows, is_new, q, k, v, logs, beta)
+    def delta_tokens(self, at: TokenStates, tokens: DeltaTokens) -> Tensor:
+        if self._plain is None or not at.states.is_cpu:
+            return super().delta_tokens(at, tokens)
+        return delta_tokens(self._plain, at, tokens)
 
     def rotary_embedding(
         self,

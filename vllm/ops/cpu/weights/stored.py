@@ -155,9 +155,14 @@ def _pack_mxfp4(weight: Mxfp4Weight) -> PackedWeight | None:
     halves = weight.powers().T / 2
     if weight.shape[0] % 8 or not _are_halves(halves):
         return None
-    words = weight.blocks.flatten(1).view(torch.int32).T.contiguous()
+    return _pack_fp4(weight.shape, weight.blocks.flatten(1), halves)
+
+
+def _pack_fp4(shape: torch.Size, packed: Tensor, halves: Tensor) -> PackedWeight:
+    """Pack values of four bits, whose scales are twice `halves` [groups, out_features]."""
+    words = packed.view(torch.int32).T.contiguous()
     zeros = torch.full(halves.shape, NO_ZERO, dtype=torch.uint8)  # this format has no zero points
-    groups = make_groups(weight.shape, words, halves, zeros, None)
+    groups = make_groups(shape, words, halves, zeros, None)
     return PackedWeight.from_groups(words, groups, False, WeightFormat.MXFP4)
 
 
@@ -167,10 +172,7 @@ def _pack_nvfp4(weight: Nvfp4Weight) -> PackedWeight | None:
     if num_out % 8 or num_in // weight.scales.shape[1] % SMALLEST_BLOCK:
         return None
     halves = weight.scales.float().T / 2
-    words = weight.packed.contiguous().view(torch.int32).T.contiguous()
-    zeros = torch.full(halves.shape, NO_ZERO, dtype=torch.uint8)  # this format has no zero points
-    groups = make_groups(weight.shape, words, halves, zeros, None)
-    packed = PackedWeight.from_groups(words, groups, False, WeightFormat.MXFP4)
+    packed = _pack_fp4(weight.shape, weight.packed.contiguous(), halves)
     packed.scale_outputs(weight.factors)
     return packed
 
