@@ -13,7 +13,7 @@ class LayerStack(nn.ModuleList):
 
     Args:
         layers: each maps hidden states [B, N, C], and a mask or None, to hidden states. It computes
-            attention with `NativeOps.attend_within_items`, and all else for each token alone.
+            attention with `NativeOps.attend_within_items`; nothing else in it mixes tokens.
     """
 
     run_all: RunLayers | None = None
