@@ -184,7 +184,35 @@ struct ByteMatrix {
       }
     }
   }
+
+  // Multiplies at most 16 rows with `inputs` inputs of a panel: sums[rows][64]. Converts the weights
+  // of one tile at a time, so they are read again from the first-level cache. With one row this
+  // reads weights 1.4 times as fast as converting a stretch at once (two threads of a Xeon with AMX,
+  // 2026-11-28).
+  static void multiply_few(Code code, const uint32_t* w, const float* zeros, const Input* x,
+                           int64_t x_stride, int64_t rows, int64_t inputs,
+                           Vec (*sums)[kPanel / kLanes]) {
+    constexpr int64_t kPart = 2 * kTileRows;  // inputs
+    alignas(64) uint32_t words[kPart / 2 * kPanel];
+    const StretchWords order = StretchWords::in_rows(words);
+    for (int64_t k = 0; k < inputs; k += kPart) {
+      const int64_t count = inputs - k < kPart ? inputs - k : kPart;
+      widen(code, w + k * Code::kBits / 32 * kPanel, zeros, count, order, words);
+      Dense::multiply(x + k, x_stride, rows, order, count / 2, sums, k == 0, nullptr, 0);
+    }
+  }
 };
+
+// total[rows][64] = (or +=) sums * scales.
+inline void add_scaled_sums(const Vec (*sums)[kPanel / kLanes], int64_t rows, const float* scales,
+                            bool is_first, Vec (*total)[kPanel / kLanes]) {
+  for (int64_t r = 0; r < rows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kPanel / kLanes; ++v) {
+      total[r][v] = fma(sums[r][v], load(scales + v * kLanes), is_first ? Vec{} : total[r][v]);
+    }
+  }
+}
 
 // Computes total[num_panels][rows][64] for panels of a ByteMatrix. For each range of inputs with
 // one scale, converts the weights to bf16, multiplies all rows with them, and adds the scaled
@@ -203,12 +231,18 @@ void panel_sums(ByteMatrix<Code>, const LinearWeight& weight, int64_t panel, int
     const int64_t block = k / weight.block_inputs, end = (block + 1) * weight.block_inputs;
     const int64_t left = (end < weight.in_features ? end : weight.in_features) - k;
     inputs = left < Matrix::kStretchInputs ? left : Matrix::kStretchInputs;
-    const StretchWords order = rows <= kTileRows ? StretchWords::in_rows(words)
-                                                 : StretchWords::in_halves(words, inputs / 2);
+    const StretchWords order = StretchWords::in_halves(words, inputs / 2);
     for (int64_t p = panel; p < panel + num_panels; ++p, total += rows) {
       const uint32_t* const w = weight.panels + p * panel_words + vllm_cpu::panel_words(weight, k);
       const int64_t place = (block * vllm_cpu::num_panels(weight) + p) * kPanel;
-      Matrix::widen(code, w, weight.zeros + (Code::kHasZeros ? place : 0), inputs, order, words);
+      const float* const zeros = weight.zeros + (Code::kHasZeros ? place : 0);
+      const float* const scales = weight.scales + place;
+      if (rows <= kTileRows) {
+        Matrix::multiply_few(code, w, zeros, x + k, x_stride, rows, inputs, sums);
+        add_scaled_sums(sums, rows, scales, k == 0, total);
+        continue;
+      }
+      Matrix::widen(code, w, zeros, inputs, order, words);
       const uint32_t* const next =
           p + 1 < panel + num_panels
               ? w + panel_words
@@ -218,14 +252,7 @@ void panel_sums(ByteMatrix<Code>, const LinearWeight& weight, int64_t panel, int
         Matrix::Dense::multiply(x + first * x_stride + k, x_stride, count, order, inputs / 2, sums,
                                 true, first == 0 ? next : nullptr,
                                 Matrix::Dense::kStepLines * Code::kBits / 16);
-        for (int64_t r = 0; r < count; ++r) {
-#pragma GCC unroll 4
-          for (int v = 0; v < kPanel / kLanes; ++v) {
-            Vec& sum = total[first + r][v];
-            const Vec scale = load(weight.scales + place + v * kLanes);
-            sum = fma(sums[r][v], scale, k == 0 ? Vec{} : sum);
-          }
-        }
+        add_scaled_sums(sums, count, scales, k == 0, total + first);
       }
     }
     total -= num_panels * rows;
