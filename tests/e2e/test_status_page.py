@@ -3,6 +3,7 @@ test sets.
 """
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -27,6 +28,15 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium (apt-get install chromium)"),
 ]
 
+ENDS_OF_TIMES = """[...document.querySelector('.times').children]
+  .filter((e) => getComputedStyle(e).visibility === 'visible')
+  .map((e) => {
+    const range = document.createRange();
+    range.selectNodeContents(e);
+    const {left, right} = range.getBoundingClientRect();
+    return [left, right];
+  })"""
+"""Left and right ends of the texts below a chart."""
 SCRIPT = "<img src=x onerror=\"document.title='broken'\">"
 
 
@@ -248,3 +258,5 @@ def test_nothing_overflows_and_all_text_can_be_read(page, width, scheme):
         assert page.evaluate("document.documentElement.scrollWidth") == width
         assert page.evaluate(LOWEST_CONTRAST) >= 4.5
         assert page.evaluate(NAMELESS) == []
+        ends = page.evaluate(ENDS_OF_TIMES)
+        assert len(ends) >= 4 and all(a[1] < b[0] for a, b in pairwise(ends))

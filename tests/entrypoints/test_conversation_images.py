@@ -364,12 +364,18 @@ def test_a_program_may_name_a_relative_path():
         ),
         (image(A, fps=2), ".fps must be left out: it has an effect only in --media-io-kwargs"),
         (image(A, uuid=""), ".uuid must be a string of 1 to 256 characters"),
+        ({"type": "image_url", "uuid": "a"}, ".image_url must be sent together with the uuid"),
+        (image(""), "(http://, https://, data: or file://), got ''"),
+        (
+            image(None),
+            "must be the URL of an image (http://, https://, data: or file://), got null",
+        ),
         (
             {"type": "input_image", "file_id": "file-1"},
             ".file_id is not supported, because this server stores no files",
         ),
         ({"type": "image_pil", "image_pil": {"a": 1}}, "must be an image of Pillow, got dict"),
-        ({"type": "image", "image": [1, 2]}, "must be an image of Pillow, an array, or a URL"),
+        ({"type": "image", "image": [1, 2]}, ".image must be the URL of an image"),
         (
             {"type": "audio_embeds", "audio_embeds": "AA"},
             "must have the type 'image_url', as embeddings of sounds are not accepted",

@@ -19,6 +19,7 @@ TOOL_CALL = {
     "function": {"name": "add", "arguments": '{"a": 1}'},
 }
 TOOL_MESSAGE = {"role": "tool", "tool_call_id": "t1", "name": "add", "content": "2"}
+PNG = {"type": "base64", "media_type": "image/png"}
 SOURCE_TYPE = "messages.0.content.0.source.type"
 SCHEMA = {"type": "object", "properties": {}}
 
@@ -179,7 +180,7 @@ def test_what_is_left_out_is_in_the_log_once(log):
 
 def test_images_become_parts_that_name_their_place():
     url = {"type": "image", "source": {"type": "url", "url": "http://a/b.png"}}
-    data = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    data = {**PNG, "data": "AAAA"}
     messages = convert(
         [text("a"), url],
         [USE],
@@ -212,6 +213,10 @@ def test_images_become_parts_that_name_their_place():
         ),
         (
             [[{"type": "image", "source": {"type": "base64", "media_type": "image/png"}}]],
+            "messages.0.content.0.source.data",
+        ),
+        (
+            [[{"type": "image", "source": {**PNG, "data": "Data:image/png;base64,AAAA"}}]],
             "messages.0.content.0.source.data",
         ),
         ([[{"type": "audio"}]], "messages.0.content.0.type"),

@@ -273,7 +273,14 @@ def _read_image(where: str, block: Mapping[str, Any]) -> Part:
             f"{media_type!r:.80}",
             param=f"{where}.media_type",
         )
-    return image_part(f"data:{media_type};base64,{read_string(where, source, 'data')}", where)
+    data = read_string(where, source, "data")
+    if data[:5].lower() == "data:":
+        raise RequestError(
+            f"{where}.data must be base64, got a data: URL: leave out its beginning, or send it as "
+            "url with the type url",
+            param=f"{where}.data",
+        )
+    return image_part(f"data:{media_type};base64,{data}", where)
 
 
 def _read_document(where: str, block: Mapping[str, Any]) -> str:

@@ -237,6 +237,11 @@ def _read_part(where: str, kind: str, part: Mapping[str, Any], is_local: bool) -
             f"{where}.uuid must be a string of 1 to {_MAX_UUID_CHARS} characters, got {uuid!r:.80}",
             param="messages",
         )
+    if given is None and uuid is not None:
+        raise RequestError(
+            f"{name} must be sent together with the uuid: a uuid without the item is not enough",
+            param="messages",
+        )
     if key == "input_audio":
         source: Any = _read_base64(name, given)
     elif key == "image_embeds":
@@ -317,8 +322,16 @@ def _read_source(name: str, key: str, modality: str, given: Any, is_local: bool)
         )
     if key in (modality, "image_pil") and _is_object(modality, given, is_local):
         return given
-    expected = _EXPECTED[key] if key in _EXPECTED else _URL.format(modality)
-    raise RequestError(f"{name} must be {expected}, got {type(given).__name__}", param="messages")
+    is_url = key == modality and not is_local
+    expected = _EXPECTED[f"{modality}_url" if is_url else key]
+    raise RequestError(f"{name} must be {expected}, got {_shown(given)}", param="messages")
+
+
+def _shown(given: Any) -> str:
+    """Describe a value that is no item."""
+    if given is None:
+        return "null"
+    return repr(given) if given == "" else type(given).__name__
 
 
 def _is_object(modality: str, given: Any, is_local: bool) -> bool:

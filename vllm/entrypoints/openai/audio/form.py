@@ -27,7 +27,8 @@ class UploadedFile(NamedTuple):
 def read_form(kind: type[Body], data: bytes, content_type: str) -> Body:
     """Return the body of a request from its form.
 
-    A field with several values occurs several times, as `name` or as `name[]`.
+    A field with several values occurs several times, as `name`, `name[]` or `name[0]`. The fields
+    of an object are `name[field]`.
 
     Args:
         kind: class of the body; its field `file` is an `UploadedFile`.
@@ -41,10 +42,12 @@ def read_form(kind: type[Body], data: bytes, content_type: str) -> Body:
     """
     parts = _read_parts(data, content_type)
     lists = {field.alias for field in kind.model_fields.values() if field.alias is not None}
-    given: dict[str, Any] = {}
-    for name, values in parts.items():
+    given: dict[str, Any] = {name: dict(fields) for name, fields in parts.objects.items()}
+    for name, values in parts.values.items():
         if f"{name}[]" in lists:
             given[f"{name}[]"] = values
+        elif name not in kind.model_fields:
+            given[name] = values[0] if len(values) == 1 else values
         elif len(values) > 1:
             raise RequestError(f"{name} must be sent once, got {len(values)} parts", param=name)
         else:
@@ -61,8 +64,8 @@ def read_form(kind: type[Body], data: bytes, content_type: str) -> Body:
         raise RequestValidationError(error.errors()) from None
 
 
-def _read_parts(data: bytes, content_type: str) -> dict[str, list[Any]]:
-    """Return the values of the parts by field name, without `[]` after the name."""
+def _read_parts(data: bytes, content_type: str) -> "_Parts":
+    """Return the values of all parts."""
     try:
         from python_multipart.exceptions import FormParserError
         from python_multipart.multipart import FormParser, parse_options_header
@@ -95,14 +98,21 @@ def _read_parts(data: bytes, content_type: str) -> dict[str, list[Any]]:
         raise RequestError(f"the form cannot be read: {str(error)[:200]}") from None
     if not parts.is_complete:
         raise RequestError("the form must end with its boundary, got an incomplete one")
-    return parts.values
+    return parts
 
 
 class _Parts:
-    """Collects the parts of a form; the multipart parser calls its methods."""
+    """Collects the parts of a form; the multipart parser calls its methods.
+
+    Attributes:
+        values: values by field name, without `[]` or an index after the name.
+        objects: fields of objects, by the name of the object.
+        is_complete: whether the end of the form was read.
+    """
 
     def __init__(self) -> None:
         self.values: dict[str, list[Any]] = defaultdict(list)
+        self.objects: dict[str, dict[str, Any]] = defaultdict(dict)
         self.is_complete = False
         self._num_parts = 0
         self._num_bytes = 0
@@ -128,7 +138,12 @@ class _Parts:
         self._num_parts += 1
         if self._num_parts > _MAX_PARTS:
             raise RequestError(f"the form must have at most {_MAX_PARTS} parts, got more")
-        self.values[_text_of(name or b"").partition("[")[0]].append(value)
+        field, _, key = _text_of(name or b"").partition("[")
+        key = key.rstrip("]")
+        if not key or key.isdigit():
+            self.values[field].append(value)
+        else:
+            self.objects[field][key] = value
 
 
 def _text_of(data: bytes) -> str:

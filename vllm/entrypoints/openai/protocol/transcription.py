@@ -20,6 +20,25 @@ AudioResponseFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
 
 _FILE = Annotated[Any, WithJsonSchema({"type": "string", "format": "binary"})]
 _STREAMED_FORMATS = ("json", "text")
+_ONE_SPEAKER = "this server does not tell speakers apart"
+_IN_PROMPT = "write these words in prompt"
+_ONE_TEXT = "a recording has one text, made without beam search"
+_WITHOUT_EFFECT = {
+    "known_speaker_names": _ONE_SPEAKER,
+    "known_speaker_references": _ONE_SPEAKER,
+    "keywords": _IN_PROMPT,
+    "hotwords": _IN_PROMPT,
+    "languages": "send one language in language, or none to detect it",
+    "to_language": "/v1/audio/translations writes English",
+    "n": _ONE_TEXT,
+    "best_of": _ONE_TEXT,
+    "beam_size": _ONE_TEXT,
+    "use_beam_search": _ONE_TEXT,
+    "max_tokens": "send max_completion_tokens",
+}
+"""Fields of other servers that would change the text -> why they are refused."""
+_OFF = ("", "0", "1", "false")
+"""Values of such a field, in lower case, that change nothing."""
 
 
 class SpeechFields(NumberFields):
@@ -35,6 +54,13 @@ class SpeechFields(NumberFields):
     stream_continuous_usage_stats: bool | None = False
     temperature: float = 0.0
     max_completion_tokens: Annotated[Int64, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _check_without_effect(self) -> "SpeechFields":
+        for name, value in (self.model_extra or {}).items():
+            if name in _WITHOUT_EFFECT and not _is_off(value):
+                raise field_error(name, f"must be left out: {_WITHOUT_EFFECT[name]}")
+        return self
 
     @model_validator(mode="after")
     def _check_stream(self) -> "SpeechFields":
@@ -59,6 +85,10 @@ class SpeechFields(NumberFields):
         return self.response_format == "verbose_json"
 
 
+def _is_off(value: Any) -> bool:
+    return isinstance(value, str) and value.lower() in _OFF
+
+
 class TranscriptionRequest(SpeechFields):
     """Audio to transcribe in the spoken language."""
 
@@ -70,9 +100,9 @@ class TranscriptionRequest(SpeechFields):
     include: ListOf[str] = Field(default_factory=list, alias="include[]")
     chunking_strategy: str | None = None
 
-    @field_validator("chunking_strategy")
+    @field_validator("chunking_strategy", mode="before")
     @classmethod
-    def _check_strategy(cls, value: str | None) -> str | None:
+    def _check_strategy(cls, value: Any) -> Any:
         if value not in (None, "", "auto"):
             raise ValueError("must be auto: the server chooses where to split a recording")
         return value
