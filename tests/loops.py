@@ -2,9 +2,11 @@
 
 import functools
 import inspect
+import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 Test = Callable[..., None]
@@ -14,7 +16,7 @@ def loop_over(names: str, values: Iterable[Any]) -> Callable[[Test], Test]:
     """Let a test run with each of these values, one after another, as parametrize does in tests of
     their own.
 
-    Each case begins with the same state of torch's generator. Fixtures are shared by all cases.
+    Each case begins with the global generators as a test does. Fixtures are shared by all cases.
 
     Args:
         names: arguments of the test, separated by commas.
@@ -28,6 +30,8 @@ def loop_over(names: str, values: Iterable[Any]) -> Callable[[Test], Test]:
             for case in cases:
                 given = dict(zip(arguments, case if len(arguments) > 1 else (case,), strict=True))
                 print(f"case: {given}")  # of a test that fails, pytest shows the last one
+                random.seed(0)
+                np.random.seed(0)
                 torch.default_generator.manual_seed(0)
                 test(**fixtures, **given)
 

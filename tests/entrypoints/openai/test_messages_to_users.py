@@ -232,7 +232,7 @@ def client():
         yield client
 
 
-@pytest.mark.parametrize(("path", "body", "text"), MESSAGES)
+@loop_over("path, body, text", MESSAGES)
 def test_a_wrong_request_is_told(client, path, body, text):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json"} if content else {}
