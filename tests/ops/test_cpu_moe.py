@@ -68,8 +68,8 @@ def test_packed_experts_agree_with_the_reference(isas, num_experts, top_k, hidde
         torch.testing.assert_close(second, want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
-@pytest.mark.parametrize(
+@loop_over("dtype", [FLOAT32, BFLOAT16])
+@loop_over(
     "options",
     [
         ExpertOptions(),
@@ -80,7 +80,6 @@ def test_packed_experts_agree_with_the_reference(isas, num_experts, top_k, hidde
         ExpertOptions(has_gate=False),
         ExpertOptions(has_gate=False, first_expert=3),
     ],
-    ids=str,
 )
 def test_biases_and_options_agree_with_the_reference(isa, options, dtype):
     gate_up, down = experts_of(6, 96, 104, dtype)
@@ -147,8 +146,8 @@ def composed(experts: list[list[PackedWeight]], x: Tensor, ids: Tensor, weights:
     return out.to(x.dtype)
 
 
-@pytest.mark.parametrize("weight_format", [INT8, INT4])
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@loop_over("weight_format", [INT8, INT4])
+@loop_over("dtype", [FLOAT32, BFLOAT16])
 def test_quantized_experts_agree_with_single_layers(isa, dtype, weight_format):
     gate_up, down = experts_of(6, 96, 72, dtype)
     x = torch.randn(9, 96).to(dtype)

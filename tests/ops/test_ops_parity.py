@@ -224,8 +224,8 @@ def test_scale_rows_agrees_with_reference(ops, is_gate, dtype):
             implementation.scale_rows(heads, factor[1:], is_gate)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("routing", get_args(Routing))
+@loop_over("dtype", DTYPES)
+@loop_over("routing", get_args(Routing))
 def test_route_agrees_with_reference(ops, routing, dtype):
     for num_experts, top_k in ((4, 1), (7, 2), (60, 4), (128, 8), (300, 64), (5, 5), (90, 70)):
         logits = torch.randn(40, num_experts + 1)[:, :num_experts].to(dtype)
@@ -252,8 +252,8 @@ def test_route_chooses_experts_that_exist_whatever_the_logits_are(ops):
     assert ids.tolist() == [[3, 1, 0], [0, 1, 2]]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_heads", "size", "out", "rest"), [(1, 6, 1, 0), (5, 24, 65, 16)])
+@loop_over("dtype", DTYPES)
+@loop_over("num_heads, size, out, rest", [(1, 6, 1, 0), (5, 24, 65, 16)])
 def test_products_of_heads_agree_with_reference(matrix_ops, num_heads, size, out, rest, dtype):
     matrices = torch.randn(num_heads, size, out).to(dtype)
     heads, reference = matrix_ops.prepare_heads(matrices), NATIVE.prepare_heads(matrices)
@@ -271,8 +271,8 @@ def test_products_of_heads_agree_with_reference(matrix_ops, num_heads, size, out
             assert torch.equal(heads.multiply(x[t : t + 1])[0], got[t])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("routing", get_args(Routing))
+@loop_over("dtype", DTYPES)
+@loop_over("routing", get_args(Routing))
 def test_route_from_groups_and_with_a_bias_agrees_with_reference(ops, routing, dtype):
     for num_experts, groups in ((24, (4, 2)), (24, (24, 5)), (256, (8, 4)), (20, (1, 1))):
         logits = (torch.randn(30, num_experts) * 2).to(dtype)
@@ -369,9 +369,9 @@ def test_rotary_embedding_gives_the_bits_of_the_reference(
 # ---- cache ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_size", [16, 128])
-@pytest.mark.parametrize("num_padding", [0, 5, 11])
+@loop_over("dtype", DTYPES)
+@loop_over("block_size", [16, 128])
+@loop_over("num_padding", [0, 5, 11])
 def test_reshape_and_cache_writes_real_slots_only(ops, num_padding, block_size, dtype):
     _, key, value = packed_qkv(11, 4, 2, 20, dtype)
     slots = torch.randperm(3 * block_size)[:11]

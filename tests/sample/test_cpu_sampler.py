@@ -125,9 +125,7 @@ LOGITS = {
 }
 
 
-@pytest.mark.parametrize(
-    "params", [*FILTERS, {"top_k": 300}, {"top_k": 300, "top_p": 0.9}], ids=str
-)
+@loop_over("params", [*FILTERS, {"top_k": 300}, {"top_k": 300, "top_p": 0.9}])
 def test_kept_tokens_are_those_that_torch_keeps(vector_isa, params):
     for name, logits in LOGITS.items():
         expected = kept_by_torch(name, *params.items())
