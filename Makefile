@@ -40,10 +40,13 @@ lint: $(VENV)/.installed-dev ## format, lint, types, architecture, English
 	$(BIN)/python tools/check_prose.py
 	$(BIN)/python tools/structure.py
 
+# Processes of `unit`: set it to the number of cores. One more than that uses the time in which
+# tests wait for the processes that they start.
+TEST_PROCESSES ?= 2
 # One thread per process: two test processes already use two cores, and OpenMP threads that find
 # no core to run on wait for each other.
 unit: $(VENV)/.installed-dev ## the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal
 
 # For the hand, while you work: no engine is started. It proves less than `make test`.
 QUICK_TESTS := tests/core tests/bucketing tests/config tests/reasoning tests/tools tests/vendor \

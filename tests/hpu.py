@@ -13,8 +13,8 @@ import torch
 from pytest import MonkeyPatch
 from torch.utils import backend_registration
 
-import vllm.ops
 from gaudi_sim.bridge import SimBridge
+from tests.reach import replace_ops
 from vllm import envs
 from vllm.cost_model import cards
 from vllm.engine import engine_core
@@ -123,7 +123,7 @@ def simulated_hpu(
             patch.setitem(cards.CARDS, card, spec)
         if not has_profiling_run:
             patch.setattr(HPUWorker, "_profile", lambda *_: _LAUNCH_BYTES)
-        patch.setattr(vllm.ops, "_ops", None)
+        replace_ops(patch, None)
         # torch flushes the processor's caches at each compilation, to time its guards for a log
         # line.
         patch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0, raising=False)

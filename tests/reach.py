@@ -1,11 +1,13 @@
-"""Find the parts of an engine; only this module of the tests knows where they are.
+"""Find the parts of an engine; only this module of the tests knows their private names.
 
 An engine is an `LLM`, an `LLMEngine` or an `EngineCore` whose worker is in this process.
 """
 
 from typing import Any
 
-from vllm.worker.cpu.launches import ByItems
+import pytest
+
+from vllm.messages import NULL_BLOCK_ID
 
 
 def core_of(engine: Any) -> Any:
@@ -72,6 +74,10 @@ def program_of(runner: Any) -> Any:
 
 def leave_modules_alone(runner: Any) -> None:
     """Let a runner on the CPU run the modules of its model, not their fused program."""
+    from vllm.worker.cpu.launches import (
+        ByItems,
+    )  # not where this module is imported: it needs torch
+
     # Says that the first step was already fused, so the first step does not fuse anything.
     runner.launches.is_fused = True
     runner.launches.programs = runner.launches.decode_steps = ByItems(None, None)
@@ -80,3 +86,114 @@ def leave_modules_alone(runner: Any) -> None:
 def decode_step_of(runner: Any) -> Any:
     """Return the decode step in one call of a runner on the CPU, or None."""
     return runner.launches.decode_steps.without
+
+
+def replace_ops(patch: pytest.MonkeyPatch, ops: Any) -> None:
+    """Let layers call these operators while a patch lasts; None: the next platform sets some."""
+    patch.setattr("vllm.ops._ops", ops)
+
+
+def use_device_nodes(patch: pytest.MonkeyPatch, nodes: Any, accelerators: Any = None) -> None:
+    """Look for cards in folders of the test instead of `/dev` and, if given, `/sys/class/accel`."""
+    patch.setattr("vllm.platforms.hpu._DEV", nodes)
+    if accelerators is not None:
+        patch.setattr("vllm.platforms.hpu._ACCEL_CLASS", accelerators)
+
+
+def report_of(worker: Any) -> Any:
+    """Return the memory that a worker measured at its start."""
+    return worker._report
+
+
+def draft_model_of(worker: Any) -> Any:
+    """Return the model that drafts for a worker."""
+    return worker._draft_model
+
+
+def recorded_launches(runner: Any, patch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    """Return a list to which a runner of a card adds each launch and its result."""
+    run, launches = runner._run, []
+
+    def run_and_note(launch: Any) -> Any:
+        launches.append((launch, run(launch)))
+        return launches[-1][1]
+
+    patch.setattr(runner, "_run", run_and_note)
+    return launches
+
+
+def media_of(engine: Any, kind: type) -> Any:
+    """Return the encoder's side of the part of a runner with this class."""
+    return runner_of(engine).parts.find(kind)._media
+
+
+def replace_encoder(patch: pytest.MonkeyPatch, media: Any, encoder: Any) -> None:
+    """Let media be encoded by an encoder of the test."""
+    patch.setattr(media, "_encoder", encoder)
+
+
+def kept_encodings_of(media: Any) -> dict[Any, Any]:
+    """Return the embeddings that the worker holds, by the item."""
+    kept: dict[Any, Any] = media._kept
+    return kept
+
+
+def held_media_of(scheduler: Any) -> Any:
+    """Return the items that running requests hold, or their number if only that is wrong."""
+    return scheduler.media._held or scheduler.media._num_held
+
+
+def scheduled_steps_of(scheduler: Any) -> Any:
+    """Return the steps that a scheduler has scheduled and whose results it has not got."""
+    return scheduler._in_flight
+
+
+def request_ids_of(scheduler: Any) -> Any:
+    """Return the ids of all requests that a scheduler knows."""
+    return scheduler._requests.keys()
+
+
+def num_stages_of(scheduler: Any) -> int:
+    """Return the number of stages of the pipeline, whose steps overlap."""
+    num_stages: int = scheduler._num_stages
+    return num_stages
+
+
+def log_cache_events(engine: Any) -> Any:
+    """Let a prefix cache log its events, and return the log."""
+    from vllm.core.kv.cache_events import CacheEventLog
+
+    cache = scheduler_of(engine).cache
+    cache._events = CacheEventLog(core_of(engine).config.cache.block_size)
+    return cache._events
+
+
+def cached_blocks_of(pool: Any) -> dict[Any, int]:
+    """Return the blocks that a prefix can find, by their hash."""
+    blocks: dict[Any, int] = pool._block_of
+    return blocks
+
+
+def check_hash_maps(pool: Any) -> None:
+    """Check that both maps between blocks and hashes agree."""
+    known = {key: index for index, key in enumerate(pool._hash_of) if key is not None}
+    assert known == pool._block_of
+
+
+def free_queue_of(pool: Any) -> list[int]:
+    """Return the free blocks in the order in which they are taken, and check both directions."""
+    queue: list[int] = []
+    block_id = NULL_BLOCK_ID
+    while (following := pool._next[block_id]) != NULL_BLOCK_ID:
+        assert pool._prev[following] == block_id
+        queue.append(following)
+        assert len(queue) <= pool.num_blocks
+        block_id = following
+    assert pool._prev[NULL_BLOCK_ID] == block_id
+    return queue
+
+
+def port_of(connector: Any) -> int:
+    """Return the port on which a connector serves its blocks."""
+    port: int = connector._server.port
+    return port

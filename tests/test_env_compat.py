@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import vllm
+from tests.loops import loop_over
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.config.fields import config_fields, config_sections
@@ -115,7 +116,7 @@ REASONS = dict.fromkeys(
 )
 
 
-@pytest.mark.parametrize("reason", REASONS)
+@loop_over("reason", REASONS)
 def test_what_a_reason_says_of_this_version_is_so(reason):
     """Features that a reason denies do not exist, and arguments that it names exist."""
     if _CLAIM.search(reason) or reason in names_of_refused():

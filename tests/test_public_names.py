@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.hpu import simulated_hpu
+from tests.loops import loop_over
 from tests.public_names import (
     ENGINE_ARGUMENTS,
     LLM_METHODS,
@@ -38,7 +39,7 @@ def test_every_name_can_be_imported(module):
     assert not missing
 
 
-@pytest.mark.parametrize("name", PROTOCOL_FIELDS)
+@loop_over("name", PROTOCOL_FIELDS)
 def test_every_body_has_its_fields(name):
     fields = getattr(protocol, name).model_fields
     assert set(PROTOCOL_FIELDS[name].split()) <= fields.keys()

@@ -6,6 +6,7 @@ python tools/generate_docs.py --check    exit with 1 and name the pages that are
 
 import argparse
 import ast
+import gc
 import inspect
 import sys
 import typing
@@ -17,6 +18,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # works in a checkout that is not installed
+
+if __name__ == "__main__":
+    # Collections would visit millions of nodes of syntax trees and find nothing to free.
+    gc.disable()
 
 from tests.seeds.table import compatibility as compatibility_lines  # noqa: E402
 from tests.tested_families import architectures_with  # noqa: E402
@@ -423,7 +428,7 @@ def _layers_of_package() -> Iterator[str]:
 
 def _imported_folders(package: Layers) -> dict[str, set[str]]:
     """Return the modules of the layers that each of them imports."""
-    # Keep no other nodes: garbage collections of so many objects take half of the time.
+    # Keep no other nodes: in a test, garbage collections of so many take half of the time.
     trees = {
         name: [node for node in parse(source) if isinstance(node, ast.Import | ast.ImportFrom)]
         for name, source in read_sources(ROOT).items()

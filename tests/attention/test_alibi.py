@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.attention.launches import UNUSED, random_cache
 from tests.attention.options import split_options
+from tests.loops import loop_over
 from vllm.attention import Attention, LaunchContext
 from vllm.attention.backends.alibi import alibi_slopes
 from vllm.attention.backends.flat_pa import derive_decode_blocks
@@ -84,11 +85,11 @@ def test_decode_continues_what_a_prompt_began(num_heads, window):
     torch.testing.assert_close(torch.cat(outputs), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_merged", [False, True])
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize("soft_cap", [None, 0.6])
-@pytest.mark.parametrize("slopes", [None, alibi_slopes(6)], ids=["plain", "alibi"])
+@loop_over("dtype", [torch.float32, torch.bfloat16])
+@loop_over("is_merged", [False, True])
+@loop_over("window", [None, 9])
+@loop_over("soft_cap", [None, 0.6])
+@loop_over("slopes", [None, alibi_slopes(6)])
 def test_padded_launches_of_a_layer_are_the_prompt_in_one_piece(
     slopes, soft_cap, window, is_merged, dtype
 ):

@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from gaudi_sim.bridge import SimulatedKernels
 from tests.attention.cache_traffic import CacheTraffic
 from tests.attention.launches import HUGE, NAN, Cache, StaticOnly, random_cache
+from tests.loops import loop_over
 from vllm.attention.backends.flat_pa import (
     FusedBlocks,
     derive_decode_blocks,
@@ -153,9 +154,9 @@ def test_blocks_shared_by_several_rows(window, is_contiguous):
     torch.testing.assert_close(got, reference(query, cache, window), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("factor", [1.0, 30.0, 1e4, 1e30])
+@loop_over("is_contiguous", [True, False])
+@loop_over("mode", MODES)
+@loop_over("factor", [1.0, 30.0, 1e4, 1e30])
 def test_blocks_and_rows_with_very_different_scores(factor, mode, is_contiguous):
     """All scores of one request are far below the scores of another, and so are the blocks of one
     request.
@@ -383,10 +384,10 @@ def test_one_graph_of_a_bucket_serves_every_step(mode):
         torch.testing.assert_close(graph(*inputs)[:3], want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
-@pytest.mark.parametrize("window", [None, 1, 17])
-@pytest.mark.parametrize("has_slopes", [False, True])
+@loop_over("mode", MODES)
+@loop_over("is_contiguous", [True, False])
+@loop_over("window", [None, 1, 17])
+@loop_over("has_slopes", [False, True])
 def test_several_tokens_of_a_row_see_what_each_sees_alone(has_slopes, window, is_contiguous, mode):
     """Decode the last tokens of each request together, as for drafts: some requests have fewer
     tokens, and some cross the edge of a block.

@@ -18,6 +18,7 @@ from tests.attention.launches import (
     padded_caches,
     random_cache,
 )
+from tests.loops import loop_over
 from vllm.attention.backends.flat_pa import derive_decode_blocks
 from vllm.attention.backends.hpu_attn import (
     SDPAKernel,
@@ -133,8 +134,8 @@ class Prefill:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("window", [None, 1, 10, 50, 1000])
+@loop_over("dtype", TOLERANCES)
+@loop_over("window", [None, 1, 10, 50, 1000])
 @pytest.mark.parametrize("rows", ROWS)
 def test_prefill_agrees_with_reference(rows, window, dtype, kernel):
     for num_heads, block_size in product((2, 8), (16, 128)):

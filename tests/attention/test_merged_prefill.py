@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gaudi_sim.bridge import SimBridge
 from tests.attention.launches import UNUSED, Cache, StaticOnly, flat, padded_caches, random_cache
+from tests.loops import loop_over
 from vllm.attention.backends.alibi import alibi_slopes
 from vllm.attention.backends.hpu_attn import derive_merged_blocks, prefill_attention
 from vllm.attention.backends.hpu_metadata import build_prefill_metadata
@@ -157,8 +158,8 @@ def test_prompts_that_make_no_launch_are_refused():
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("window", [None, 1, 10, 1000])
+@loop_over("dtype", TOLERANCES)
+@loop_over("window", [None, 1, 10, 1000])
 @pytest.mark.parametrize("prompts", PROMPTS)
 def test_agrees_with_reference(prompts, window, dtype, kernel):
     launch = merged(PROMPTS[prompts], dtype=dtype)

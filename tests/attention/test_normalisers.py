@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.attention.launches import HUGE, NAN, Cache, StaticOnly, random_cache
+from tests.loops import loop_over
 from vllm.attention.backends.flat_pa import (
     DecodeBlocks,
     derive_decode_blocks,
@@ -118,11 +119,9 @@ def test_a_soft_cap_keeps_scores_of_any_size_within_reach_of_every_normaliser(se
     torch.testing.assert_close(got[:3], want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-5)], ids=["fp32", "bf16"]
-)
+@loop_over("is_contiguous", [True, False])
+@loop_over("window", [None, 20])
+@loop_over("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2**-5)])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_ordinary_scores_give_the_exact_result(setting, dtype, tolerance, window, is_contiguous):
     """The window hides whole blocks of the longer requests."""

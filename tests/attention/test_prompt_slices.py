@@ -13,6 +13,7 @@ from gaudi_sim.bridge import SimBridge
 from tests.attention.launches import random_cache
 from tests.attention.options import split_options
 from tests.hpu import needs_simulated_device
+from tests.loops import loop_over
 from vllm.attention.backends.hpu_metadata import HPUPrefillMetadata, build_prefill_metadata
 from vllm.attention.backends.merged_prefill import build_merged_prefill_metadata
 from vllm.attention.backends.padded import PaddedPrefill, fit_kernel, layer_kinds
@@ -126,9 +127,9 @@ def masks(monkeypatch) -> list[torch.Size]:
 MASK = Sight.mask
 
 
-@pytest.mark.parametrize("is_merged", [False, True], ids=["rows", "merged"])
-@pytest.mark.parametrize("context", [0, 200])
-@pytest.mark.parametrize("name", LAYERS)
+@loop_over("is_merged", [False, True])
+@loop_over("context", [0, 200])
+@loop_over("name", LAYERS)
 def test_slices_give_what_all_queries_give_at_once(name, context, is_merged, masks):
     # Use a release whose kernel does not support windows, so that layers with windows need masks
     # even without a context.

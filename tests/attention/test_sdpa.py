@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gaudi_sim.bridge import SimBridge
+from tests.loops import loop_over
 from vllm.attention.backends.sdpa import (
     FusedSDPA,
     PromptInputs,
@@ -43,9 +44,9 @@ def operands(num_kv_heads: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(3, heads, 20, 16).to(dtype) for heads in (4, num_kv_heads, num_kv_heads)]
 
 
-@pytest.mark.parametrize("masking", MASKS)
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@loop_over("masking", MASKS)
+@loop_over("dtype", TOLERANCES)
+@loop_over("num_kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("name", ["torch", "flex", "bridge"])
 @UNCOMPILED_FLEX
 def test_agrees_with_the_naive_kernel(name, num_kv_heads, dtype, masking):

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 
 from tests.bucketing.helpers import pairs, triples
+from tests.loops import loop_over
 from tests.worker.hpu_helpers import make_config
 from vllm.bucketing import Phase, plan_buckets, prove
 from vllm.bucketing.catalog.closure import unused_buckets
@@ -212,9 +213,9 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("strategy", ["linear", "exponential", "sparse", "pad"])
-@pytest.mark.parametrize("prefix_caching", [False, True])
+@loop_over("shape", SHAPES.values())
+@loop_over("strategy", ["linear", "exponential", "sparse", "pad"])
+@loop_over("prefix_caching", [False, True])
 def test_every_bucket_can_run_and_every_step_has_one(shape, strategy, prefix_caching):
     """This holds for each block size, and whether decodes read slices or gather blocks."""
     max_model_len, seqs, budget, num_blocks = shape

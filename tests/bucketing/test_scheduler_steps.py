@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.bucketing.helpers import close
+from tests.reach import scheduled_steps_of
 from vllm.bucketing.bucket import Phase
 from vllm.bucketing.catalog.catalog import Catalog
 from vllm.bucketing.step_limits import StepLimits
@@ -81,7 +82,7 @@ def launches(step: SchedulerOutput) -> list[tuple[Phase, int, int, int]]:
 
 def answer(rng: random.Random, scheduler: Scheduler, step: SchedulerOutput) -> None:
     rows = step.rows
-    booked = scheduler._in_flight[-1].rows
+    booked = scheduled_steps_of(scheduler)[-1].rows
     assert set(booked.tolist()) <= set(rows.tolist())
     tokens = np.array([rng.randrange(2) for _ in booked], np.int32)
     scheduler.update(ModelRunnerOutput(step_id=step.step_id, rows=booked, token_ids=tokens))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.loops import loop_over
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -185,7 +186,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("config_class", "bad", "message"), REFUSED)
+@loop_over("config_class, bad, message", REFUSED)
 def test_a_bad_value_is_refused_with_name_and_accepted_values(config_class, bad, message):
     with pytest.raises(ConfigError) as failure:
         config_class(**{**COMPLETE[config_class], **bad})

@@ -10,9 +10,9 @@ from pytest import MonkeyPatch
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-import vllm.ops
 from gaudi_sim.bridge import SimulatedKernels
 from gaudi_sim.kernels.kernels import register
+from tests.reach import replace_ops
 from tests.tiny_models import _FAMILIES
 from tests.tiny_pooling_models import _QWEN, MODELS, REWARD_MODELS
 from vllm.attention.backends.sdpa import bridge_sdpa
@@ -117,7 +117,7 @@ def operators_of_a_card() -> Iterator[None]:
     register()
     bridge = SimpleNamespace(kernels=SimulatedKernels(), is_recording=True, fp8_max=240.0)
     with MonkeyPatch.context() as patch:
-        patch.setattr(vllm.ops, "_ops", HPUOps(bridge))
+        replace_ops(patch, HPUOps(bridge))
         yield
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tests.reach import cached_blocks_of
 from vllm.core.kv.block_hash import is_of_first_group
 from vllm.core.kv.cache_events import public_hash
 from vllm.messages import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
@@ -38,5 +39,5 @@ class CacheFollower:
     def check(self, pool: Any) -> None:
         """Check that the reported blocks are the ones that the pool can find."""
         assert self.blocks.keys() == {
-            public_hash(key) for key in pool._block_of if is_of_first_group(key)
+            public_hash(key) for key in cached_blocks_of(pool) if is_of_first_group(key)
         }

@@ -17,6 +17,14 @@ import numpy as np
 from tests.core.cache_follower import CacheFollower
 from tests.core.fake_runner import FakeRunner
 from tests.core.reference import root_content
+from tests.reach import (
+    check_hash_maps,
+    free_queue_of,
+    held_media_of,
+    num_stages_of,
+    request_ids_of,
+    scheduled_steps_of,
+)
 from vllm.config import SchedulerConfig
 from vllm.core.drafting.draft_control import DraftControl
 from vllm.core.drafts import DraftSource
@@ -268,7 +276,7 @@ class Loop:
         pool = self.scheduler.cache.pool
         assert pool.num_free == pool.num_usable_blocks, "blocks leaked"
         media = self.scheduler.media
-        assert media is None or not (media._held or media._num_held), "images are still held"
+        assert media is None or not held_media_of(self.scheduler), "images are still held"
         for output, copy_at_the_time in self._given:
             assert _plain(output) == _plain(copy_at_the_time), "an output was changed later"
         return self.results
@@ -334,14 +342,14 @@ def check_step(scheduler: Scheduler, step: SchedulerOutput) -> None:
     assert {new.row for new in step.new_requests} <= set(rows)
     for array in (step.rows, step.num_computed_tokens, step.num_scheduled_tokens):
         assert array.dtype == np.int32
-    samples = scheduler._in_flight[-1].rows.tolist() if rows else []
+    samples = scheduled_steps_of(scheduler)[-1].rows.tolist() if rows else []
     has_prompt = runs_prompt = False
     for row in running.order.tolist():
         num_computed = int(running.num_computed[row])
         rest = int(running.num_tokens[row]) - num_computed
         waits = running.awaits_result[row] or running.num_tokens[row] >= running.limit[row]
         waits = waits or running.media_end[row] > num_computed
-        if row not in rows and not waits and scheduler._num_stages == 1:
+        if row not in rows and not waits and num_stages_of(scheduler) == 1:
             assert rest > 1, "a decode is left out"
             has_prompt |= sum(counts) < config.max_num_batched_tokens
         elif row in rows:
@@ -350,10 +358,10 @@ def check_step(scheduler: Scheduler, step: SchedulerOutput) -> None:
     if scheduler.cache.is_dense and rows:
         held = {block_id for request in running.requests for block_id in request.block_ids}
         assert max(held) <= len(held) + len(held) // 32, "a slice reads more than it needs"
-    if scheduler._num_stages > 1:
+    if num_stages_of(scheduler) > 1:
         waiting = [
             row
-            for step in scheduler._in_flight
+            for step in scheduled_steps_of(scheduler)
             for row in step.rows.tolist()
             if row not in step.removed_rows
         ]
@@ -367,7 +375,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert len(requests) == len(running) <= scheduler.config.max_num_seqs
     assert len(waiting) == len(scheduler.waiting)
     names = [request.request_id for request in (*requests, *waiting)]
-    assert sorted(names) == sorted(scheduler._requests)
+    assert sorted(names) == sorted(request_ids_of(scheduler))
     assert [r.sort_key for r in requests] == sorted(r.sort_key for r in requests)
     assert running.order.tolist() == [request.row for request in requests]
     assert len(set(running.order.tolist())) == len(requests)
@@ -425,17 +433,9 @@ def check_blocks(scheduler: Scheduler, requests: list[Request]) -> None:
 
 def check_pool(pool: Any) -> None:
     """Check that the free queue contains each free block once, and that both hash maps agree."""
-    queue = []
-    block_id = pool._next[NULL_BLOCK_ID]
-    while block_id != NULL_BLOCK_ID:
-        queue.append(block_id)
-        assert pool._prev[pool._next[block_id]] == block_id
-        block_id = pool._next[block_id]
-        assert len(queue) <= pool.num_blocks
-    assert pool._prev[pool._next[NULL_BLOCK_ID]] == NULL_BLOCK_ID
+    queue = free_queue_of(pool)
     free = [i for i in range(1, pool.num_blocks) if pool.num_refs(i) == 0]
     assert sorted(queue) == free
     assert pool.num_free == len(free)
     assert pool.num_refs(NULL_BLOCK_ID) == 0
-    known = {h: i for i, h in enumerate(pool._hash_of) if h is not None}
-    assert known == pool._block_of
+    check_hash_maps(pool)

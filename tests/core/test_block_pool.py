@@ -3,6 +3,7 @@ import random
 import pytest
 
 from tests.core.helpers import check_pool
+from tests.reach import cached_blocks_of, free_queue_of
 from vllm.core.kv.block_pool import BlockPool
 from vllm.messages import NULL_BLOCK_ID
 
@@ -169,24 +170,17 @@ def test_content_stays_where_its_hash_says_and_as_old_as_it_was(seed):
             pool.cache_blocks([block_id], [memory[block_id]])
         elif held and free:
             place, low = rng.randrange(len(held)), rng.choice(free)
-            high, order = held[place], queue_of(pool)
+            high, order = held[place], free_queue_of(pool)
             memory[high], memory[low] = memory.get(low, b""), memory.get(high, b"")
             pool.exchange(high, low)
             held[place] = low
-            assert queue_of(pool) == [high if block_id == low else block_id for block_id in order]
+            assert free_queue_of(pool) == [
+                high if block_id == low else block_id for block_id in order
+            ]
         check_pool(pool)
-        for block_hash, block_id in pool._block_of.items():
+        for block_hash, block_id in cached_blocks_of(pool).items():
             assert memory[block_id] == block_hash
         assert sorted(held) == [b for b in range(pool.num_blocks) if pool.num_refs(b)]
-
-
-def queue_of(pool: BlockPool) -> list[int]:
-    """Return the free blocks, in the order in which they are taken."""
-    queue, block_id = [], pool._next[NULL_BLOCK_ID]
-    while block_id != NULL_BLOCK_ID:
-        queue.append(block_id)
-        block_id = pool._next[block_id]
-    return queue
 
 
 @pytest.mark.parametrize("held", [2, 3, NULL_BLOCK_ID], ids=["free", "held", "null"])

@@ -23,6 +23,7 @@ from tests.core.test_any_load import (
     setups,
 )
 from tests.exhaustive import seeds
+from tests.reach import scheduled_steps_of
 from vllm.core.draft_sources import ModelDrafts
 from vllm.core.drafting.draft_control import DraftControl
 from vllm.messages import Finished, FinishReason
@@ -146,7 +147,7 @@ def test_steps_run_ahead_where_no_drafts_are_looked_for():
     schedule, ahead = scheduler.schedule, []
 
     def scheduled():
-        is_ahead = bool(scheduler._in_flight)
+        is_ahead = bool(scheduled_steps_of(scheduler))
         step = schedule()
         if len(step.rows):
             ahead.append(is_ahead)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.core.helpers import make_request
+from tests.reach import cached_blocks_of
 from vllm.core.kv.block_hash import block_hashes, group_keys, root_hash
 from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.kv_cache_spec import KVCacheGroup
@@ -265,9 +266,9 @@ def test_a_hit_ends_where_the_window_of_every_group_is_there():
 
     def num_found(*missing: tuple[int, int]) -> int:
         keys = {key for index, group in missing for key in group_keys([hashes[index]], group)}
-        blocks = {key: cache.pool._block_of.pop(key) for key in keys}
+        blocks = {key: cached_blocks_of(cache.pool).pop(key) for key in keys}
         shared = cache.find_prefix(make_entry([*range(40), 99]))
-        cache.pool._block_of.update(blocks)
+        cached_blocks_of(cache.pool).update(blocks)
         num = len(shared) // 3
         for group, window in enumerate((None, 6, 10)):
             start = 0 if window is None else max(0, 4 * num - window + 1) // 4
@@ -291,7 +292,7 @@ def test_a_failed_request_is_forgotten_in_every_group():
     cache.free_out_of_window(request, 15)
     cache.free(request)
     cache.uncache_blocks(request)
-    assert not cache.pool._block_of
+    assert not cached_blocks_of(cache.pool)
 
 
 def test_a_block_of_one_group_is_never_found_for_another():

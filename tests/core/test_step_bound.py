@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.core.helpers import Result, make_request, make_scheduler, num_scheduled
+from tests.reach import scheduled_steps_of
 from vllm.core.media import EncoderCache
 from vllm.core.pacing.step_bound import PromptBudget, StepBound, num_pairs
 from vllm.core.pacing.step_time import StepTimes, StepWork
@@ -93,7 +94,7 @@ class TimedLoop:
         self.num_encoded += len(step.encoded_media)
         num_prompts = dict(enumerate(self.scheduler.running.num_prompt.tolist()))
         self.machine.run(step, num_prompts)
-        rows = self.scheduler._in_flight[-1].rows
+        rows = scheduled_steps_of(self.scheduler)[-1].rows
         output = self.scheduler.update(
             ModelRunnerOutput(
                 step_id=step.step_id, rows=rows, token_ids=np.full(len(rows), 5, np.int32)

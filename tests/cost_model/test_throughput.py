@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.fit_cost_model import MODELS, predicted_mlperf
+from tests.loops import loop_over
 from vllm.cost_model.throughput import PARTS, ServingCost
 
 LLAMA_8B, LLAMA_70B = MODELS["llama-3.1-8b"], MODELS["llama-2-70b"]
@@ -16,9 +17,9 @@ MIXTURE = replace(
 )
 
 
-@pytest.mark.parametrize("figures", [LLAMA_8B, LLAMA_70B, MIXTURE], ids=["8b", "70b", "mixture"])
-@pytest.mark.parametrize("num_cards", [1, 2, 4, 8])
-@pytest.mark.parametrize("card", ["gaudi2", "gaudi3"])
+@loop_over("figures", [LLAMA_8B, LLAMA_70B, MIXTURE])
+@loop_over("num_cards", [1, 2, 4, 8])
+@loop_over("card", ["gaudi2", "gaudi3"])
 def test_no_larger_step_is_faster(card, num_cards, figures):
     cost = ServingCost(card, num_cards, figures)
     batch, length = np.array([1, 2, 7, 64, 512]), np.array([1, 100, 128, 2048, 100_000])

@@ -5,7 +5,7 @@ import pytest
 
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.multimodal.sound_models import make_sound
-from tests.reach import runner_of, scheduler_of
+from tests.reach import media_of, scheduler_of
 from tests.tiny_audio import FAMILIES, PIECE, expected_outputs, make_tiny_audio
 from vllm import LLM, SamplingParams
 from vllm.errors import RequestError
@@ -104,7 +104,7 @@ def ask(family, text, *sounds):
 
 def test_equal_sounds_are_encoded_once_and_others_are_told_apart(family, folder, llm):
     plain = LLM(str(folder), **ENGINE, enable_prefix_caching=False)
-    media = runner_of(llm).parts.find(EmbeddingRows)._media
+    media = media_of(llm, EmbeddingRows)
     one, other = make_sound(21, 20000), make_sound(22, 20000)
     start = "The same words before SOUND"
 
@@ -184,7 +184,7 @@ def test_images_are_refused_by_a_model_of_sound(family, llm):
 )
 def test_on_a_simulated_card_nothing_compiles_after_the_warm_up(family, mode, folder, expected):
     lazy, eager = MODES[mode]
-    with simulated_hpu(PT_HPU_LAZY_MODE=lazy, **FEW_BUCKETS) as bridge:
+    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=lazy, **FEW_BUCKETS) as bridge:
         llm = LLM(str(folder), **ENGINE, enforce_eager=eager)
         before = bridge.counters()
         assert tokens_of(llm.generate(requests_of(family), GREEDY)) == expected

@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.test_images import ENGINE, GREEDY, BrokenEncoder, requests_of, tokens_of
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
-from tests.reach import runner_of, scheduler_of, worker_of
+from tests.reach import held_media_of, media_of, replace_encoder, runner_of, scheduler_of, worker_of
 from tests.tiny_images import make_tiny_images
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError
@@ -53,7 +53,7 @@ def expected(llm):
 def test_settings_change_no_token(folder, expected, settings):
     llm = LLM(str(folder), **{**ENGINE, **settings})
     assert tokens_of(llm.generate(requests_of(FAMILY), GREEDY)) == expected
-    assert not scheduler_of(llm).media._held
+    assert not held_media_of(scheduler_of(llm))
 
 
 def test_requests_alone_and_again_get_the_tokens_that_they_get_together(llm, expected):
@@ -75,10 +75,10 @@ def test_a_request_whose_image_fails_ends_and_leaves_nothing_to_others(
     folder, expected, monkeypatch
 ):
     llm = LLM(str(folder), **ENGINE)
-    media = runner_of(llm).parts.find(ItemRows)._media
+    media = media_of(llm, ItemRows)
     requests = requests_of(FAMILY)
     with monkeypatch.context() as patched:
-        patched.setattr(media, "_encoder", BrokenEncoder())
+        replace_encoder(patched, media, BrokenEncoder())
         outputs = llm.generate([requests[3], requests[2], requests[3]], GREEDY)
     assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length", "error"]
     assert tokens_of(outputs) == [[], expected[2], []]
@@ -124,7 +124,7 @@ def test_stages_of_a_pipeline_are_refused_with_images_only(folder, expected):
 def test_on_a_simulated_card_nothing_compiles_after_the_warm_up(folder, expected, mode):
     """Requests with and without images share batches, and two requests have the same image."""
     lazy, eager = MODES[mode]
-    with simulated_hpu(PT_HPU_LAZY_MODE=lazy, **FEW_BUCKETS) as bridge:
+    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=lazy, **FEW_BUCKETS) as bridge:
         llm = LLM(str(folder), **ENGINE, enforce_eager=eager)
         before = bridge.counters()
         requests = requests_of(FAMILY)

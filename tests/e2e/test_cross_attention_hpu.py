@@ -6,7 +6,15 @@ import pytest
 
 from tests.e2e.test_images import ENGINE, GREEDY, BrokenEncoder, images_of, requests_of, tokens_of
 from tests.hpu import FEW_BUCKETS, simulated_hpu
-from tests.reach import runner_of, scheduler_of, worker_of
+from tests.reach import (
+    held_media_of,
+    media_of,
+    replace_encoder,
+    report_of,
+    runner_of,
+    scheduler_of,
+    worker_of,
+)
 from tests.tiny_images import make_tiny_images
 from vllm import LLM
 from vllm.errors import ConfigError
@@ -61,7 +69,7 @@ def test_settings_change_no_token(folder, expected, settings):
         for _ in range(2):  # the second time the images are in the encoder cache
             assert tokens_of(llm.generate(requests_of(FAMILY), GREEDY)) == expected
         assert bridge.counters().compilations == before.compilations
-        assert not scheduler_of(llm).media._held
+        assert not held_media_of(scheduler_of(llm))
 
 
 def read_slots(llm, monkeypatch):
@@ -82,13 +90,13 @@ def test_a_card_that_slept_and_an_image_that_failed_leave_nothing_to_others(
     folder, expected, many, monkeypatch
 ):
     requests = requests_of(FAMILY)
-    with simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS) as bridge:
+    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS) as bridge:
         llm = LLM(str(folder), **ENGINE, enable_sleep_mode=True)
         before = bridge.counters().compilations
         slots = read_slots(llm, monkeypatch)
-        media = runner_of(llm).parts.find(DeviceItems)._media
+        media = media_of(llm, DeviceItems)
         with monkeypatch.context() as patched:
-            patched.setattr(media, "_encoder", BrokenEncoder())
+            replace_encoder(patched, media, BrokenEncoder())
             outputs = llm.generate([requests[3], requests[2], requests[3]], GREEDY)
         reasons = [output.outputs[0].finish_reason for output in outputs]
         assert reasons == ["error", "length", "error"]
@@ -115,7 +123,7 @@ def test_pools_are_counted_before_blocks(folder):
         largest = worker.model.media_encoder.max_states
         (layer, *_) = cross_attention_layers(worker.model)
         # There is one image for each of 8 requests; a table has room for two images of a request.
-        assert len(layer.item_keys) == worker._report.num_item_states == 8 * largest
+        assert len(layer.item_keys) == report_of(worker).num_item_states == 8 * largest
         assert runner_of(llm).items.table.shape == (9, 3, -(-2 * largest // 128) * 128)
         names = {use.what: use.num_bytes for use in worker._uses(2**30, 2**20)}
         pools = sum(

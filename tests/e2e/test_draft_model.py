@@ -10,7 +10,7 @@ import torch
 from tests.e2e.test_drafts import seen_by_user
 from tests.e2e.test_speculation import PARAMS, PROMPTS
 from tests.exhaustive import exhaustive
-from tests.reach import stats_of, worker_of
+from tests.reach import draft_model_of, stats_of, worker_of
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
 from vllm.errors import ConfigError
@@ -111,7 +111,7 @@ def test_vocabularies_may_be_padded_differently(vocab_size, models, tmp_path, ex
 def test_a_draft_model_sleeps_and_wakes_up_with_the_model(expected):
     llm = with_draft(BUNDLED_MODEL, enable_sleep_mode=True)
     worker = worker_of(llm)
-    (weight, *_) = model_storages(worker._draft_model)
+    (weight, *_) = model_storages(draft_model_of(worker))
     for level in (1, 2):
         before = drafts_of(llm)
         assert run(llm) == expected

@@ -11,7 +11,7 @@ import torch
 from gaudi_sim.bridge import SimBridge
 from tests.e2e.test_drafts import seen_by_user
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu, steps_in_flight
-from tests.reach import runner_of, stats_of, steps_in_flight_of, worker_of
+from tests.reach import recorded_launches, runner_of, stats_of, steps_in_flight_of, worker_of
 from tests.speculators import cut_last_layer
 from tests.worker import test_hpu_drafts
 from vllm import SamplingParams
@@ -67,17 +67,15 @@ def check_reads(engine: LLMEngine, bridge: SimBridge) -> None:
     """Check that the host waits for the card once for each forward pass of the model, and never for
     drafts.
     """
-    runner, launches = runner_of(engine), []
     before = bridge.counters().host_syncs
     with pytest.MonkeyPatch.context() as patch:
-        launch_once = runner._run
-        patch.setattr(runner, "_run", lambda x: launches.append(x) or launch_once(x))
+        launches = recorded_launches(runner_of(engine), patch)
         for seed in range(3):
             params = SamplingParams(max_tokens=12, ignore_eos=True, seed=seed)
             engine.add_request(str(seed), {"prompt_token_ids": [300 + seed] * 9}, params)
         while engine.has_unfinished_requests() or steps_in_flight_of(engine):
             engine.step()
-    assert any(launch.num_drafts is not None for launch in launches)
+    assert any(launch.num_drafts is not None for launch, _ in launches)
     assert bridge.counters().host_syncs - before == len(launches)
 
 

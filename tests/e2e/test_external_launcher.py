@@ -3,14 +3,16 @@ outputs.
 """
 
 import json
+import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 
 from tests.e2e import ranks
-from tests.e2e.server import ROOT
+from tests.e2e.server import ROOT, free_port
 from vllm import LLM
 from vllm.assets import BUNDLED_MODEL
 from vllm.config import ParallelConfig
@@ -56,18 +58,27 @@ def main() -> None:
         pytest.param(1, 3, "ngram", marks=pytest.mark.exhaustive),
     ],
 )
-def test_every_process_gets_the_outputs_of_one_device(tensor, stages, method):
+def test_every_process_gets_the_outputs_of_one_device(tensor, stages, method, tmp_path):
     count = tensor * stages
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", __name__, str(tensor), str(stages), method],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    one, *others = (json.loads(line) for line in done.stdout.splitlines())
+    # Set what torchrun sets, without its process, whose imports take as long as a rank needs.
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", __name__, str(tensor), str(stages), method]
+    files = [(tmp_path / f"out-{rank}", tmp_path / f"log-{rank}") for rank in range(count)]
+    processes = []
+    with ExitStack() as stack:
+        for rank, (out, log) in enumerate(files):
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=shared | {"RANK": str(rank), "WORLD_SIZE": str(count)},
+                stdout=stack.enter_context(out.open("w")),
+                stderr=stack.enter_context(log.open("w")),
+            )
+            stack.callback(process.kill)
+            processes.append(process)
+        for process, (_, log) in zip(processes, files, strict=True):
+            assert process.wait(300) == 0, log.read_text()
+    one, *others = (json.loads(out.read_text()) for out, _ in files)
     assert others == [one] * (count - 1)
     wanted = ranks.generate(LLM(**ranks.ENGINE))
     for (token_ids, logprobs), output in zip(one, wanted, strict=True):

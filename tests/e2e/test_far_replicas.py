@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.e2e.server import START_TIMEOUT_S, free_port, start_server, wait_until
+from tests.exhaustive import exhaustive
 
 pytestmark = pytest.mark.e2e
 
@@ -43,7 +44,10 @@ def complete(server, **more):
     return server.request("POST", "/v1/completions", body)
 
 
-def test_a_server_has_replicas_on_another_machine_which_may_be_lost_and_return(tmp_path):
+@pytest.mark.parametrize("loses_core", [False, exhaustive(True)])
+def test_a_server_has_replicas_on_another_machine_which_may_be_lost_and_return(
+    loses_core, tmp_path
+):
     port, log = free_port(), tmp_path / "machine.log"
     flags = ("--data-parallel-size-local", "1", "--data-parallel-rpc-port", str(port))
     with start_server(
@@ -74,11 +78,13 @@ def test_a_server_has_replicas_on_another_machine_which_may_be_lost_and_return(t
             assert len({body.split(b'"text":')[1].split(b",")[0] for _, _, body in answers}) == 1
             (core,) = psutil.Process(far.pid).children()
             assert core.cpu_times().user > 0
-            # The engine core on the other machine ends: that machine starts it again.
-            os.kill(core.pid, signal.SIGKILL)
-            wait_until(lambda: server.replica_states()[1] != "ready")
-            assert complete(server)[0] == 200
-            wait_until(lambda: server.replica_states() == ["ready", "ready"])
+            # Exhaustive: tests/engine/test_core_replicas.py starts a lost core again.
+            if loses_core:
+                # The engine core on the other machine ends: that machine starts it again.
+                os.kill(core.pid, signal.SIGKILL)
+                wait_until(lambda: server.replica_states()[1] != "ready")
+                assert complete(server)[0] == 200
+                wait_until(lambda: server.replica_states() == ["ready", "ready"])
             # The other machine ends: the remaining replicas continue to serve.
             far.kill()
         wait_until(lambda: server.replica_states()[1] != "ready")

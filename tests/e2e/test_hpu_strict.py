@@ -15,7 +15,7 @@ import torch
 
 from tests.e2e.test_random_load import count_decodes
 from tests.hpu import FEW_BUCKETS, MODES, captured_log, simulated_hpu
-from tests.reach import core_of, runner_of, stats_of
+from tests.reach import core_of, recorded_launches, runner_of, stats_of
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
 from vllm.worker.batch.launch_result import LaunchResult
@@ -139,9 +139,7 @@ def test_random_requests_compile_nothing_and_wait_only_for_tokens(mode, engine, 
         num_decodes = count_decodes(llm.llm_engine)
         core = core_of(llm)
         runner = runner_of(core)
-        launches: list[LaunchResult] = []
-        run = runner._run
-        monkeypatch.setattr(runner, "_run", lambda x: launches.append(run(x)) or launches[-1])
+        launches = recorded_launches(runner, monkeypatch)
         before = bridge.counters()
         outputs = llm.generate(load.prompts[:count], load.params[:count], use_tqdm=False)
         while core.has_unfinished_requests():  # a step that was started before the last one ended
@@ -152,7 +150,9 @@ def test_random_requests_compile_nothing_and_wait_only_for_tokens(mode, engine, 
     assert after.compilations == before.compilations
     assert after.cpu_fallbacks == before.cpu_fallbacks
     assert after.graph_captures == before.graph_captures
-    assert after.host_syncs - before.host_syncs == expected_syncs(launches)
+    assert after.host_syncs - before.host_syncs == expected_syncs(
+        [result for _, result in launches]
+    )
     replays = after.graph_replays - before.graph_replays
     assert replays == (len(launches) if mode == "HPU graphs" else 0)
     assert seen_by_user(outputs) == load.want[:count]

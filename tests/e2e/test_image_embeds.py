@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.hpu import FEW_BUCKETS, simulated_hpu
-from tests.reach import core_of, runner_of, scheduler_of, worker_of
+from tests.reach import core_of, kept_encodings_of, media_of, runner_of, scheduler_of, worker_of
 from tests.tiny_images import FAMILIES, draw_image, make_tiny_images
 from vllm import LLM, SamplingParams
 from vllm.errors import RequestError
@@ -148,8 +148,8 @@ def test_embeddings_take_the_memory_of_the_dtype_of_the_model(llava):
     two = torch.from_numpy(one).bfloat16()
     found = [llm.generate(ask("Look: <image> a", given), GREEDY) for given in (one, two)]
     assert tokens_of(found[0]) == tokens_of(found[1])
-    rows = runner_of(llm).parts.find(EmbeddingRows)
-    assert {each.dtype for each in rows._media._kept.values()} == {torch.bfloat16}
+    kept = kept_encodings_of(media_of(llm, EmbeddingRows))
+    assert {each.dtype for each in kept.values()} == {torch.bfloat16}
 
 
 def test_a_chat_takes_embeddings(llm):
@@ -180,7 +180,7 @@ def test_on_a_simulated_card_embeddings_compile_nothing(qwen):
     text = FAMILIES["qwen2_vl"].in_text * 2 + " some words, more than one piece of the prompt"
     with pytest.raises(RequestError, match="start it with --enable-mm-embeds"):
         host.generate(ask(text, given), GREEDY)
-    with simulated_hpu(**FEW_BUCKETS | {"PT_HPU_LAZY_MODE": 1}) as bridge:
+    with simulated_hpu(has_profiling_run=False, **FEW_BUCKETS | {"PT_HPU_LAZY_MODE": 1}) as bridge:
         llm = LLM(qwen, **ENGINE | {"max_num_batched_tokens": 32}, enforce_eager=True)
         compilations = bridge.counters().compilations
         want = tokens_of(llm.generate(ask(text, IMAGES), GREEDY))

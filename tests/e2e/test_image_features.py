@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from tests.quantized_checkpoints import write as write_quantized
-from tests.reach import scheduler_of, worker_of
+from tests.reach import log_cache_events, scheduler_of, worker_of
 from tests.tiny_images import draw_image, make_tiny_images
 from vllm import LLM, SamplingParams
-from vllm.core.kv.cache_events import CacheEventLog
 from vllm.errors import RequestError, WeightLoadError
 from vllm.sampling_params import BeamSearchParams
 
@@ -342,8 +341,7 @@ def test_emptying_the_prefix_cache_drops_embeddings_of_images(folder):
 
 def test_events_of_the_cache_tell_images_apart(folder):
     llm = LLM(str(folder), **ENGINE)
-    cache = scheduler_of(llm).cache
-    cache._events = events = CacheEventLog(ENGINE["block_size"])
+    events = log_cache_events(llm)
     text = "a <image><image> and more text, which fills blocks"
     one, two = IMAGE, draw_image(2, 32, 32)
     params = SamplingParams(max_tokens=1)

@@ -6,7 +6,7 @@ import torch
 
 from tests.engine.test_resolve_config import resolve
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
-from tests.reach import runner_of, scheduler_of, worker_of
+from tests.reach import media_of, replace_encoder, scheduler_of, worker_of
 from tests.tiny_images import FAMILIES, draw_image, expected_generations, make_tiny_images
 from vllm import LLM, SamplingParams
 from vllm.distributed import Stage, TPGroup
@@ -122,10 +122,10 @@ def test_requests_whose_image_fails_end_and_leave_nothing_to_others(
     llava, expected, settings, monkeypatch
 ):
     llm = LLM(str(llava), **{**ENGINE, "max_model_len": 128, **settings})
-    media = runner_of(llm).parts.find(EmbeddingRows)._media
+    media = media_of(llm, EmbeddingRows)
     requests = requests_of("llava")
     with monkeypatch.context() as patched:
-        patched.setattr(media, "_encoder", BrokenEncoder())
+        replace_encoder(patched, media, BrokenEncoder())
         outputs = llm.generate([requests[3], requests[2], requests[3]], GREEDY)
     assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length", "error"]
     assert tokens_of(outputs) == [[], expected[2], []]
@@ -165,7 +165,7 @@ def test_on_a_simulated_card_nothing_compiles_after_the_warm_up(family, mode, tm
     folder = make_tiny_images(family, tmp_path)
     expected = tokens_of(LLM(str(folder), **ENGINE).generate(requests_of(family), GREEDY))
     lazy, eager = MODES[mode]
-    with simulated_hpu(PT_HPU_LAZY_MODE=lazy, **FEW_BUCKETS) as bridge:
+    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=lazy, **FEW_BUCKETS) as bridge:
         llm = LLM(str(folder), **ENGINE, enforce_eager=eager)
         before = bridge.counters()
         assert tokens_of(llm.generate(requests_of(family), GREEDY)) == expected

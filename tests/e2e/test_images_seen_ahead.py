@@ -240,7 +240,9 @@ def test_steps_that_have_no_room_for_an_image_are_refused_at_the_start(folder):
 def test_on_a_simulated_card_prompts_may_be_merged_and_divided(
     folder, expected, variables, settings
 ):
-    with simulated_hpu(PT_HPU_LAZY_MODE=1, **{**FEW_BUCKETS, **variables}) as bridge:
+    with simulated_hpu(
+        has_profiling_run=False, PT_HPU_LAZY_MODE=1, **{**FEW_BUCKETS, **variables}
+    ) as bridge:
         llm = LLM(str(folder), **{**ENGINE, **settings})
         before = bridge.counters()
         for _ in range(2):

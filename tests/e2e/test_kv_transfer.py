@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 
 from tests.e2e.server import ROOT
 from tests.executor.thread_ranks import ThreadRanks
-from tests.reach import connector_of, pool_of, scheduler_of, stats_of
+from tests.reach import connector_of, pool_of, port_of, scheduler_of, stats_of
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer.block_folder import BlockFolder
 from vllm.engine import engine_core
@@ -187,7 +187,7 @@ def test_others_go_on_while_the_files_of_a_request_are_written(expected, tmp_pat
 def test_an_engine_gets_prompts_of_another_one_over_tcp_and_does_without_it(expected):
     producer = {"kv_connector": "TCPConnector", "kv_role": "kv_producer", "kv_port": 0}
     one = LLM(**SMALL, kv_transfer_config=producer)
-    port = connector_of(one)._server.port
+    port = port_of(connector_of(one))
     consumer = {**producer, "kv_role": "kv_consumer", "kv_port": port}
     other = LLM(**SMALL, kv_transfer_config=consumer)
     one.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)

@@ -8,7 +8,7 @@ from huggingface_hub import constants
 from tests.e2e.ranks import ENGINE, assert_same, generate
 from tests.executor.thread_ranks import ThreadRanks
 from tests.lora_files import write_adapter
-from tests.reach import core_of, stats_of, worker_of
+from tests.reach import core_of, draft_model_of, stats_of, worker_of
 from tests.speculators import make_speculator, make_target
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
@@ -97,7 +97,7 @@ def test_heads_of_drafts_are_int8_too_and_change_no_token(method, tmp_path):
     want = greedy(LLM(target, **SMALL, **HEAD))
     config["adaptive"] = False
     llm = LLM(target, speculative_config=config, **SMALL, **HEAD)
-    formats = head_formats(worker_of(llm)._draft_model)
+    formats = head_formats(draft_model_of(worker_of(llm)))
     assert formats and set(formats) == {WeightFormat.INT8}
     assert greedy(llm)[0] == want[0]
     assert stats_of(llm).drafts.num_draft_tokens

@@ -12,10 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.lora_files import ALL, ATTENTION, greedy, merged_model, run_on_engine, write_adapter
-from tests.reach import runner_of, stats_of
+from tests.reach import log_cache_events, runner_of, stats_of
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
-from vllm.core.kv.cache_events import CacheEventLog
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.errors import ConfigError, RequestError
@@ -325,7 +324,7 @@ def test_metrics_and_events_name_adapters(adapters, monkeypatch):
     llm = LLM(max_model_len=64, enable_lora=True, max_loras=1, disable_log_stats=False)
     engine = llm.llm_engine
     core = engine.engine_core
-    core.scheduler.cache._events = events = CacheEventLog(core.config.cache.block_size)
+    events = log_cache_events(core)
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     for number, adapter in enumerate((adapters[0], adapters[1], None)):
         engine.add_request(str(number), PROMPT, params, lora_request=adapter)

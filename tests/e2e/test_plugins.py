@@ -2,15 +2,16 @@
 engine.
 """
 
+import asyncio
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.tiny_models import make_tiny_model
-from vllm import envs
+from vllm import RequestOutput, SamplingParams, envs
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.utils import plugins
 
 ENTRY_POINTS = """
@@ -51,50 +52,48 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-PROGRAM = """
-import asyncio, sys
-from vllm import SamplingParams
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.engine.async_llm_engine import AsyncLLM
-
-async def main():
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(
-        model=sys.argv[1], load_format="dummy", dtype="float32", skip_tokenizer_init=True,
-        hf_overrides={"architectures": ["OwnForCausalLM"]}, max_model_len=32,
-        tensor_parallel_size=2, num_gpu_blocks_override=8,
-    ))
-    params = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
-    async for output in engine.generate({"prompt_token_ids": [5, 6]}, params, "r"):
-        last = output
-    print("tokens", last.finished)
-    engine.shutdown()
-
-if __name__ == "__main__":
-    asyncio.run(main())
-"""
-
-
-def test_plug_ins_run_once_in_every_process_and_one_that_raises_is_a_warning(installed, tmp_path):
+def test_plug_ins_run_once_in_every_process_and_one_that_raises_is_a_warning(
+    installed, tmp_path, monkeypatch, capfd
+):
     folder = make_tiny_model("llama", tmp_path / "model")
-    paths = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert "tokens True" in result.stdout
+    monkeypatch.syspath_prepend(installed)  # of this process, which is the API process here
+    paths = [str(installed), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setattr("vllm.model_executor.models.registry.ModelRegistry._models", {})
+
+    async def generate() -> RequestOutput:
+        engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=str(folder),
+                load_format="dummy",
+                dtype="float32",
+                skip_tokenizer_init=True,
+                hf_overrides={"architectures": ["OwnForCausalLM"]},
+                max_model_len=32,
+                tensor_parallel_size=2,
+                num_gpu_blocks_override=8,
+            )
+        )
+        try:
+            params = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
+            outputs = engine.generate({"prompt_token_ids": [5, 6]}, params, "r")
+            return [output async for output in outputs][-1]
+        finally:
+            engine.shutdown()
+
+    plugins.load_general_plugins.cache_clear()
+    try:
+        assert asyncio.run(generate()).finished
+    finally:
+        plugins.load_general_plugins.cache_clear()
     # The plugin is called in the API process, in the core process, which is also rank 0, and in
     # rank 1.
     calls = (installed / "calls").read_text().split()
-    assert len(calls) == len(set(calls)) == 3
+    assert len(calls) == len(set(calls)) == 3 and str(os.getpid()) in calls
     warning = (
         "the plug-in 'broken' (own_models:fail) has failed, so its models cannot be used: OSErr"
     )
-    assert result.stderr.count(warning) == 3
+    assert capfd.readouterr().err.count(warning) == 3
 
 
 @pytest.mark.parametrize(

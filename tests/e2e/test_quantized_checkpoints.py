@@ -96,9 +96,9 @@ def test_tokens_on_a_simulated_card_are_those_of_the_dequantized_weights(checkpo
     """
     folder, dense = checkpoint(name)
     settings = {"dtype": "bfloat16"}
-    with simulated_hpu(card=card, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
+    with simulated_hpu(has_profiling_run=False, card=card, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
         got, got_logprob = greedy(folder, **settings)
-    with simulated_hpu(card=card, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
+    with simulated_hpu(has_profiling_run=False, card=card, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
         want, want_logprob = greedy(dense, **settings)
     is_rounded = name.startswith("fp8") or FORMATS[name].rounding > 0
     num_compared = 4 if is_rounded else NUM_TOKENS
@@ -149,7 +149,7 @@ def test_quantized_experts_stay_so_on_a_simulated_card(tmp_path, stored, mode, c
     folder, dense = write(name, tmp_path, make_tiny_model("qwen3_moe", tmp_path, **sizes))
     is_lazy, enforce_eager = MODES[mode]
     settings = {"dtype": "bfloat16", "enforce_eager": enforce_eager}
-    with simulated_hpu(card=card, PT_HPU_LAZY_MODE=is_lazy, **FEW_BUCKETS):
+    with simulated_hpu(has_profiling_run=False, card=card, PT_HPU_LAZY_MODE=is_lazy, **FEW_BUCKETS):
         got, types = prompt_logprobs(folder, **settings)
     assert types == wanted
     want, _ = prompt_logprobs(dense)
@@ -165,7 +165,7 @@ def test_fp8_is_made_while_loading(checkpoint, card):
     if card == "cpu":
         (got, logprob), (want, want_logprob) = greedy(dense, **settings), greedy(dense)
     else:
-        with simulated_hpu(card=card, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
+        with simulated_hpu(has_profiling_run=False, card=card, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
             got, logprob = greedy(dense, **settings)
         want, want_logprob = greedy(dense)
     assert got[:2] == want[:2]

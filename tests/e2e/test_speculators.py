@@ -12,7 +12,7 @@ import torch
 from tests.executor.thread_ranks import ThreadRanks
 from tests.exhaustive import exhaustive
 from tests.lora_files import ALL, write_adapter
-from tests.reach import core_of, decode_step_of, runner_of, stats_of, worker_of
+from tests.reach import core_of, decode_step_of, draft_model_of, runner_of, stats_of, worker_of
 from tests.speculators import VOCAB_SIZE, Made, make_mtp, make_right, make_speculator, make_target
 from vllm import LLM, SamplingParams
 from vllm.engine import engine_core
@@ -263,7 +263,7 @@ def test_what_a_speculator_cannot_be_combined_with(made):
 def test_a_speculator_sleeps_and_wakes_up_with_the_model(method, made, expected):
     llm = with_speculator(made[method], enable_sleep_mode=True)
     worker = worker_of(llm)
-    weight = max(model_storages(worker._draft_model), key=len)
+    weight = max(model_storages(draft_model_of(worker)), key=len)
     num_right = []
     for level in (1, 2, None):
         assert run(llm) == expected[method]

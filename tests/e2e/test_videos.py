@@ -203,7 +203,7 @@ def test_on_a_simulated_card_nothing_compiles_after_the_warm_up(family, mode, tm
     requests = requests_of(family)
     expected = tokens_of(LLM(str(folder), **ENGINE).generate(requests, GREEDY))
     lazy, eager = MODES[mode]
-    with simulated_hpu(PT_HPU_LAZY_MODE=lazy, **FEW_BUCKETS) as bridge:
+    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=lazy, **FEW_BUCKETS) as bridge:
         llm = LLM(str(folder), **ENGINE, enforce_eager=eager)
         before = bridge.counters()
         assert tokens_of(llm.generate(requests, GREEDY)) == expected

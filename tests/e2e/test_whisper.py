@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.multimodal.sound_models import make_sound
 from tests.quantized_checkpoints import write as write_quantized
-from tests.reach import runner_of, scheduler_of
+from tests.reach import media_of, scheduler_of
 from tests.tiny_speech import RATE, TRANSCRIBE, WITH_TIMES, Reference, make_tiny_whisper
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -59,7 +59,7 @@ def ask(sound, text=TRANSCRIBE, **others):
 
 
 def num_encoded_of(llm):
-    return runner_of(llm).parts.find(KeptItems)._media.num_encoded
+    return media_of(llm, KeptItems).num_encoded
 
 
 def tokens_of(output, index=0):
@@ -484,7 +484,7 @@ def test_on_a_simulated_card_nothing_compiles_after_the_warm_up(folder, referenc
     lazy, eager = MODES[mode]
     texts = [TRANSCRIBE, WITH_TIMES, f"<|startofprev|> so far{TRANSCRIBE}", TRANSCRIBE]
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    with simulated_hpu(PT_HPU_LAZY_MODE=lazy, **FEW_BUCKETS) as bridge:
+    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=lazy, **FEW_BUCKETS) as bridge:
         llm = LLM(str(folder), **ENGINE, enforce_eager=eager)
         before = bridge.counters()
         prompts = [ask(sound, text) for sound, text in zip(SOUNDS, texts, strict=True)]

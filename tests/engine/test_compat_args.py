@@ -5,6 +5,7 @@ from collections import namedtuple
 
 import pytest
 
+from tests.loops import loop_over
 from vllm.config import VllmConfig
 from vllm.config.fields import config_fields, config_sections
 from vllm.engine.arg_utils import EngineArgs
@@ -30,7 +31,7 @@ VALUES = {
 """What an argument is set to that does not take just anything."""
 
 
-@pytest.mark.parametrize("name", [name for name in IGNORED if name != "enable_reasoning"])
+@loop_over("name", [name for name in IGNORED if name != "enable_reasoning"])
 def test_an_argument_without_effect_is_accepted_with_one_line(name, capsys):
     value, reason = VALUES.get(name, True), COMPAT_ARGUMENTS[name].reason
     assert EngineArgs(**{name: value}) == EngineArgs()
@@ -45,7 +46,7 @@ def test_reasoning_is_enabled_with_a_parser_only():
         EngineArgs(enable_reasoning=True)
 
 
-@pytest.mark.parametrize("name", COMPAT_ARGUMENTS)
+@loop_over("name", COMPAT_ARGUMENTS)
 def test_an_argument_of_the_fork_that_is_none_says_nothing(name, capsys):
     assert EngineArgs(**{name: None}) == EngineArgs()
     assert capsys.readouterr().err == ""
@@ -57,7 +58,7 @@ def test_a_missing_feature_is_refused_when_asked_for(name):
         EngineArgs(**{name: "something"})
 
 
-@pytest.mark.parametrize("name", COMPAT_ARGUMENTS)
+@loop_over("name", COMPAT_ARGUMENTS)
 def test_a_reason_is_no_promise_and_no_sentence_of_its_own(name):
     reason = COMPAT_ARGUMENTS[name].reason
     assert reason.strip() == reason

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from tests.core.cache_follower import CacheFollower
-from tests.reach import core_of, pool_of
+from tests.reach import cached_blocks_of, core_of, pool_of
 from vllm import LLM, SamplingParams
 from vllm.config import KVEventsConfig, ObservabilityConfig
 from vllm.config.fields import config_fields
@@ -158,7 +158,7 @@ def test_an_engine_tells_all_that_its_cache_holds(open_socket, addresses):
     for start in range(0, 40, 10):
         prompts = [[start + i] * (16 * i + 5) for i in range(1, 5)]
         llm.generate([*prompts, prompts[0]], params, use_tqdm=False)
-    assert len(pool._block_of) > 10
+    assert len(cached_blocks_of(pool)) > 10
 
     # A subscriber that followed an earlier engine at this address has to drop the blocks of that
     # engine.

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
+from tests.reach import port_of
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import block_peers
 from vllm.distributed.kv_transfer.block_format import compose
@@ -64,7 +65,7 @@ def test_blocks_come_from_the_engines_that_have_them():
         one.save(KEYS[:3], BLOCKS[:3])
         other.save(KEYS[3:5], BLOCKS[3:5])
         assert one.missing(KEYS[:4]) == [3]
-        with consumer(one._server.port, other._server.port) as made:
+        with consumer(port_of(one), port_of(other)) as made:
             assert fetched(made, KEYS) == BLOCKS[:5]
             one.drop(KEYS[:3])
             other.drop(KEYS[3:5])
@@ -73,7 +74,7 @@ def test_blocks_come_from_the_engines_that_have_them():
             assert made.load(KEYS) == []
             made.open("model")
             assert fetched(made, KEYS) == []
-        with consumer(one._server.port, kv_buffer_size=2500) as made:
+        with consumer(port_of(one), kv_buffer_size=2500) as made:
             one.save(KEYS[:3], BLOCKS[:3])
             # No more blocks are read than host memory can hold.
             assert fetched(made, KEYS) == BLOCKS[:2]
@@ -87,7 +88,7 @@ def test_a_producer_asks_nobody_and_a_consumer_sends_nothing():
 
 
 def test_blocks_of_another_model_are_not_sent(capsys):
-    with connector(namespace="a") as one, consumer(one._server.port, namespace="b") as made:
+    with connector(namespace="a") as one, consumer(port_of(one), namespace="b") as made:
         one.save(KEYS, BLOCKS)
         assert fetched(made, KEYS) == []
         assert "its model, weights, or layout of the KV cache" in capsys.readouterr().err
@@ -165,7 +166,7 @@ def test_a_peer_that_fails_is_left_alone_for_a_while_and_then_asked_again(capsys
     now = 0.0
     with connector() as one:
         one.save(KEYS, BLOCKS)
-        peer = BlockPeer("127.0.0.1", one._server.port, 1 << 20, lambda: now)
+        peer = BlockPeer("127.0.0.1", port_of(one), 1 << 20, lambda: now)
         assert len(peer.fetch("model", KEYS, 30.0)) == 8 and peer.is_asked
         one.open("new weights")
         for _ in range(2):
@@ -185,7 +186,7 @@ def test_a_server_survives_what_is_sent_to_it():
     rng = random.Random(1)
     with connector() as one:
         one.save(KEYS, BLOCKS)
-        address = ("127.0.0.1", one._server.port)
+        address = ("127.0.0.1", port_of(one))
         head = frame(REQUEST, struct.pack("<8s32s", b"KVPEERS2", b"model"))
         other = frame(REQUEST, struct.pack("<8s32s", b"KVPEERS1", b"model"))
         long = frame_header(REQUEST, 1 << 30)
@@ -210,7 +211,7 @@ def test_a_server_survives_what_is_sent_to_it():
 def test_a_peer_has_a_limited_time_for_its_whole_request(monkeypatch):
     hours = itertools.count(step=20.0)
     monkeypatch.setattr(block_peers.time, "monotonic", lambda: next(hours))
-    with connector() as one, socket.create_connection(("127.0.0.1", one._server.port), 30) as slow:
+    with connector() as one, socket.create_connection(("127.0.0.1", port_of(one)), 30) as slow:
         slow.sendall(frame_header(REQUEST, 72) + b"KVPEERS2")  # the rest of the frame never arrives
         assert slow.recv(1) == b""
 
@@ -286,7 +287,7 @@ def test_a_port_that_is_taken_is_an_error_at_the_start():
     with (
         connector() as one,
         pytest.raises(ConfigError, match=r"cannot listen on 127.0.0.1:\d+: .*free port"),
-        connector(kv_port=one._server.port),
+        connector(kv_port=port_of(one)),
     ):
         pass
 

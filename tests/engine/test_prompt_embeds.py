@@ -14,6 +14,7 @@ import torch
 from tests.engine.fakes import make_config
 from tests.engine.tokenizers_for_tests import byte_level
 from tests.fake_core import FakeCoreClient, FakeEngineCore, fake_clients
+from tests.loops import loop_over
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.input.input_processor import InputProcessor
 from vllm.engine.process.wire import AddRequests, decode_to_core, encode
@@ -79,8 +80,8 @@ def test_other_embeddings_never_share_the_prefix_cache():
     assert len(keys) == len(forms) and () not in keys
 
 
-@pytest.mark.parametrize(
-    ("embeds", "message"),
+@loop_over(
+    "embeds, message",
     [
         (EMBEDS[0], rf"got \[{SIZE}\]"),
         (EMBEDS[:, :-1], rf"shape \[tokens, {SIZE}\], .*, got \[5, {SIZE - 1}\]"),

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.hpu import simulated_hpu
+from tests.loops import loop_over
 from vllm import envs
 from vllm.assets import BUNDLED_MODEL
 from vllm.config import LoadConfig, VllmConfig
@@ -351,7 +352,7 @@ SWITCHES = {
 }
 
 
-@pytest.mark.parametrize("name", SWITCHES)
+@loop_over("name", SWITCHES)
 def test_every_switch_reaches_the_config(name):
     section, default = SWITCHES[name]
     config = EngineArgs(**{name: not default}).create_engine_config()

@@ -6,6 +6,7 @@ import pytest
 
 from tests.engine.fakes import make_config
 from tests.hpu import simulated_hpu
+from tests.loops import loop_over
 from vllm import envs
 from vllm.config.hpu import HPUConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -32,8 +33,8 @@ def test_without_variables_everything_has_its_default(resolve):
     assert resolve() == HPUConfig(contiguous_pa=True)
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
+@loop_over(
+    "variables, expected",
     [
         ({"VLLM_BUCKETING_STRATEGY": "lin"}, {"bucketing_strategy": "linear"}),
         ({"VLLM_BUCKETING_STRATEGY": "exp"}, {"bucketing_strategy": "exponential"}),

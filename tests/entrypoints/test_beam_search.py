@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.loops import loop_over
 from vllm.entrypoints.shared.beam_search import check_beam_width, search_beams
 from vllm.errors import RequestError
 from vllm.outputs import Logprob
@@ -56,8 +57,8 @@ def search(model, params, end_tokens=frozenset({END}), max_model_len=100):
     return result.sequences
 
 
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.5, 1.0, 2.0])
+@loop_over("seed", range(8))
+@loop_over("length_penalty", [-1.0, 0.0, 0.5, 1.0, 2.0])
 def test_a_beam_as_wide_as_the_tree_finds_the_best_of_all_sequences(seed, length_penalty):
     model, max_tokens = BigramModel(seed), 4
     open_tokens = [token_id for token_id in range(VOCAB) if token_id != END]

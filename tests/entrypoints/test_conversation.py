@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from tests.engine.tokenizers_for_tests import byte_level
+from tests.loops import loop_over
 from vllm.entrypoints.chat_utils import ChatOptions, render_chat, rendering_arguments
 from vllm.entrypoints.conversation.messages import read_messages
 from vllm.entrypoints.conversation.render import CannotRenderError
@@ -343,7 +344,7 @@ def on_both_paths(template, messages, tools=None, **options):
     return text
 
 
-@pytest.mark.parametrize("name", CASES)
+@loop_over("name", CASES)
 def test_a_conversation_becomes_what_the_template_reads(name):
     template, messages, expected, *tools = CASES[name]
     assert on_both_paths(template, messages, *tools) == expected

@@ -16,6 +16,7 @@ from gaudi_sim.graphs.graphs import CapturedGraph
 from tests.exhaustive import exhaustive
 from tests.hpu import needs_simulated_device
 from tests.platforms.conftest import lazy, vendor  # noqa: F401
+from tests.reach import use_device_nodes
 from vllm import envs
 from vllm.attention.backends import hpu_attn
 from vllm.cost_model.measured import RATES, read_measured
@@ -43,8 +44,7 @@ def no_compiled_code_is_left() -> Iterator[None]:
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Set the variables of this test, on a simulated machine without a card."""
-    monkeypatch.setattr(hpu, "_DEV", tmp_path)
-    monkeypatch.setattr(hpu, "_ACCEL_CLASS", tmp_path)
+    use_device_nodes(monkeypatch, tmp_path, tmp_path)
 
     def set_environment(variables: dict[str, str]) -> None:
         loaded = envs.Envs.load(variables)

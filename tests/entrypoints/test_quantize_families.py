@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.model_executor.helpers import load, logits_of, prompt_of, weights_of
+from tests.reach import replace_ops
 from tests.tiny_models import (
     ALL_FAMILIES,
     LOAD_FLOAT32,
@@ -114,7 +115,7 @@ def quantized(folder, out, method):
 def test_weights_are_near_those_before(dense, tmp_path, monkeypatch, method, family):
     if method == "gptq" and family.startswith("granite_") and is_version_4():
         pytest.skip("experts of Granite are no linear layers in this transformers")
-    monkeypatch.setattr("vllm.ops._ops", NativeOps())
+    replace_ops(monkeypatch, NativeOps())
     folder = dense(family)
     out = quantized(folder, tmp_path / "out", method)
     got, want = (weights_of(load(each)) for each in (out, folder))

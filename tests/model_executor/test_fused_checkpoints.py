@@ -13,6 +13,7 @@ from tests.e2e.test_remote_code_families import CHATGLM, FAMILIES, chatglm
 from tests.model_executor.helpers import load, weights_of
 from tests.quantized_checkpoints import FORMATS as CHECKPOINTS
 from tests.quantized_checkpoints import write
+from tests.reach import replace_ops
 from tests.tiny_models import make_tiny_model
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
@@ -134,7 +135,7 @@ def dense(tmp_path_factory):
 def test_parts_of_a_fused_layer_are_those_of_its_dequantized_weight(
     dense, tmp_path, monkeypatch, family, name
 ):
-    monkeypatch.setattr("vllm.ops._ops", NativeOps())
+    replace_ops(monkeypatch, NativeOps())
     quantized, twin = write(name, tmp_path, dense(family), TABLE[family][1])
     model = load(quantized)
     got, want = weights_of(model), weights_of(load(twin))
@@ -147,7 +148,7 @@ def test_parts_of_a_fused_layer_are_those_of_its_dequantized_weight(
 
 
 def test_modelopt_names_mixers_as_the_checkpoint_does(dense, tmp_path, monkeypatch):
-    monkeypatch.setattr("vllm.ops._ops", NativeOps())
+    replace_ops(monkeypatch, NativeOps())
     left = ("backbone.layers.0.mixer.in_proj", "backbone.layers.2.mixer")
     quantized, twin = write("modelopt", tmp_path, dense("nemotron_h"), left)
     got, want = (weights_of(load(folder)) for folder in (quantized, twin))
@@ -161,7 +162,7 @@ def test_modelopt_names_mixers_as_the_checkpoint_does(dense, tmp_path, monkeypat
 @pytest.mark.parametrize("family", ["phi3", "falcon_40b"])
 @pytest.mark.parametrize("name", ["fp8-static", "gptq-4", "awq", "ct-w8a16-channel"])
 def test_a_rank_has_its_part_of_a_fused_layer(dense, tmp_path, monkeypatch, family, name):
-    monkeypatch.setattr("vllm.ops._ops", NativeOps())
+    replace_ops(monkeypatch, NativeOps())
     folders = write(name, tmp_path, dense(family))
     got, want = (weights_of(load(folder, TPGroup(1, 2))) for folder in folders)
     for path, weight in want.items():
@@ -171,7 +172,7 @@ def test_a_rank_has_its_part_of_a_fused_layer(dense, tmp_path, monkeypatch, fami
 @pytest.mark.parametrize("family", ["phi3", "gpt_neox"])
 def test_parts_of_narrow_layers_may_share_a_word(tmp_path, monkeypatch, family):
     """AWQ stores eight outputs in a word, but a head has four."""
-    monkeypatch.setattr("vllm.ops._ops", NativeOps())
+    replace_ops(monkeypatch, NativeOps())
     folders = write("awq", tmp_path, small_heads(family, tmp_path, 32))
     got, want = (weights_of(load(folder)) for folder in folders)
     for path, weight in want.items():

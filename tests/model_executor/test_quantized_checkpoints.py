@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.model_executor.helpers import load, logits_of, prompt_of
 from tests.quantized_checkpoints import FORMATS, each_format, made_once, write
+from tests.reach import replace_ops
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.model_executor.layers.experts import Experts
@@ -28,7 +29,7 @@ def checkpoint(tmp_path_factory):
 def ops(request, monkeypatch):
     if request.param == "cpu" and load_cpu_kernels() is None:
         pytest.skip("the kernels are not built")
-    monkeypatch.setattr("vllm.ops._ops", CPUOps() if request.param == "cpu" else NativeOps())
+    replace_ops(monkeypatch, CPUOps() if request.param == "cpu" else NativeOps())
     return request.param
 
 

@@ -14,6 +14,7 @@ from tests.hpu import captured_log
 from tests.model_executor.helpers import load, logits_of, make_config, prompt_of
 from tests.model_executor.test_quantized_checkpoints import weight_of, weight_of_head
 from tests.quantized_checkpoints import FORMATS, made_once, write
+from tests.reach import replace_ops
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.experts import Experts
@@ -459,7 +460,7 @@ def test_what_auto_round_may_say(checkpoint, tmp_path, key, value, message):
 def test_the_log_says_what_layers_are_kept_as(checkpoint, monkeypatch, name, stored):
     if load_cpu_kernels() is None:
         pytest.skip("the kernels are not built")
-    monkeypatch.setattr("vllm.ops._ops", CPUOps())
+    replace_ops(monkeypatch, CPUOps())
     with captured_log() as messages:
         load(checkpoint(name)[0])
     stored, kept = stored.rsplit(" and kept as ", 1)
@@ -470,7 +471,7 @@ def test_the_log_says_what_layers_are_kept_as(checkpoint, monkeypatch, name, sto
 def test_the_log_says_what_dense_layers_have_become(checkpoint, monkeypatch):
     if load_cpu_kernels() is None:
         pytest.skip("the kernels are not built")
-    monkeypatch.setattr("vllm.ops._ops", CPUOps())
+    replace_ops(monkeypatch, CPUOps())
     config = make_config(checkpoint("bnb-nf4")[1], "bfloat16")
     config = replace(config, model=replace(config.model, quantization="bitsandbytes"))
     with captured_log() as messages:

@@ -17,6 +17,7 @@ from tests.model_executor.test_fusion import (
     attention_layers,
 )
 from tests.quantized_checkpoints import FORMATS, each_format, made_once, write
+from tests.reach import replace_ops
 from tests.tiny_models import ALL_FAMILIES, make_tiny_model
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.experts import Experts
@@ -55,14 +56,14 @@ def assert_program_has_the_bits_of_modules(model):
 @needs_kernels
 @pytest.mark.parametrize("name", each_format(is_costly=True))
 def test_a_program_has_the_bits_of_the_modules(checkpoint, monkeypatch, name):
-    monkeypatch.setattr("vllm.ops._ops", CPUOps())
+    replace_ops(monkeypatch, CPUOps())
     assert_program_has_the_bits_of_modules(load_for_cpu(checkpoint(name)[0]))
 
 
 @needs_kernels
 @pytest.mark.parametrize("name", ["ct-w8a8", "ct-w4a16", "fp8-static", "awq", "gptq-8"])
 def test_some_layers_may_be_quantized_and_others_not(tmp_path, monkeypatch, name):
-    monkeypatch.setattr("vllm.ops._ops", CPUOps())
+    replace_ops(monkeypatch, CPUOps())
     folder, dense = write(name, tmp_path, skipped=MIXED_LAYERS)
     model = load_for_cpu(folder)
     assert_program_has_the_bits_of_modules(model)
@@ -88,7 +89,7 @@ def assert_same_weights(name, folders, tp):
 
 @pytest.mark.parametrize("name", each_format("gptq-3"))
 def test_a_rank_has_its_part_of_every_format(checkpoint, monkeypatch, name):
-    monkeypatch.setattr("vllm.ops._ops", NativeOps())
+    replace_ops(monkeypatch, NativeOps())
     assert_same_weights(name, checkpoint(name), TPGroup(**LAST_OF_TWO))
 
 
@@ -103,7 +104,7 @@ def test_a_rank_has_its_part_of_quantized_experts(
     tiny_experts, tmp_path, monkeypatch, name, is_whole
 ):
     """A rank has a part of each expert, or all of some experts."""
-    monkeypatch.setattr("vllm.ops._ops", NativeOps())
+    replace_ops(monkeypatch, NativeOps())
     folders = write(name, tmp_path, tiny_experts)
     model = assert_same_weights(name, folders, TPGroup(**LAST_OF_TWO, has_whole_experts=is_whole))
     experts = [m for m in model.modules() if isinstance(m, Experts)]
@@ -123,7 +124,7 @@ def tiny_experts(tmp_path_factory):
 def test_dense_layers_of_every_family_are_quantized_while_they_are_loaded(
     tmp_path, monkeypatch, family, name, most
 ):
-    monkeypatch.setattr("vllm.ops._ops", CPUOps())
+    replace_ops(monkeypatch, CPUOps())
     folder = make_tiny_model(family, tmp_path)
     model, ids = load_for_cpu(folder, "float32", quantization=name), prompt_of(20)
     got, want = (logits_of(each, ids) for each in (model, load(folder)))

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 from tests.model_executor.test_quantized_checkpoints import weight_of
+from tests.reach import replace_ops
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.slice import CheckpointTensor, ParamTarget
@@ -36,7 +37,7 @@ SCHEMES = [
 def test_weights_are_those_of_the_library(monkeypatch, library, scheme, ops):
     if ops is CPUOps and load_cpu_kernels() is None:
         pytest.skip("the kernels are not built")
-    monkeypatch.setattr("vllm.ops._ops", ops())
+    replace_ops(monkeypatch, ops())
     with safe_open(FOLDER / f"{library}.safetensors", "pt") as file:
         settings = json.loads(file.metadata()[scheme])
         tensors = {

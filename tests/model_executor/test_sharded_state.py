@@ -19,6 +19,7 @@ from tests.model_executor.helpers import (
     weights_of,
 )
 from tests.quantized_checkpoints import write
+from tests.reach import replace_ops
 from tools.save_sharded_state import save
 from vllm.distributed import Stage, TPGroup
 from vllm.errors import WeightLoadError
@@ -65,7 +66,7 @@ def test_each_of_two_ranks_gets_its_own_part(tiny_model, tmp_path):
 
 @pytest.mark.parametrize("name", ["gptq-4-order", "awq-symmetric", "ct-w4a16", "fp8-static"])
 def test_quantized_parts_stay_as_they_are_stored(tmp_path, name, monkeypatch):
-    monkeypatch.setattr("vllm.ops._ops", NativeOps())
+    replace_ops(monkeypatch, NativeOps())
     folder, _ = write(name, tmp_path, stores_head=True)
     files = save(str(folder), tmp_path / "out", 2, "float32")
     tp = TPGroup(1, 2)

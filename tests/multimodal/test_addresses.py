@@ -2,11 +2,12 @@
 
 import pytest
 
+from tests.loops import loop_over
 from vllm.multimodal.fetching.addresses import is_public, normalize_host
 
 
-@pytest.mark.parametrize(
-    ("address", "expected"),
+@loop_over(
+    "address, expected",
     [
         ("1.1.1.1", True),
         ("93.184.215.14", True),
@@ -91,7 +92,7 @@ def test_a_host_has_one_spelling(host, expected):
     assert normalize_host(expected) == expected
 
 
-@pytest.mark.parametrize(
+@loop_over(
     "host",
     [
         *("127.1", "127.0.1", "2130706433", "0x7f000001", "0x7f.0.0.1", "0177.0.0.1", "0x"),

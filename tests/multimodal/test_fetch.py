@@ -11,6 +11,7 @@ import subprocess
 
 import pytest
 
+from tests.loops import loop_over
 from vllm.errors import ConfigError, RequestError
 from vllm.multimodal.fetching import fetch as fetch_module
 from vllm.multimodal.fetching import http_get
@@ -146,7 +147,7 @@ def test_a_name_with_any_private_address_is_refused(connections, addresses):
     assert not connections
 
 
-@pytest.mark.parametrize(
+@loop_over(
     "host",
     [
         *(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.loops import loop_over
 from vllm.errors import RequestError
 from vllm.multimodal.images.image import ACCEPTED, decode_image, read_image, sniff, to_rgb
 
@@ -143,9 +144,9 @@ CORNER = PIXELS[0, 0].tolist()
 IN_CORNER = (PIXELS == CORNER).all(-1)
 
 
-@pytest.mark.parametrize("background", [(255, 255, 255), RED])
-@pytest.mark.parametrize(
-    ("name", "data", "clear"),
+@loop_over("background", [(255, 255, 255), RED])
+@loop_over(
+    "name, data, clear",
     [
         ("RGBA", save(clear_left(), "PNG"), LEFT),
         ("LA", save(clear_left("LA"), "PNG"), LEFT),
@@ -340,7 +341,7 @@ SAMPLES = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-@pytest.mark.parametrize("name", SAMPLES)
+@loop_over("name", SAMPLES)
 def test_a_truncated_file_is_refused_unless_its_picture_is_complete(name):
     data = SAMPLES[name]
     whole = decode(data)
@@ -354,7 +355,7 @@ def test_a_truncated_file_is_refused_unless_its_picture_is_complete(name):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-@pytest.mark.parametrize("name", SAMPLES)
+@loop_over("name", SAMPLES)
 def test_damaged_files_are_refused_or_decoded(name):
     """Random bits are changed. A file is refused with the documented error, or its pixels have the
     right shape.

@@ -17,6 +17,7 @@ from tests.multimodal.tiled_models import (
     make_model,
     normalised,
 )
+from tests.reach import replace_ops
 from vllm.errors import ConfigError
 from vllm.model_executor.media.vision.layers import PatchEmbedding, TowerLinear
 from vllm.model_executor.quantization.cpu_packed import CPUPacked
@@ -258,7 +259,7 @@ def test_neither_padding_nor_other_images_change_embeddings(case):
 def test_shapes_do_not_depend_on_values(case, monkeypatch):
     _, _, encoder, items = case
     # CPU kernels read values, which fake tensors do not have.
-    monkeypatch.setattr("vllm.ops._ops", NativeOps())
+    replace_ops(monkeypatch, NativeOps())
     size = sum(encoder.size_of(item) for item in items)
     tensors = encoder.prepare(items, size + 1)
     assert {name: t.shape for name, t in encoder.prepare(items[::-1], size + 1).items()} == {

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.loops import loop_over
 from tests.multimodal.grid_models import image_processor_class
 from tests.multimodal.tiled_models import LLAMA, PINPOINTS, SIDE, TOWER
 from vllm.errors import ConfigError, RequestError
@@ -322,8 +323,8 @@ def test_the_largest_image_is_black_and_has_tokens(name):
     assert tokens_of(family, largest.grid, processor.tokenizer)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("size", [(1, 201), (5000, 2)])
+@loop_over("name", FAMILIES)
+@loop_over("size", [(1, 201), (5000, 2)])
 def test_images_that_are_too_long_are_refused(name, size):
     family, _ = FAMILIES[name]()
     with pytest.raises(RequestError, match=f"{size[1]} x {size[0]} pixels.*at most 200 times"):

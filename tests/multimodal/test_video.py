@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.loops import loop_over
 from tests.tiny_videos import FORMATS, draw_frames, make_video
 from vllm.errors import RequestError
 from vllm.multimodal.interface.family import VideoFrames
@@ -26,8 +27,8 @@ def shown(found):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(
-    ("choice", "expected"),
+@loop_over(
+    "choice, expected",
     [
         ({}, [0, 6, 11, 17, 22, 28, 33, 39]),
         ({"num_frames": 1}, [0]),

@@ -7,6 +7,7 @@ import torch
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGUAGE_CODE
 
+from tests.loops import loop_over
 from vllm.errors import ConfigError, RequestError
 from vllm.multimodal.families.whisper import WhisperSpeech
 from vllm.multimodal.interface.languages import LANGUAGE_NAMES, find_language
@@ -151,7 +152,7 @@ def test_text_without_time_stamps_is_one_segment():
     assert RULES.segments([END], 7.0) == RULES.segments([at(0), at(2)], 7.0) == []
 
 
-@pytest.mark.parametrize("seed", range(30))
+@loop_over("seed", range(30))
 def test_finished_segments_and_their_times_are_those_of_transformers(seed):
     rng = random.Random(seed)
     output, now = [at(0)], 0.0

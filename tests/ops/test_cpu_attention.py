@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tests.attention.options import operator_options
 from tests.isas import InstructionSets
+from tests.loops import loop_over
 from vllm.ops.attention_options import FP8_DTYPES
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.native.operators import NativeOps
@@ -245,8 +246,8 @@ def test_prefill_is_the_formula_for_all_head_sizes_and_groups(all_ops, option, b
         assert_is_formula(prompts, all_ops, chunks, options_of(option, num_heads))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("option", OPTIONS)
+@loop_over("dtype", DTYPES)
+@loop_over("option", OPTIONS)
 def test_prefill_is_the_formula_for_all_options(all_ops, option, dtype):
     prompts = Prompts([300, 65, 7, 129], Heads(6, 2, 40, 16, dtype))
     chunks = [(0, 0, 300), (1, 64, 65), (2, 3, 3), (3, 1, 129)]
@@ -271,8 +272,8 @@ def test_prefill_is_the_formula_for_any_batch(all_ops, data):
     assert_is_formula(Prompts(seq_lens, heads), all_ops, chunks, options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("group", "option"), [(1, "plain"), (3, "window of 70"), (3, "all")])
+@loop_over("dtype", DTYPES)
+@loop_over("group, option", [(1, "plain"), (3, "window of 70"), (3, "all")])
 def test_prefill_has_the_same_bits_in_any_chunks_in_any_batch_on_any_threads(
     ops, group, option, dtype, restore_threads
 ):
@@ -327,8 +328,8 @@ def assert_images_are_seen(all_ops: Iterable[NativeOps], option: str, dtype: tor
         assert_is_formula(prompts, all_ops, chunks, options, last_keys)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group", [1, 3])
+@loop_over("dtype", DTYPES)
+@loop_over("group", [1, 3])
 def test_tokens_of_images_have_the_same_bits_in_any_chunks(ops, group, dtype, restore_threads):
     prompts = Prompts([300, 40], Heads(2 * group, 2, 64, 16, dtype))
     last_keys = [with_images(300, (60, 200)), torch.arange(40)]
@@ -377,9 +378,9 @@ def test_prefill_survives_large_scores(ops):
     torch.testing.assert_close(got, prompts.formula(0, 0, 200), rtol=0, atol=0.03)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("size", "block_size"), [(40, 16), (64, 20)])  # size 64 runs on AMX tiles
-@pytest.mark.parametrize("option", OPTIONS[4:])
+@loop_over("dtype", DTYPES)
+@loop_over("size, block_size", [(40, 16), (64, 20)])
+@loop_over("option", OPTIONS[4:])
 def test_decode_is_the_formula_for_all_options(all_ops, option, size, block_size, dtype):
     prompts = Prompts([300, 1, 65, 256, 31], Heads(14, 2, size, block_size, dtype))
     options = options_of(option, 14)
@@ -462,10 +463,8 @@ def test_what_does_not_fit_is_refused(ops):
             prefill(block_tables=tables)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("size", "value_size", "num_heads"), [(576, 512, 5), (96, 32, 19), (23, 9, 16)]
-)
+@loop_over("dtype", DTYPES)
+@loop_over("size, value_size, num_heads", [(576, 512, 5), (96, 32, 19), (23, 9, 16)])
 def test_values_that_are_the_first_numbers_of_the_keys(ops, size, value_size, num_heads, dtype):
     """As in a latent cache, decodes have several partitions and prompts run in chunks."""
     prompts = Prompts([300, 1, 70], Heads(num_heads, 1, size, 16, dtype))
@@ -502,11 +501,10 @@ def test_keys_alone_are_stored(ops, cache_dtype):
         assert torch.equal(wide, narrow)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
+@loop_over("dtype", DTYPES)
+@loop_over(
     "shape",
     [(1, 1, 1, 1, 16), (2, 3, 5, 7, 64), (1, 2, 577, 577, 64), (3, 2, 49, 49, 72), (1, 4, 9, 3, 8)],
-    ids=str,
 )
 def test_full_attention_sees_all_keys(
     shape: tuple[int, ...], dtype: torch.dtype, ops: NativeOps

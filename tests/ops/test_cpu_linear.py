@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.loops import loop_over
 from vllm.ops.cpu.operators import load_cpu_kernels
 from vllm.ops.cpu.weights.linear import PackedWeight
 from vllm.ops.cpu.weights.weight_format import WeightFormat, can_pack
@@ -74,8 +75,8 @@ def expected(x: Tensor, weight: Tensor, weight_format: WeightFormat | None, bias
     return F.linear(x.double(), weight.double(), bias.double())
 
 
-@pytest.mark.parametrize(("weight_dtype", "weight_format", "dtype"), COMBINATIONS)
-@pytest.mark.parametrize(("num_out", "num_in"), [(1, 8), (64, 32), (200, 688), (130, 2056)])
+@loop_over("weight_dtype, weight_format, dtype", COMBINATIONS)
+@loop_over("num_out, num_in", [(1, 8), (64, 32), (200, 688), (130, 2056)])
 def test_products_agree_with_float64(isas, num_out, num_in, weight_dtype, weight_format, dtype):
     weight, bias = torch.randn(num_out, num_in, dtype=weight_dtype), torch.randn(num_out).to(dtype)
     inputs = [torch.randn(num_rows, num_in).to(dtype) for num_rows in (1, 2, 3, 4, 5, 6, 7, 64)]
@@ -88,7 +89,7 @@ def test_products_agree_with_float64(isas, num_out, num_in, weight_dtype, weight
             torch.testing.assert_close(got, want, **TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize(("weight_dtype", "weight_format", "dtype"), COMBINATIONS)
+@loop_over("weight_dtype, weight_format, dtype", COMBINATIONS)
 def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(
     isa, weight_dtype, weight_format, dtype, restore_threads
 ):
@@ -133,8 +134,8 @@ def test_what_is_not_a_number_reaches_the_result(isa, weight_format):
     assert (got[3] != 0).all()
 
 
-@pytest.mark.parametrize("weight_format", [None, INT8, INT4])
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@loop_over("weight_format", [None, INT8, INT4])
+@loop_over("dtype", [FLOAT32, BFLOAT16])
 def test_a_weight_that_is_not_a_number_reaches_the_result(isa, dtype, weight_format):
     weight = torch.rand(70, 64, dtype=dtype) + 0.1
     weight[2, 5], weight[66, 63] = float("nan"), float("inf")

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.loops import loop_over
 from tests.ops.test_stored_weights import fp8, minimums, mxfp4, nibbles, whole
 from vllm.ops.cpu.operators import load_cpu_kernels
 from vllm.ops.cpu.weights.linear import PackedWeight
@@ -67,8 +68,8 @@ def test_packed_experts_agree_with_the_reference(isas, num_experts, top_k, hidde
         torch.testing.assert_close(second, want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
-@pytest.mark.parametrize(
+@loop_over("dtype", [FLOAT32, BFLOAT16])
+@loop_over(
     "options",
     [
         ExpertOptions(),
@@ -79,7 +80,6 @@ def test_packed_experts_agree_with_the_reference(isas, num_experts, top_k, hidde
         ExpertOptions(has_gate=False),
         ExpertOptions(has_gate=False, first_expert=3),
     ],
-    ids=str,
 )
 def test_biases_and_options_agree_with_the_reference(isa, options, dtype):
     gate_up, down = experts_of(6, 96, 104, dtype)
@@ -105,9 +105,9 @@ def test_biases_and_options_agree_with_the_reference(isa, options, dtype):
         PackedExperts.pack(gate_up, down, None, few, options)
 
 
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
-@pytest.mark.parametrize("weight_format", [None, INT8])
-@pytest.mark.parametrize("scales_inputs", [False, True])
+@loop_over("dtype", [FLOAT32, BFLOAT16])
+@loop_over("weight_format", [None, INT8])
+@loop_over("scales_inputs", [False, True])
 def test_parts_of_the_experts_add_up_to_all(isa, dtype, weight_format, scales_inputs):
     gate_up, down = experts_of(7, 96, 72, FLOAT32)
     biases = torch.randn(7, 144).to(dtype), torch.randn(7, 96).to(dtype)
@@ -146,8 +146,8 @@ def composed(experts: list[list[PackedWeight]], x: Tensor, ids: Tensor, weights:
     return out.to(x.dtype)
 
 
-@pytest.mark.parametrize("weight_format", [INT8, INT4])
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@loop_over("weight_format", [INT8, INT4])
+@loop_over("dtype", [FLOAT32, BFLOAT16])
 def test_quantized_experts_agree_with_single_layers(isa, dtype, weight_format):
     gate_up, down = experts_of(6, 96, 72, dtype)
     x = torch.randn(9, 96).to(dtype)
@@ -171,8 +171,8 @@ STORED: dict[str, Callable[[int, int], StoredWeight]] = {
 }
 
 
-@pytest.mark.parametrize("name", STORED)
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@loop_over("name", STORED)
+@loop_over("dtype", [FLOAT32, BFLOAT16])
 def test_stored_experts_agree_with_single_layers(isa, dtype, name):
     shapes = ((96, 64), (96, 64), (64, 96))  # shapes of gate, up and down
     stored = [[STORED[name](*shape) for _ in range(4)] for shape in shapes]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.loops import loop_over
 from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
 from vllm.ops.cpu.operators.program import Program
@@ -307,11 +308,10 @@ def program_of_types(dtype: torch.dtype, is_tanh: bool, quantized: bool, keeps: 
     return program, lambda ids, of: compute(CPUOps(), tokens[ids], types[of])
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("is_tanh", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "quantized"),
-    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+@loop_over("keeps", [False, True])
+@loop_over("is_tanh", [False, True])
+@loop_over(
+    "dtype, quantized", [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 )
 def test_an_activated_matmul_has_the_bits_of_both(dtype, quantized, is_tanh, keeps, isa):
     program, compute = program_of_types(dtype, is_tanh, quantized, keeps)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.loops import loop_over
 from vllm.ops.cpu.sampling import RowChanges, RowNumbers, load_sampling_kernels
 
 N, VOCAB_SIZE = 3, 300
@@ -114,8 +115,8 @@ def test_random_numbers_need_a_position_for_each_key():
         load_sampling_kernels().exponentials(KEYS, POSITIONS[:2], 4)
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0, 0.0])
-@pytest.mark.parametrize("vocab_size", [1, 127, 128, 200, 256, 300])
+@loop_over("number", [float("nan"), float("inf"), -1.0, 0.0])
+@loop_over("vocab_size", [1, 127, 128, 200, 256, 300])
 def test_tokens_are_in_the_vocabulary_whatever_the_random_numbers_are(
     vector_isa, vocab_size, number
 ):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.attention.options import operator_options
+from tests.loops import loop_over
 from vllm.ops.attention_options import FP8_DTYPES
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.native.operators import NativeOps
@@ -60,7 +61,7 @@ def store_once(numbers: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 
 
 @pytest.mark.parametrize("fp8", FP8_DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@loop_over("dtype", DTYPES)
 def test_the_nearest_number_is_stored_and_no_finite_number_becomes_nan(ops, dtype, fp8):
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     every = every[every.isfinite()].to(dtype)
@@ -127,9 +128,9 @@ class Launch:
 
 
 @pytest.mark.parametrize("fp8", FP8_DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("num_heads", "shape"),
+@loop_over("dtype", DTYPES)
+@loop_over(
+    "num_heads, shape",
     [(1, (1, 33)), (4, (4, 20)), (7, (1, 128)), (12, (4, 64)), (8, (4, 32)), (6, (2, 100))],
 )
 def test_both_phases_read_what_the_reference_reads(isas, num_heads, shape, dtype, fp8):
@@ -183,7 +184,7 @@ def test_scales_of_other_heads_are_refused(ops):
 
 
 @pytest.mark.parametrize("fp8", FP8_DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@loop_over("dtype", DTYPES)
 def test_all_numbers_are_read_as_torch_reads_them(ops, dtype, fp8):
     codes = torch.arange(256, dtype=torch.uint8)
     numbers = codes[codes.view(fp8).float().isfinite()].view(fp8)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gaudi_sim.bridge import SimBridge
+from tests.loops import loop_over
 
 # The imported tests run here again, with the `ops` fixture of this file.
 from tests.ops.test_ops_parity import (  # noqa: F401
@@ -86,10 +87,10 @@ def table(num_positions: int, rot_dim: int) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("is_neox", [True, False])
-@pytest.mark.parametrize(("head_size", "rot_dim"), [(16, 16), (64, 32), (80, 20), (100, 100)])
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@loop_over("dtype", TOLERANCES)
+@loop_over("is_neox", [True, False])
+@loop_over("head_size, rot_dim", [(16, 16), (64, 32), (80, 20), (100, 100)])
+@loop_over("index_dtype", [torch.int32, torch.int64])
 def test_rotary_embedding_agrees_with_reference(
     bridge, head_size, rot_dim, is_neox, index_dtype, dtype
 ):

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.loops import loop_over
 from vllm.ops.cpu.operators import load_cpu_kernels
 from vllm.ops.cpu.weights.int4_layouts import make_groups
 from vllm.ops.cpu.weights.linear import PackedWeight
@@ -95,15 +96,15 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("num_out", "num_in", "group_size"), SHAPES)
+@loop_over("num_out, num_in, group_size", SHAPES)
 def test_weights_are_those_of_the_checkpoint(isa, num_out, num_in, group_size):
     checkpoint = Checkpoint.random(num_out, num_in, group_size)
     for packed in (checkpoint.gptq(), checkpoint.awq()):
         torch.testing.assert_close(rows_of(packed).double(), checkpoint.dense(), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
-@pytest.mark.parametrize(("num_out", "num_in", "group_size"), SHAPES)
+@loop_over("dtype", [FLOAT32, BFLOAT16])
+@loop_over("num_out, num_in, group_size", SHAPES)
 def test_products_agree_with_the_weights_in_float64(isa, num_out, num_in, group_size, dtype):
     """The tolerance is the error of rounding the inputs of a block to 127 steps on each side."""
     checkpoint = Checkpoint.random(num_out, num_in, group_size)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.loops import loop_over
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.lora_weights import AdaptedLayer, AdaptedRows, LoRAHeads, LoRAWeights
 from vllm.ops.native.operators import NativeOps
@@ -46,9 +47,9 @@ def apply(ops: NativeOps, layer: AdaptedLayer, y: Tensor, x: Tensor, of_rows, dt
     return result
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@loop_over("num_threads", [1, 3])
+@loop_over("weights", [torch.float32, torch.bfloat16, torch.float16])
+@loop_over("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_give_what_torch_gives(isa, dtype, weights, num_threads, monkeypatch):
     monkeypatch.setattr("vllm.ops.cpu.low_rank._num_threads", lambda: num_threads)
     torch.manual_seed(1)

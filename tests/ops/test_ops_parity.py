@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.loops import loop_over
 from vllm.ops import get_ops, set_ops
 from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.cpu.operators import CPUOps
@@ -103,9 +104,9 @@ class PagedCache:
 # ---- norms and activation ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("hidden", [1, 7, 64, 100, 576, 4096])
-@pytest.mark.parametrize("num_tokens", [0, 1, 33])
+@loop_over("dtype", DTYPES)
+@loop_over("hidden", [1, 7, 64, 100, 576, 4096])
+@loop_over("num_tokens", [0, 1, 33])
 def test_rms_norm_agrees_with_reference(ops, num_tokens, hidden, dtype):
     x, weight = torch.randn(num_tokens, hidden, dtype=dtype) * 3, torch.randn(hidden, dtype=dtype)
     assert_close(ops.rms_norm(x, weight, 1e-6), NATIVE.rms_norm(x, weight, 1e-6))
@@ -123,9 +124,9 @@ def test_rms_norm_of_heads_in_a_packed_tensor(ops, head_size, dtype):
         assert_close(got, NATIVE.rms_norm(heads, weight, 1e-6))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("hidden", [7, 100, 4096])
-@pytest.mark.parametrize("num_tokens", [0, 1, 33])
+@loop_over("dtype", DTYPES)
+@loop_over("hidden", [7, 100, 4096])
+@loop_over("num_tokens", [0, 1, 33])
 def test_fused_add_rms_norm_agrees_with_reference(ops, num_tokens, hidden, dtype):
     x, residual = torch.randn(2, num_tokens, hidden, dtype=dtype)
     weight = torch.randn(hidden, dtype=dtype)
@@ -145,17 +146,17 @@ def test_a_norm_adds_one_to_its_weight_without_rounding_the_sum(ops):
     assert (ops.rms_norm(x, weight, 1e-6, 1) != want).sum() < (rounded != want).sum() / 10
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 13, 160, 5000])
-@pytest.mark.parametrize("num_tokens", [0, 1, 33])
+@loop_over("dtype", DTYPES)
+@loop_over("size", [1, 13, 160, 5000])
+@loop_over("num_tokens", [0, 1, 33])
 def test_silu_and_mul_agrees_with_reference(ops, num_tokens, size, dtype):
     x = torch.randn(num_tokens, 2 * size, dtype=dtype) * 10
     assert_close(ops.silu_and_mul(x), NATIVE.silu_and_mul(x))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 7, 64, 72, 1030])
-@pytest.mark.parametrize("has_weight", [True, False])
+@loop_over("dtype", DTYPES)
+@loop_over("size", [1, 7, 64, 72, 1030])
+@loop_over("has_weight", [True, False])
 def test_layer_norm_agrees_with_reference(ops, has_weight, size, dtype):
     x = (torch.randn(5, size) * 3 + 2).to(dtype)
     weight, bias = (torch.randn(size).to(dtype) if has_weight else None for _ in range(2))
@@ -181,9 +182,9 @@ def test_silu_and_mul_of_extreme_gates(ops, dtype):
     assert_close(ops.silu_and_mul(x), NATIVE.silu_and_mul(x))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("is_tanh", [False, True])
-@pytest.mark.parametrize(("num_tokens", "size"), [(0, 4), (1, 1), (33, 160), (3, 5000)])
+@loop_over("dtype", DTYPES)
+@loop_over("is_tanh", [False, True])
+@loop_over("num_tokens, size", [(0, 4), (1, 1), (33, 160), (3, 5000)])
 def test_gelu_and_mul_agrees_with_reference(ops, num_tokens, size, is_tanh, dtype):
     x = torch.randn(num_tokens, 2 * size, dtype=dtype) * 4
     assert_close(ops.gelu_and_mul(x, is_tanh), NATIVE.gelu_and_mul(x, is_tanh))
@@ -223,8 +224,8 @@ def test_scale_rows_agrees_with_reference(ops, is_gate, dtype):
             implementation.scale_rows(heads, factor[1:], is_gate)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("routing", get_args(Routing))
+@loop_over("dtype", DTYPES)
+@loop_over("routing", get_args(Routing))
 def test_route_agrees_with_reference(ops, routing, dtype):
     for num_experts, top_k in ((4, 1), (7, 2), (60, 4), (128, 8), (300, 64), (5, 5), (90, 70)):
         logits = torch.randn(40, num_experts + 1)[:, :num_experts].to(dtype)
@@ -251,8 +252,8 @@ def test_route_chooses_experts_that_exist_whatever_the_logits_are(ops):
     assert ids.tolist() == [[3, 1, 0], [0, 1, 2]]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_heads", "size", "out", "rest"), [(1, 6, 1, 0), (5, 24, 65, 16)])
+@loop_over("dtype", DTYPES)
+@loop_over("num_heads, size, out, rest", [(1, 6, 1, 0), (5, 24, 65, 16)])
 def test_products_of_heads_agree_with_reference(matrix_ops, num_heads, size, out, rest, dtype):
     matrices = torch.randn(num_heads, size, out).to(dtype)
     heads, reference = matrix_ops.prepare_heads(matrices), NATIVE.prepare_heads(matrices)
@@ -270,8 +271,8 @@ def test_products_of_heads_agree_with_reference(matrix_ops, num_heads, size, out
             assert torch.equal(heads.multiply(x[t : t + 1])[0], got[t])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("routing", get_args(Routing))
+@loop_over("dtype", DTYPES)
+@loop_over("routing", get_args(Routing))
 def test_route_from_groups_and_with_a_bias_agrees_with_reference(ops, routing, dtype):
     for num_experts, groups in ((24, (4, 2)), (24, (24, 5)), (256, (8, 4)), (20, (1, 1))):
         logits = (torch.randn(30, num_experts) * 2).to(dtype)
@@ -343,10 +344,10 @@ def test_not_a_number_may_have_any_bits(matrix_ops, bits):
 # ---- rotary embedding ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("is_neox", [True, False])
-@pytest.mark.parametrize(("head_size", "rot_dim"), [(16, 16), (64, 32), (80, 20), (100, 100)])
-@pytest.mark.parametrize("num_tokens", [0, 1, 40])
+@loop_over("dtype", DTYPES)
+@loop_over("is_neox", [True, False])
+@loop_over("head_size, rot_dim", [(16, 16), (64, 32), (80, 20), (100, 100)])
+@loop_over("num_tokens", [0, 1, 40])
 def test_rotary_embedding_gives_the_bits_of_the_reference(
     ops, num_tokens, head_size, rot_dim, is_neox, dtype
 ):
@@ -368,9 +369,9 @@ def test_rotary_embedding_gives_the_bits_of_the_reference(
 # ---- cache ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_size", [16, 128])
-@pytest.mark.parametrize("num_padding", [0, 5, 11])
+@loop_over("dtype", DTYPES)
+@loop_over("block_size", [16, 128])
+@loop_over("num_padding", [0, 5, 11])
 def test_reshape_and_cache_writes_real_slots_only(ops, num_padding, block_size, dtype):
     _, key, value = packed_qkv(11, 4, 2, 20, dtype)
     slots = torch.randperm(3 * block_size)[:11]

@@ -6,6 +6,7 @@ Results equal the formula, and the bits of a token do not depend on the other to
 import pytest
 import torch
 
+from tests.loops import loop_over
 from tests.quantized_checkpoints import FORMATS
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.weights.stored import pack_stored
@@ -71,7 +72,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
+@loop_over("name", KINDS)
 def test_a_row_has_the_same_bits_among_any_others(isa, name):
     check(name, torch.bfloat16, SOME_ROWS)
 

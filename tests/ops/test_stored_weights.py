@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.loops import loop_over
 from tests.ops.test_cpu_linear import in_blocks
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.weights.int4_layouts import NO_ZERO, make_groups
@@ -88,7 +89,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
+@loop_over("name", WEIGHTS)
 def test_rows_and_products_are_those_of_the_formula(isa, name):
     """Rows equal the formula bit for bit; matmuls up to the rounding of float32 sums and of
     bfloat16 results.
@@ -219,7 +220,7 @@ def mxfp4_in_groups(num_out: int, num_in: int, size: int) -> tuple[Tensor, Packe
     return dense, PackedWeight.from_groups(words, groups, False, WeightFormat.MXFP4)
 
 
-@pytest.mark.parametrize("name", INT4_BLOCKS)
+@loop_over("name", INT4_BLOCKS)
 def test_weights_of_4_and_5_bits_are_those_of_the_formula(isa, name):
     """Rows equal the formula bit for bit; matmuls up to the rounding of float32 sums, with rounded
     inputs.

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-import vllm.ops
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.quantized_checkpoints import FORMATS, made_once
+from tests.reach import replace_ops, report_of
 from tests.tiny_images import make_tiny_images
 from tests.tiny_models import make_tiny_model
 from tests.worker.hpu_helpers import run_warm_up
@@ -149,7 +149,7 @@ def check_case(settings: dict[str, Any], checkpoint: Callable[[str], str]) -> No
             worker.runner.launches.planner.catalog,
             worker.runner.launches.launch_shapes,
         )
-        ledger, block_bytes = worker.ledger, worker._report.block_bytes
+        ledger, block_bytes = worker.ledger, report_of(worker).block_bytes
         plan = make_engine_plan(EngineArgs(**args), card)
         assert plan.report.block_bytes == block_bytes, what
         assert plan.ledger.total_bytes == ledger.total_bytes, what
@@ -162,8 +162,8 @@ def check_case(settings: dict[str, Any], checkpoint: Callable[[str], str]) -> No
             assert plan.ledger.budget(cls) == pytest.approx(ledger.budget(cls), tolerance, least), (
                 what
             )
-        if plan.report.launch_bytes == worker._report.launch_bytes and name not in ORDERED:
-            assert plan.report == worker._report, what
+        if plan.report.launch_bytes == report_of(worker).launch_bytes and name not in ORDERED:
+            assert plan.report == report_of(worker), what
         assert plan.report.num_blocks == pytest.approx(num_blocks, 1e-3), what
         assert plan.catalog.prefill == catalog.prefill, what
         assert plan.catalog.decode == catalog.decode, what
@@ -234,7 +234,7 @@ def test_a_plan_has_the_weights_of_a_gguf_file(checkpoint, tmp_path):
         weights = MemoryClass.WEIGHTS
         plan = make_engine_plan(EngineArgs(**settings), "gaudi2")
         assert plan.ledger.budget(weights) == worker.ledger.budget(weights)
-        assert plan.report == worker._report
+        assert plan.report == report_of(worker)
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
@@ -278,7 +278,7 @@ def test_a_plan_compiles_the_recipes_of_an_engine_in_eager_mode(mode, checkpoint
         assert planned.compilations == made.compilations
         assert (made.compilations > 0) == (mode == "torch.compile")
         assert planned.compile_s == pytest.approx(made.compile_s, 0.03)
-        assert plan.report.launch_bytes == pytest.approx(worker._report.launch_bytes, 0.02)
+        assert plan.report.launch_bytes == pytest.approx(report_of(worker).launch_bytes, 0.02)
         launches = worker.runner.launches
         buckets = (*launches.planner.catalog.prefill, *launches.planner.catalog.decode)
         assert [*plan.catalog.prefill, *plan.catalog.decode] == list(buckets)
@@ -400,7 +400,7 @@ def test_a_model_for_no_number_of_cards_is_refused(tmp_path):
 def test_a_plan_for_a_cpu_has_the_weights_of_the_loaded_model(
     name, quantization, checkpoint, monkeypatch
 ):
-    monkeypatch.setattr(vllm.ops, "_ops", CPUOps())
+    replace_ops(monkeypatch, CPUOps())
     if name == "gptq-4" and quantization is not None:
         return
     settings = {"model": checkpoint(name), "dtype": "bfloat16", "max_model_len": 128}

@@ -10,11 +10,11 @@ from types import ModuleType
 import pytest
 import torch
 
-import vllm.ops
 from gaudi_sim.bridge import SimBridge
 from gaudi_sim.vendor import install_vendor, uninstall_vendor
+from tests.reach import replace_ops, use_device_nodes
 from vllm import envs
-from vllm.platforms import hpu, registry
+from vllm.platforms import registry
 
 STUBS = Path(__file__).parents[1] / "stubs"
 
@@ -68,8 +68,7 @@ def card(vendor: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Simulate a machine with the vendor package and a device node."""
     (tmp_path / "accel").mkdir()
     (tmp_path / "accel" / "accel0").touch()
-    monkeypatch.setattr(hpu, "_DEV", tmp_path)
-    monkeypatch.setattr(hpu, "_ACCEL_CLASS", tmp_path)
+    use_device_nodes(monkeypatch, tmp_path, tmp_path)
 
 
 @pytest.fixture
@@ -84,7 +83,7 @@ def vendor_engine(
     The card is lazy; for an eager one, make another `SimBridge` before the engine.
     """
     environment()
-    monkeypatch.setattr(vllm.ops, "_ops", None)
+    replace_ops(monkeypatch, None)
     thresholds = gc.get_threshold()
     registry.resolve_platform.cache_clear()
     vendor.calls.clear()

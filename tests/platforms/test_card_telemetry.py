@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.hpu import captured_log
+from tests.reach import use_device_nodes
 from vllm.env import ranks as env_ranks
 from vllm.platforms import hpu
 from vllm.platforms.habana.card_reading import CardReading
@@ -114,5 +115,5 @@ def test_only_real_cards_have_sensors(environment, card, hlml, monkeypatch, tmp_
     platform = hpu.create_hpu_platform()
     assert [card.module for card in platform.card_reader(1)()] == [3, 1]
     assert [card.module for card in platform.card_reader(2)()] == [1]
-    monkeypatch.setattr(hpu, "_DEV", tmp_path / "none")
+    use_device_nodes(monkeypatch, tmp_path / "none")
     assert platform.card_reader(1) is None

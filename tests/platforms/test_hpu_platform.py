@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from tests.reach import use_device_nodes
 from vllm import envs
 from vllm.errors import ConfigError
 from vllm.platforms import hpu, registry
@@ -57,7 +58,7 @@ def test_a_card_is_the_vendor_package_and_a_device_node(environment, card):
 
 def test_the_package_alone_is_no_card(environment, vendor, tmp_path, monkeypatch):
     environment()
-    monkeypatch.setattr(hpu, "_DEV", tmp_path)
+    use_device_nodes(monkeypatch, tmp_path)
     assert detect_device() == "cpu"
 
 
@@ -76,8 +77,7 @@ def test_an_accelerator_of_another_vendor_is_no_card(
     vendor_ids, drivers, num_cards, environment, vendor, tmp_path, monkeypatch
 ):
     environment()
-    monkeypatch.setattr(hpu, "_DEV", tmp_path / "dev")
-    monkeypatch.setattr(hpu, "_ACCEL_CLASS", tmp_path / "class")
+    use_device_nodes(monkeypatch, tmp_path / "dev", tmp_path / "class")
     (tmp_path / "dev" / "accel").mkdir(parents=True)
     (tmp_path / "dev" / "accel" / "accel_controlD0").touch()
     for number, (vendor_id, driver) in enumerate(zip(vendor_ids, drivers, strict=True)):
@@ -94,7 +94,7 @@ def test_an_accelerator_of_another_vendor_is_no_card(
 
 
 def test_nodes_of_older_drivers_are_cards(tmp_path, monkeypatch):
-    monkeypatch.setattr(hpu, "_DEV", tmp_path)
+    use_device_nodes(monkeypatch, tmp_path)
     for name in ("hl0", "hl1", "hl_controlD0"):
         (tmp_path / name).touch()
     assert hpu.num_cards() == 2

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.loops import loop_over
 from vllm.errors import ConfigError
 from vllm.reasoning import ReasoningParser, ReasoningParserManager
 
@@ -18,8 +19,8 @@ def read(name, pieces, **options):
     return tuple(text or None for text in joined)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "reasoning", "content"),
+@loop_over(
+    "name, text, reasoning, content",
     [
         ("deepseek_r1", "<think>a</think>b", "a", "b"),
         ("deepseek_r1", "\n<think>\na\n</think>\n\nb", "\na\n", "\n\nb"),

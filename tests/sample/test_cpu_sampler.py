@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.loops import loop_over
 from tests.sample.helpers import CPU, make_request, rows
 from tests.sample.test_sampler import MIXED
 from tests.sample.test_sampling_distribution import PARAMS, races_for_each
@@ -68,9 +69,9 @@ def assert_same(got, want) -> None:
         assert got.logprobs.ranks.equal(want.logprobs.ranks)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scale", [0.3, 2.0, 8.0])
-@pytest.mark.parametrize("vocab_size", [301, 1000, 4096, 20000])
+@loop_over("dtype", [torch.float32, torch.bfloat16])
+@loop_over("scale", [0.3, 2.0, 8.0])
+@loop_over("vocab_size", [301, 1000, 4096, 20000])
 def test_tokens_are_those_of_torch(vector_isa, vocab_size, scale, dtype):
     requests = mixed_requests(4 * len(MIXED), vocab_size)
     logits = random_logits(len(requests), vocab_size, scale).to(dtype)
@@ -124,9 +125,7 @@ LOGITS = {
 }
 
 
-@pytest.mark.parametrize(
-    "params", [*FILTERS, {"top_k": 300}, {"top_k": 300, "top_p": 0.9}], ids=str
-)
+@loop_over("params", [*FILTERS, {"top_k": 300}, {"top_k": 300, "top_p": 0.9}])
 def test_kept_tokens_are_those_that_torch_keeps(vector_isa, params):
     for name, logits in LOGITS.items():
         expected = kept_by_torch(name, *params.items())
@@ -138,11 +137,9 @@ def kept_by_torch(name: str, *params: tuple[str, float]) -> list[int]:
     return kept_tokens(make_torch, LOGITS[name], dict(params))
 
 
-@pytest.mark.parametrize(
-    "params", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 3}], ids=str
-)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@loop_over("params", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 3}])
+@loop_over("bad", [float("nan"), float("inf"), float("-inf")])
+@loop_over("dtype", [torch.float32, torch.bfloat16])
 def test_bad_logits_are_flagged_and_hurt_no_other_row(vector_isa, params, bad, dtype):
     logits = random_logits(4, 300).to(dtype)
     requests = [make_request(seed=i, logprobs=2, **params) for i in range(4)]
@@ -201,8 +198,8 @@ def test_random_numbers_next_to_the_ends_are_exact_too(vector_isa):
     np.testing.assert_allclose(got[rare], want[rare], rtol=6e-7, atol=0)
 
 
-@pytest.mark.parametrize("num_logprobs", [0, 1, 5, 20, 300])
-@pytest.mark.parametrize("vocab_size", [7, 128, 300, 5000])
+@loop_over("num_logprobs", [0, 1, 5, 20, 300])
+@loop_over("vocab_size", [7, 128, 300, 5000])
 def test_logprobs_are_those_of_log_softmax(vector_isa, vocab_size, num_logprobs):
     logits = random_logits(9, vocab_size, 4.0)
     tokens = torch.arange(9) % vocab_size

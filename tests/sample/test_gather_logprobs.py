@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.loops import loop_over
 from tests.sample.helpers import make_request, make_state, repeatable, rows, sample
 from vllm.sample.logprobs import gather_logprobs
 from vllm.sample.sampler import Sampler
@@ -15,9 +16,9 @@ def random_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
     return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(5)) * 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab_size", [7, 50, 128, 300, 5000])
-@pytest.mark.parametrize("num_logprobs", [0, 1, 5, 20])
+@loop_over("dtype", [torch.float32, torch.bfloat16])
+@loop_over("vocab_size", [7, 50, 128, 300, 5000])
+@loop_over("num_logprobs", [0, 1, 5, 20])
 def test_they_are_those_of_log_softmax(num_logprobs, vocab_size, dtype):
     logits = random_logits(9, vocab_size).to(dtype)
     tokens = torch.arange(9) % vocab_size

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.loops import loop_over
 from tests.sample.helpers import make_request, make_state, rows, sample
 from vllm.sample.sampler import Sampler
 from vllm.sample.state import SamplingState
@@ -149,11 +150,9 @@ def test_static_shapes_and_padding_rows_change_no_token(vocab_size):
     assert got.token_ids[n:].equal(logits[n:].argmax(-1).int())
 
 
-@pytest.mark.parametrize(
-    "params", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 3}], ids=str
-)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("vocab_size", [300, 384])
+@loop_over("params", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 3}])
+@loop_over("bad", [float("nan"), float("inf"), float("-inf")])
+@loop_over("vocab_size", [300, 384])
 def test_bad_logits_are_flagged_and_hurt_no_other_row(params, bad, vocab_size):
     logits = random_logits(4, vocab_size)
     healthy = logits[[0, 2]].clone()

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.loops import loop_over
 from tests.structured_output.helpers import allowed, make_request, spec
 from vllm.guided_decoding_params import GrammarStart, GuidedDecodingParams
 from vllm.structured_output.backends import BACKENDS, make_backend
@@ -95,8 +96,8 @@ SPACES = {*b" \t\n\r\v\f", WORDS[b"\n\n"]}
 INNER = {*b"ab{", WORDS[b"ab"], END}
 
 
-@pytest.mark.parametrize(
-    ("start", "pieces", "expected"),
+@loop_over(
+    "start, pieces, expected",
     [
         (GrammarStart(), [], BEGINNING),
         (INSIDE, [], ANYTHING),
@@ -221,8 +222,8 @@ OPENED = SPACES | {ord("[")}
 INSIDE_CALL = {*b"b]"}
 
 
-@pytest.mark.parametrize(
-    ("start", "pieces", "expected"),
+@loop_over(
+    "start, pieces, expected",
     [
         (WORD, [], FREE),
         (WORD, [b"x<tool_call"], FREE - {WORDS[b">{"]}),
@@ -249,7 +250,7 @@ INSIDE_CALL = {*b"b]"}
         (OR_NAME, [CALL, b"name{", CALL, b"x"], FREE),
     ],
 )
-@pytest.mark.parametrize("with_drafts", [False, True])
+@loop_over("with_drafts", [False, True])
 def test_a_call_inside_of_free_text_follows_the_grammar(
     backend, start, pieces, expected, with_drafts
 ):

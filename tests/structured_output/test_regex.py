@@ -10,6 +10,7 @@ import unicodedata
 
 import pytest
 
+from tests.loops import loop_over
 from tests.structured_output.helpers import compiled, open_matcher, walk
 from vllm.structured_output.backends.interface import BackendError
 from vllm.structured_output.regex import RegexError, translate
@@ -63,7 +64,7 @@ PATTERNS = [
 
 
 @pytest.mark.filterwarnings("ignore:Possible")
-@pytest.mark.parametrize("pattern", PATTERNS)
+@loop_over("pattern", PATTERNS)
 def test_every_output_matches_in_python(pattern):
     grammar, rng = compiled("regex", pattern), random.Random(1)
     outputs = [walk(open_matcher(grammar), rng, 150) for _ in range(30)]
@@ -74,7 +75,7 @@ def test_every_output_matches_in_python(pattern):
 
 
 @pytest.mark.filterwarnings("ignore:Possible")
-@pytest.mark.parametrize("pattern", PATTERNS)
+@loop_over("pattern", PATTERNS)
 def test_a_pattern_that_may_match_anywhere_does_so_in_python(pattern):
     schema = {"type": "string", "pattern": pattern}
     grammar, rng = compiled("json", schema), random.Random(2)
@@ -84,8 +85,8 @@ def test_a_pattern_that_may_match_anywhere_does_so_in_python(pattern):
         assert re.search(pattern, json.loads(output)), output
 
 
-@pytest.mark.parametrize(
-    ("pattern", "reason"),
+@loop_over(
+    "pattern, reason",
     [
         ("(a", "not a regular expression"),
         ("[z-a]", "not a regular expression"),
@@ -113,7 +114,6 @@ def test_a_pattern_that_may_match_anywhere_does_so_in_python(pattern):
         (r"(?<n>a)(?P=n)", "back-references"),
         ("a++", "possessive repeat" if sys.version_info >= (3, 11) else "multiple repeat"),
     ],
-    ids=lambda value: value[:20],
 )
 def test_what_cannot_be_enforced_is_refused_with_the_reason(pattern, reason):
     with pytest.raises(RegexError, match=reason):
@@ -193,7 +193,7 @@ def test_a_property_that_does_not_exist_is_named():
 
 
 @pytest.mark.filterwarnings("ignore:Possible")
-@pytest.mark.parametrize("pattern", [*PATTERNS, r"[\p{Lu}_]+", r"[^\p{L}]"])
+@loop_over("pattern", [*PATTERNS, r"[\p{Lu}_]+", r"[^\p{L}]"])
 def test_xgrammar_enforces_a_pattern_or_is_not_asked(pattern):
     """xgrammar silently misinterprets some character classes."""
     try:

@@ -12,6 +12,7 @@ import pytest
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tests.loops import loop_over
 from tests.tiny_models import _FAMILIES, FAMILIES, spelled
 from tests.tiny_pooling_models import MODELS
 from vllm.assets import BUNDLED_MODEL
@@ -126,7 +127,7 @@ def without(raw, *names):
     return {k: v for k, v in raw.items() if k not in names}
 
 
-@pytest.mark.parametrize(
+@loop_over(
     "raw",
     [
         LLAMA,
@@ -226,7 +227,7 @@ def raw_names(raw):
     return {"architectures": raw["architectures"]}
 
 
-@pytest.mark.parametrize(
+@loop_over(
     "raw",
     [
         LLAMA | {"model_type": "gemma"},

@@ -17,6 +17,7 @@ import pytest
 from tests.core.fake_runner import FakeRow, drafts_of
 from tests.core.helpers import make_request
 from tests.core.reference import GuessSource, expected_result, next_token, root_content
+from tests.exhaustive import exhaustive
 from tests.worker.fake_card import FakeCard, RowRun
 from tests.worker.hpu_helpers import (
     entries,
@@ -173,12 +174,12 @@ class BucketChecker:
 
 
 @pytest.mark.parametrize(
-    "seed",
-    [pytest.param(n, marks=pytest.mark.exhaustive if n else ()) for n in range(NUM_SEEDS)],
+    ("seed", "num_engines"),
+    [(1, NUM_ENGINES // 2), *(exhaustive(seed, NUM_ENGINES) for seed in range(NUM_SEEDS))],
 )
-def test_every_launch_of_any_schedule_has_a_bucket(seed, tmp_path):
+def test_every_launch_of_any_schedule_has_a_bucket(seed, num_engines, tmp_path):
     rng, seen = random.Random(seed), Counter[str]()
-    for _ in range(NUM_ENGINES):
+    for _ in range(num_engines):
         BucketChecker(rng, tmp_path, seen).run()
     for event in (
         "preemption",

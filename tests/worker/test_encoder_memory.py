@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-import vllm.ops
+from tests.reach import replace_ops
 from tests.tiny_audio import make_tiny_audio
 from tests.tiny_images import FAMILIES, make_tiny_images
 from vllm.config import VllmConfig
@@ -54,7 +54,7 @@ USUAL = ("llava_next", "qwen2_5_vl", "qwen3_vl", "mllama", "mistral3")
 def test_the_peak_is_that_of_a_real_forward_pass(family, tmp_path, monkeypatch):
     # Use the operators of torch: the C++ kernels, which an earlier engine may have installed,
     # allocate tensors that are not counted.
-    monkeypatch.setattr(vllm.ops, "_ops", NativeOps())
+    replace_ops(monkeypatch, NativeOps())
     config = make_config(make_tiny_images(family, tmp_path), dtype="float32")
     encoder = make_encoder(config.model.resolved_arch)
     for parameter in encoder.parameters():

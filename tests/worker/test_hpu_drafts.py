@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.test_drafts import OracleSource, seen_by_user
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
-from tests.reach import runner_of
+from tests.reach import recorded_launches, runner_of
 from vllm import SamplingParams
 from vllm.bucketing import Phase
 from vllm.config.speculative import DraftOptions
@@ -19,7 +19,6 @@ from vllm.core.scheduler import Scheduler
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
 from vllm.sampling_params import GuidedDecodingParams
-from vllm.worker.hpu.launches.planner import PaddedLaunch
 
 PROMPTS = [[20 + n] * n for n in (3, 16, 17, 40, 30, 5, 8)]
 PARAMS = [
@@ -76,11 +75,7 @@ def test_users_get_the_same_with_drafts_as_without(mode, is_contiguous, monkeypa
         assert {b.query_len for b in runner.launches.planner.catalog.decode} == {1, 6}
         source = OracleSource(random.Random(3), known)
         core.scheduler = Scheduler(core.config.scheduler, core.scheduler.cache, source)
-        launches: list[PaddedLaunch] = []
-        launch_once = runner._run
-        monkeypatch.setattr(
-            runner, "_run", lambda launch: launches.append(launch) or launch_once(launch)
-        )
+        launches = recorded_launches(runner, monkeypatch)
         before = bridge.counters().compilations
         with_drafts = run(engine)
         options = DraftOptions(method="ngram", num_speculative_tokens=5, prompt_lookup_min=1)
@@ -92,7 +87,7 @@ def test_users_get_the_same_with_drafts_as_without(mode, is_contiguous, monkeypa
     for found in (with_drafts, with_ngrams):
         assert [seen_by_user(o) for o in found] == [seen_by_user(o) for o in outputs]
     assert source.num_right > 20
-    decodes = [launch for launch in launches if launch.bucket.phase is Phase.DECODE]
+    decodes = [launch for launch, _ in launches if launch.bucket.phase is Phase.DECODE]
     assert any(launch.num_drafts is not None for launch in decodes)
     for launch in decodes:
         assert launch.bucket.query_len == (1 if launch.num_drafts is None else 6)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-import vllm.ops
+from tests.reach import replace_ops
 from vllm.attention import LaunchContext
 from vllm.attention.backends.sdpa import naive_sdpa
 from vllm.config import RopeConfig
@@ -47,7 +47,7 @@ def test_angles_are_looked_up_once_for_each_table_and_rotate_as_ever(monkeypatch
             looked_up.append(cos_sin_cache)
             return super().rotary_angles(positions, cos_sin_cache, dtype, is_neox, sections)
 
-    monkeypatch.setattr(vllm.ops, "_ops", CountingOps())
+    replace_ops(monkeypatch, CountingOps())
     model = TwoRopes()
     token_ids, positions = torch.tensor([3, 5, 7]), torch.tensor([0, 9, 40])
     want = model(token_ids, positions)

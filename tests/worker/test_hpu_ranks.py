@@ -14,6 +14,7 @@ from gaudi_sim.execute import execute
 from gaudi_sim.vendor.hpu import device_module
 from tests.executor.list_executor import ListExecutor
 from tests.hpu import captured_log, simulated_hpu
+from tests.reach import report_of
 from tests.worker.test_hpu_warmup import LARGE_BUCKETS, LAZY, LONG_PROMPTS, check_memory
 from vllm.bucketing import MemoryClass, Phase
 from vllm.cost_model import constants
@@ -83,7 +84,7 @@ def two_workers(*pools_mib: int) -> Iterator[list[HPUWorker]]:
 
 def num_blocks(worker: HPUWorker) -> int:
     """Return the largest number of blocks for which the worker has memory."""
-    return worker._report.num_blocks
+    return report_of(worker).num_blocks
 
 
 def generate(core: EngineCore, lengths: list[int], num_tokens: int) -> int:

@@ -1,5 +1,6 @@
 import pytest
 
+from tests.loops import loop_over
 from vllm.entrypoints.bench.backends import SseParser
 
 BODY = (
@@ -9,7 +10,7 @@ BODY = (
 EVENTS = [b'{"a": 1}', b"two\nlines", b"crlf", b"[DONE]"]
 
 
-@pytest.mark.parametrize("size", range(1, len(BODY) + 1))
+@loop_over("size", range(1, len(BODY) + 1))
 def test_events_are_the_same_however_the_body_is_cut(size):
     parser = SseParser()
     pieces = [BODY[i : i + size] for i in range(0, len(BODY), size)]

@@ -8,6 +8,7 @@ from tests.engine.tokenizers_for_tests import byte_level
 from tests.entrypoints.openai.fakes import MODEL, client_of
 from tests.entrypoints.openai.sse_reader import chunks_of, text_of
 from tests.fake_core import FakeCoreLLM
+from tests.loops import loop_over
 from vllm.entrypoints.openai.chat.serving import router
 
 TOKENIZER = byte_level()
@@ -349,7 +350,7 @@ def plain_client():
         yield client
 
 
-@pytest.mark.parametrize(("fields", "param"), WRONG, ids=str)
+@loop_over("fields, param", WRONG)
 def test_what_is_wrong_is_refused_by_name(plain_client, fields, param):
     for is_stream in (False, True):
         wanted = {"messages": MESSAGES, "stream": is_stream, **fields}

@@ -12,6 +12,7 @@ from tests.engine.tokenizers_for_tests import byte_level
 from tests.entrypoints.openai.fakes import MODEL, client_of
 from tests.entrypoints.openai.sse_reader import chunks_of, text_of
 from tests.fake_core import FakeCoreLLM
+from tests.loops import loop_over
 from vllm.entrypoints.openai.completion import serving
 from vllm.entrypoints.openai.completion.serving import router
 from vllm.messages import EngineRequest
@@ -370,7 +371,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "param", "status"), WRONG, ids=str)
+@loop_over("fields, param, status", WRONG)
 def test_what_is_wrong_is_refused_by_name(client, engine, fields, param, status):
     response = client.post(PATH, json={"prompt": "a b", **fields})
     error = response.json()["error"]

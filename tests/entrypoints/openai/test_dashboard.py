@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from tests.entrypoints.openai.observed_server import make_app, ready_engine
+from tests.loops import loop_over
 from vllm.config import ConnectorConfig
 from vllm.engine.metrics.engine_metrics import EngineMetrics, IterationStats
 from vllm.engine.metrics.media_metrics import MediaReadStats, fetch_metrics, read_metrics
@@ -46,7 +47,7 @@ def exposed() -> dict[str, set[str]]:
     }
 
 
-@pytest.mark.parametrize("query", [*QUERIES.values(), *ALERTS], ids=[*QUERIES, *range(len(ALERTS))])
+@loop_over("query", [*QUERIES.values(), *ALERTS])
 def test_a_query_asks_for_what_there_is(query, exposed):
     names = METRIC.findall(query)
     assert names and set(names) <= exposed.keys()

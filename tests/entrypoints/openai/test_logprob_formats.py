@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from tests.engine import tokenizers_for_tests
+from tests.loops import loop_over
 from vllm.entrypoints.openai.shared.logprob_formats import (
     CompletionLogprobs,
     bytes_of_tokens,
@@ -54,9 +55,9 @@ def check(text, tokens, offsets):
     assert offsets == [len("".join(tokens[:i])) for i in range(len(tokens))]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("step", [1, 3])
+@loop_over("kind", KINDS)
+@loop_over("text", TEXTS)
+@loop_over("step", [1, 3])
 def test_the_tokens_of_a_prompt_and_its_output_join_to_the_text(kind, text, step):
     tokenizer = getattr(tokenizers_for_tests, kind)()
     prompt_ids = tokenizer(text, add_special_tokens=False)["input_ids"]

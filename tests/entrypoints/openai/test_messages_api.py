@@ -16,6 +16,7 @@ from tests.entrypoints.openai.scripted_engine import (
     open_stream,
 )
 from tests.fake_core import running
+from tests.loops import loop_over
 from vllm.entrypoints.anthropic.protocol import MessagesRequest
 from vllm.errors import CapacityError, EngineDeadError, RequestTimeoutError
 
@@ -188,8 +189,8 @@ def test_a_damaged_call_is_the_same_in_a_stream(arguments):
 # ---- errors -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fields", "kind", "text"),
+@loop_over(
+    "fields, kind, text",
     [
         ({"model": "other"}, "not_found_error", "`other` does not exist"),
         ({"max_tokens": None}, "invalid_request_error", "max_tokens"),
@@ -209,7 +210,7 @@ def test_a_damaged_call_is_the_same_in_a_stream(arguments):
         ({"system": 7}, "invalid_request_error", "system"),
     ],
 )
-@pytest.mark.parametrize("stream", [False, True])
+@loop_over("stream", [False, True])
 def test_a_bad_request_is_refused_in_the_form_of_the_api(fields, kind, text, stream):
     engine = ScriptedEngine("yes")
     answer = post(make_client(engine), **fields, stream=stream)

@@ -9,6 +9,7 @@ from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
 
+from tests.loops import loop_over
 from vllm.entrypoints.anthropic.output import (
     MessageWriter,
     describe_stop,
@@ -88,14 +89,14 @@ def test_blocks_begin_and_end_one_after_the_other():
     ]
 
 
-@pytest.mark.parametrize(
+@loop_over(
     "arguments",
     [
         *("{", "[]", "7", "null", '{"a": NaN}', '{"a": 1} and so on', '{"t": "He said "hi" and"}'),
         *('{"t": "cut o', '{"a":' * 100_000, '{"a": 1', "a=1", " "),
     ],
 )
-@pytest.mark.parametrize("size", [1, 7, 10**6])
+@loop_over("size", [1, 7, 10**6])
 def test_damaged_arguments_are_given_whole_under_the_name_of_the_api(arguments, size):
     pieces = [arguments[i : i + size] for i in range(0, min(len(arguments), 4000), size)]
     first, *others = pieces

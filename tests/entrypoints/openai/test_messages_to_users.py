@@ -17,6 +17,7 @@ from pydantic_core import core_schema
 from starlette.testclient import TestClient
 
 from tests.entrypoints.openai.scripted_engine import ODD_VALUES, ScriptedEngine, make_app
+from tests.loops import loop_over
 from vllm.entrypoints.openai import protocol
 from vllm.entrypoints.openai.protocol.base import RequestModel
 from vllm.entrypoints.shared.validation_text import describe_validation, show_value
@@ -231,7 +232,7 @@ def client():
         yield client
 
 
-@pytest.mark.parametrize(("path", "body", "text"), MESSAGES)
+@loop_over("path, body, text", MESSAGES)
 def test_a_wrong_request_is_told(client, path, body, text):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json"} if content else {}
@@ -301,7 +302,7 @@ def is_place(location: tuple[int | str, ...], value: Any, kind: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("model", "name"), [row[1:] for row in FIELDS], ids=[r[0] for r in FIELDS])
+@loop_over("model, name", [row[1:] for row in FIELDS])
 def test_what_is_wrong_with_a_field_is_told_in_the_words_of_the_user(model, name):
     for value in WRONG_VALUES:
         body = {name: value}
@@ -375,7 +376,7 @@ NUMBERS_OF_RULES = dict.fromkeys(
 )
 
 
-@pytest.mark.parametrize("code", [*CODES, "a_code_of_a_later_release"])
+@loop_over("code", [*CODES, "a_code_of_a_later_release"])
 def test_no_code_of_pydantic_is_in_a_message(code):
     error = {"loc": ("body", "n"), "msg": "Input should be odd", "type": code, "input": 3}
     context = {**NUMBERS_OF_RULES, "expected_tags": "'a', 'b'", "error": "is wrong"}

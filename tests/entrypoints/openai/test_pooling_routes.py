@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.entrypoints.openai.pooling_engine import make_pooling_client
+from tests.loops import loop_over
 from tests.tiny_pooling_models import add_tokenizer, make_pooling_model
 from vllm import LLM
 
@@ -150,8 +151,8 @@ def test_documents_come_best_first(path, post, models):
     assert top["results"] == body["results"][:2]
 
 
-@pytest.mark.parametrize(
-    ("kind", "path", "body", "words"),
+@loop_over(
+    "kind, path, body, words",
     [
         ("generate", "/v1/embeddings", {"input": "w7"}, "start it with task='embed'"),
         ("generate", "/classify", {"input": "w7"}, "start it with task='classify'"),

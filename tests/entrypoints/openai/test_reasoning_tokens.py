@@ -8,6 +8,7 @@ from tests.engine.tokenizers_for_tests import byte_level, sentencepiece
 from tests.entrypoints.openai.fakes import client_of
 from tests.entrypoints.openai.test_thinking import GPT_OSS, ROUTERS, chat, message, respond
 from tests.fake_core import FakeCoreLLM
+from tests.loops import loop_over
 from vllm.entrypoints.openai.chat.thought_tokens import ThoughtTokens
 from vllm.entrypoints.openai.shared.logprob_formats import bytes_of_tokens
 from vllm.reasoning import ReasoningParserManager
@@ -50,8 +51,8 @@ def usage_of_stream(text):
     return [usage for usage in found if usage][-1]
 
 
-@pytest.mark.parametrize("by_character", [False, True])
-@pytest.mark.parametrize(("parser", "text", "thoughts"), OUTPUTS)
+@loop_over("by_character", [False, True])
+@loop_over("parser, text, thoughts", OUTPUTS)
 def test_whole_and_streamed_answers_count_the_same_thoughts(parser, text, thoughts, by_character):
     tokenizer = byte_level()
     pieces = text if by_character else [text]

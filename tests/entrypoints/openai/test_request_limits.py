@@ -26,6 +26,7 @@ from tests.entrypoints.openai.scripted_engine import (
     open_stream,
 )
 from tests.fake_core import FakeCoreClient, FakeEngineCore, fake_clients, running
+from tests.loops import loop_over
 from vllm.config import ModelConfig, MultiModalConfig, PoolerConfig
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.input.sampling_input import SamplingInput
@@ -411,9 +412,9 @@ def test_what_is_no_json_object_is_refused(body, message):
     assert answer.status_code == 400 and message in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/invocations"])
-@pytest.mark.parametrize("field", ["n", "best_of"])
-@pytest.mark.parametrize("number", ["2000000000", " 2000000000 ", "2_000_000_000", 2e9, "2e9"])
+@loop_over("path", ["/v1/completions", "/v1/chat/completions", "/invocations"])
+@loop_over("field", ["n", "best_of"])
+@loop_over("number", ["2000000000", " 2000000000 ", "2_000_000_000", 2e9, "2e9"])
 def test_a_number_is_limited_in_whatever_form_it_comes(path, field, number):
     client = make_client(ScriptedEngine("a"))
     fields = {"prompt": "a"} if path == "/v1/completions" else CHAT

@@ -16,6 +16,7 @@ from tests.entrypoints.openai.scripted_engine import (
     open_stream,
 )
 from tests.fake_core import running
+from tests.loops import loop_over
 from vllm.entrypoints.openai.protocol.responses import ResponsesRequest
 from vllm.errors import CapacityError, EngineDeadError
 
@@ -301,8 +302,8 @@ def test_truncation_leaves_out_the_oldest_turns_but_not_the_system_message():
 # ---- errors -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fields", "status", "text"),
+@loop_over(
+    "fields, status, text",
     [
         ({"model": "other"}, 404, "`other` does not exist"),
         ({"input": None}, 400, "input"),
@@ -327,7 +328,7 @@ def test_truncation_leaves_out_the_oldest_turns_but_not_the_system_message():
         ({"chat_template_kwargs": {"tools": []}}, 400, "chat_template_kwargs"),
     ],
 )
-@pytest.mark.parametrize("stream", [False, True])
+@loop_over("stream", [False, True])
 def test_a_bad_request_is_refused_with_a_status(fields, status, text, stream):
     engine = ScriptedEngine("yes")
     answer = post(make_client(engine), **fields, stream=stream)
@@ -478,7 +479,7 @@ def test_a_background_response_that_fails_says_so():
 # ---- fuzz ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("field", sorted(ResponsesRequest.model_fields))
+@loop_over("field", sorted(ResponsesRequest.model_fields))
 def test_any_value_of_a_field_is_taken_or_refused(field):
     client = make_client(ScriptedEngine("a"))
     for value in ODD_VALUES:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.loops import loop_over
 from vllm.entrypoints.openai.responses.input import as_messages, read_input, resolve_references
 from vllm.errors import RequestError
 
@@ -115,8 +116,8 @@ def test_places_are_those_of_the_request_that_continues_another():
     assert places == ["previous_response_id.input[0].content[0]", "input[0].content[0]"]
 
 
-@pytest.mark.parametrize(
-    ("given", "param"),
+@loop_over(
+    "given, param",
     [
         ([], "input"),
         ([7], "input[0]"),

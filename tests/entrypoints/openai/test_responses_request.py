@@ -4,6 +4,7 @@ values.
 
 import pytest
 
+from tests.loops import loop_over
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionNamedToolChoiceParam
 from vllm.entrypoints.openai.protocol.responses import ResponsesRequest
 from vllm.entrypoints.openai.responses.request import as_chat_request, check_request
@@ -75,8 +76,8 @@ def test_only_allowed_tools_reach_the_model():
     assert [t.function.model_dump() for t in chat.tools] == [function]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
+@loop_over(
+    "fields, param",
     [
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),

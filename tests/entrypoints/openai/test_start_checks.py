@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.loops import loop_over
 from tests.tiny_images import make_tiny_images
 from vllm.assets import BUNDLED_MODEL
 from vllm.entrypoints.openai.cli_args import make_arg_parser, read_args
@@ -42,29 +43,33 @@ def test_settings_of_an_image_processor_are_checked_without_transformers(family,
     path = folder / "preprocessor_config.json"
     good = path.read_text()
     program = (
-        "import sys\n"
+        "import json, pathlib, sys\n"
         "from vllm.entrypoints.openai.cli_args import make_arg_parser, read_args\n"
         "from vllm.entrypoints.server.start_checks import check_start\n"
         "from vllm.utils import FlexibleArgumentParser\n"
         "parser = make_arg_parser(FlexibleArgumentParser())\n"
-        "try: check_start(*read_args(parser.parse_args(sys.argv[1:])))\n"
-        "except Exception as error: print(error)\n"
+        "for text, flags in json.loads(sys.argv[2]):\n"
+        "    pathlib.Path(sys.argv[1]).write_text(text)\n"
+        "    try: check_start(*read_args(parser.parse_args(flags)))\n"
+        "    except Exception as error: print(error)\n"
+        "    else: print()\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     bad = json.dumps({**json.loads(good), "rescale_factor": "x"})
-    for text, flags, message in (
+    cases = (
         (good, [], ""),
         (bad, [], "preprocessor_config.json or processor_config.json: rescale_factor is 'x'"),
         (bad, ["--limit-mm-per-prompt", "image=0"], ""),
         ("{", [], "preprocessor_config.json"),
         (good, ["--mm-processor-kwargs", '{"side": 1}'], "has no setting 'side'"),
-    ):
-        path.write_text(text)
-        command = [sys.executable, "-c", program, "--model", str(folder), *flags]
-        run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-        *found, modules = run.stdout.splitlines()
-        assert message in "".join(found) and bool(found) == bool(message), run
-        assert modules == "[]"
+    )
+    given = json.dumps([(text, ["--model", str(folder), *flags]) for text, flags, _ in cases])
+    command = [sys.executable, "-c", program, str(path), given]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    *found, modules = run.stdout.splitlines()
+    for line, (text, _, message) in zip(found, cases, strict=True):
+        assert message in line and bool(line) == bool(message), (text, run)
+    assert modules == "[]"
 
 
 @pytest.fixture
@@ -83,8 +88,8 @@ def test_a_config_that_takes_neither_hub_nor_transformers_is_complete():
     assert config.scheduler.max_model_len == 256
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
+@loop_over(
+    "flags, message",
     [
         (["-tp", "0"], "^tensor_parallel_size must be an integer of at least 1, got 0"),
         (["-pp", "99"], "^pipeline_parallel_size=99: the model has [0-9]+ layers"),

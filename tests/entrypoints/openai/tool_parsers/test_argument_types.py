@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.entrypoints.openai.tool_parsers.formats import extract
+from tests.loops import loop_over
 from vllm.entrypoints.openai.tool_parsers.argument_types import argument_to_json
 
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}
@@ -39,14 +40,14 @@ ONLY_STRINGS = [
 ]
 
 
-@pytest.mark.parametrize("schema", ONLY_STRINGS, ids=json.dumps)
-@pytest.mark.parametrize("text", ["5", "true", "1.50", '{"a": 1}', "[1]", " x ", "", "0123", "NaN"])
+@loop_over("schema", ONLY_STRINGS)
+@loop_over("text", ["5", "true", "1.50", '{"a": 1}', "[1]", " x ", "", "0123", "NaN"])
 def test_a_string_is_what_was_written(schema, text):
     assert typed(text, schema) == text
 
 
-@pytest.mark.parametrize(
-    ("text", "schema", "value"),
+@loop_over(
+    "text, schema, value",
     [
         ("5", INTEGER, 5),
         ("5.0", INTEGER, 5),
@@ -92,7 +93,6 @@ def test_a_string_is_what_was_written(schema, text):
         ("9" * 5000, INTEGER, "9" * 5000),
         ("[" * 100_000, {"type": "array"}, "[" * 100_000),
     ],
-    ids=lambda value: str(value)[:40],
 )
 def test_other_types(text, schema, value):
     found = typed(text, schema)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.entrypoints.openai.tool_parsers.formats import CALLS, OUTPUTS, TIME, decoded, extract
+from tests.loops import loop_over
 from vllm.entrypoints.openai.tool_parsers import ToolParserManager
 
 
@@ -16,8 +17,8 @@ def test_calls_are_found_and_nothing_else_is_content(name, text):
     assert content == ""
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "content", "calls"),
+@loop_over(
+    "name, text, content, calls",
     [
         # Content before and after calls.
         ("hermes", f"Sure.\n<tool_call>{TIME}</tool_call>\nDone.", "Sure.\n\nDone.", ["time"]),
@@ -68,8 +69,8 @@ def test_variations(name, text, content, calls):
     assert all(isinstance(arguments, dict) for _, arguments in decoded(found_calls))
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
+@loop_over(
+    "name, text",
     [
         ("hermes", "<tool_call>"),
         ("hermes", "<tool_call>not JSON</tool_call>"),
