@@ -249,7 +249,7 @@ class Check:
         options = ChatOptions(chat_template=template, tools=tools)
         own, why = try_render(lambda: render_chat(self._tokenizer, messages, options))
         foreign, foreign_why = try_render(
-            lambda: render_foreign(self._tokenizer, messages, options)
+            lambda: render_foreign(self._tokenizer, messages, options, None).text
         )
         theirs = self._with_transformers(template, messages, tools, is_joined=False)
         joined = self._with_transformers(template, messages, tools, is_joined=True)

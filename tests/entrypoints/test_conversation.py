@@ -122,6 +122,10 @@ SINGLE = each(
     "{% endif %}{{ m.content }}[{{ m.tool_calls[0].function.arguments | tojson }}]"
     "{% else %}{{ m.role }}={{ m.content }};{% endif %}"
 )
+FIRST_CALL = each(
+    "{% if m.tool_calls %}[{{ m.tool_calls[0].function.arguments | tojson }}]"
+    "{% else %}{{ m.role }}={{ m.content }};{% endif %}"
+)
 NAMES = each("{% if m.role == 'tool' %}{{ m['name'] + ':' + m.content }};{% endif %}")
 THOUGHTS = each(
     "{{ m.reasoning_content }}|{{ m.reasoning }}|{{ m.thinking }};"
@@ -277,6 +281,29 @@ CASES = {
             USER,
         ],
         'user=u;c[{"x": 1}]tool=q;[{"x": 2}]tool=r;user=u;',
+    ),
+    "several calls of which it shows one": (
+        FIRST_CALL,
+        [USER, called(call('{"x": 1}', "a"), call('{"x": 2}', "b")), result("r", "b"), USER],
+        'user=u;[{"x": 1}][{"x": 2}]tool=r;user=u;',
+    ),
+    "a cancelled call": (
+        ALTERNATES,
+        [
+            USER,
+            called(call("{}", "a"), call("{}", "b")),
+            result("r", "b"),
+            USER,
+            ANSWER,
+            USER,
+            called(call("{}", "c")),
+        ],
+        "user=u;assistant=;tool=r;tool=u;assistant=a;user=u;assistant=;",
+    ),
+    "a cancelled call that it shows": (
+        ANY_ROLE,
+        [USER, called(call("{}")), USER],
+        "user=u;assistant=;user=u;",
     ),
     "the name in a result": (NAMES, [USER, called(call("{}", name="g")), result("r")], "g:r;"),
     "the name without an id": (

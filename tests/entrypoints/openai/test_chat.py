@@ -249,6 +249,29 @@ def test_required_tools_are_read_from_the_forced_array(is_parallel):
     assert schema.get("maxItems") == (None if is_parallel else 1)
 
 
+@pytest.mark.parametrize(
+    ("choice", "text", "reason"),
+    [
+        ({}, '<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>', "function_call"),
+        ({"function_call": {"name": "look"}}, '{"at": "x"}', "stop"),
+        ({"function_call": "none"}, "no", "stop"),
+    ],
+)
+def test_functions_of_the_older_api_are_answered_in_its_form(choice, text, reason):
+    wanted = {"functions": [tool["function"] for tool in TOOLS], **choice}
+    call = None if text == "no" else {"name": "look", "arguments": '{"at": "x"}'}
+    with client_of(engine_that_says(text), router, **AUTO) as client:
+        whole = chat(client, **wanted)["choices"][0]
+        chunks = stream(client, **wanted)
+    assert (whole["finish_reason"], whole["message"].get("function_call")) == (reason, call)
+    assert whole["message"]["tool_calls"] == []
+    parts = [chunk["choices"][0]["delta"].get("function_call") or {} for chunk in chunks]
+    if call is not None:
+        assert "".join(part.get("arguments", "") for part in parts) == call["arguments"]
+        assert [part["name"] for part in parts if "name" in part] == ["look"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == reason
+
+
 @pytest.mark.parametrize("is_parallel", [True, False])
 def test_tools_the_model_chose_to_call_are_found_by_the_parser(is_parallel):
     calls = [{"name": "look", "arguments": {"at": "é"}}, {"name": "wait", "arguments": {}}]
@@ -284,6 +307,17 @@ def test_reasoning_comes_in_a_field_of_its_own():
     assert (whole["reasoning_content"], whole["content"]) == ("hm", "yes")
     assert (message["reasoning_content"], message["content"]) == ("hm", "yes")
     assert (constrained["reasoning_content"], constrained["content"]) == ("hm", "yes")
+
+
+@pytest.mark.parametrize("field", [{"include_reasoning": False}, {"reasoning": {"exclude": True}}])
+def test_reasoning_may_be_left_out_of_the_answer(field):
+    engine = engine_that_says("<think>hm</think>yes")
+    with client_of(engine, router, reasoning_parser="deepseek_r1") as client:
+        whole = chat(client, **field)
+        message, _ = message_of(stream(client, **field))
+    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+    for found in (whole["choices"][0]["message"], message):
+        assert (found["reasoning_content"] or "", found["content"]) == ("", "yes")
 
 
 def test_the_server_may_switch_thinking_off():

@@ -103,6 +103,15 @@ def test_an_ordinary_request_is_answered():
     assert run(REQUEST % (3, b"close"), b"abc").endswith(b"\r\n\r\n3")
 
 
+@pytest.mark.parametrize("upgrade", [b"h2c", b"H2C ", b"h2"])
+def test_a_client_that_offers_http_2_keeps_its_bodies(upgrade):
+    head = b"POST / HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nHost: a\r\n"
+    head += b"upgrade:%s\r\nHTTP2-Settings: AAMA\r\nContent-Length: 18\r\n" % upgrade
+    body = b"\r\nUpgrade: h2c\r\n\r\n"  # the same text in a body is only text
+    parts = (head + b"\r\n" + body, head + b"\r\n", body, head + b"Connection: close\r\n\r\n", body)
+    assert run(*parts, pause_s=0.01).count(b"\r\n\r\n18") == 3
+
+
 async def stream_app(scope, receive, send):
     await receive()
     await send({"type": "http.response.start", "status": 200, "headers": []})

@@ -70,6 +70,17 @@ def test_a_turn_of_results_is_only_messages_of_tools(result, content):
     assert convert("a", [USE], [result])[2:] == [{**TOOL_MESSAGE, "content": content}]
 
 
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [(None, "{}"), ({}, "{}"), ("", ""), ('{"a": 1}', '{"a": 1}'), ('{"a', '{"a')],
+)
+def test_the_input_of_a_call_may_be_its_json_text_or_missing(given, arguments):
+    block = {key: value for key, value in USE.items() if key != "input"}
+    for use in ({**block, "input": given}, *([block] if given is None else [])):
+        (call,) = convert("a", [use], [RESULT])[1]["tool_calls"]
+        assert call["function"] == {"name": "add", "arguments": arguments}
+
+
 def test_system_messages_stay_where_they_are():
     messages = [
         {"role": "user", "content": "a"},
@@ -231,7 +242,7 @@ def test_images_become_parts_that_name_their_place():
         ([[{"type": "tool_reference"}]], "messages.0.content.0.tool_name"),
         ([[{"type": 3}]], "messages.0.content.0"),
         ([[{"type": "text"}]], "messages.0.content.0.text"),
-        (["a", [{**USE, "input": "x"}]], "messages.1.content.0.input"),
+        (["a", [{**USE, "input": [1]}]], "messages.1.content.0.input"),
         (["a", [{**USE, "name": ""}]], "messages.1.content.0.name"),
         ([[RESULT]], "messages.0.content.0.tool_use_id"),
         (

@@ -151,6 +151,17 @@ def test_documents_come_best_first(path, post, models):
     assert top["results"] == body["results"][:2]
 
 
+def test_documents_may_be_objects_and_be_left_out_of_the_answer(post):
+    path = "/v1/rerank"
+    plain = post("score", path, query="w7", documents=["w8", "w7"])["results"]
+    documents = ["w8", {"text": "w7", "id": 5}]
+    assert post("score", path, query="w7", documents=documents, top_n=None)["results"] == plain
+    shown = post("score", path, query="w7", documents=documents, return_documents=False)
+    for result in plain:
+        del result["document"]
+    assert shown["results"] == plain
+
+
 @loop_over(
     "kind, path, body, words",
     [
@@ -217,6 +228,18 @@ def test_documents_come_best_first(path, post, models):
         ),
         ("score", "/rerank", {"query": "w7", "documents": []}, "documents"),
         ("score", "/rerank", {"query": "w7", "documents": ["w8"], "top_n": -1}, "top_n"),
+        (
+            "score",
+            "/rerank",
+            {"query": "w7", "documents": ["w8", {"title": "w7"}]},
+            "documents.1 must be a string, got an object",
+        ),
+        (
+            "score",
+            "/rerank",
+            {"query": "w7", "documents": [{"text": 7}]},
+            "documents.0 must be a string, got 7",
+        ),
         ("score", "/rerank", {"query": "w7", "documents": ["w8 " * 99]}, "103 tokens"),
     ],
 )

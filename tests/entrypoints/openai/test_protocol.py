@@ -2,15 +2,21 @@
 streamed.
 """
 
+from typing import get_args
+
+import jsonschema
 import pytest
 
 from tests.engine.tokenizers_for_tests import byte_level
 from tests.entrypoints.openai.fakes import client_of
 from tests.entrypoints.openai.sse_reader import chunks_of
 from tests.fake_core import FakeCoreLLM
+from vllm.entrypoints.anthropic.protocol import MessagesRequest
 from vllm.entrypoints.openai import protocol
 from vllm.entrypoints.openai.chat.serving import router as chat_router
+from vllm.entrypoints.openai.chat.tool_choice import tool_constraint
 from vllm.entrypoints.openai.completion.serving import router as completion_router
+from vllm.entrypoints.openai.protocol.sampling import guided_decoding
 from vllm.entrypoints.pages.web_page import load_page
 from vllm.sampling_params import Door, numbers_at
 
@@ -87,3 +93,83 @@ def test_the_chat_page_bounds_a_field_as_the_server_does():
         'min="0" max="1" step="any" inputmode="decimal">' in page
     )
     assert '<input id="seed" data-setting="seed" type="number" step="1">' in page
+
+
+BODIES = {
+    protocol.ChatCompletionRequest: {"messages": [{"role": "user", "content": "a"}]},
+    protocol.CompletionRequest: {"prompt": "a"},
+    protocol.EmbeddingRequest: {"input": "a"},
+    protocol.RerankRequest: {"query": "a", "documents": ["b"]},
+    protocol.ScoreRequest: {"text_1": "a", "text_2": "b"},
+    protocol.ClassificationRequest: {"input": "a"},
+    protocol.TokenizeChatRequest: {"messages": [{"role": "user", "content": "a"}]},
+    protocol.TokenizeCompletionRequest: {"prompt": "a"},
+    protocol.ResponsesRequest: {"input": "a"},
+    MessagesRequest: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_a_client_may_send_null_for_every_optional_field(kind):
+    fields = {field.alias or name: name for name, field in kind.model_fields.items()}
+    nulls = {key: None for key, name in fields.items() if not kind.model_fields[name].is_required()}
+    plain = kind.model_validate(BODIES[kind])
+    found = kind.model_validate({**nulls, **BODIES[kind]})
+    for name in fields.values():
+        field = kind.model_fields[name]
+        if name not in BODIES[kind] and type(None) not in get_args(field.annotation):
+            assert getattr(found, name) == getattr(plain, name) or name == "request_id", name
+
+
+TREE = {
+    "type": "object",
+    "properties": {
+        "name": {"$ref": "#/$defs/Name"},
+        "same": {"$ref": "#/properties/name"},
+        "children": {"type": "array", "items": {"$ref": "#"}},
+    },
+    "required": ["name"],
+    "$defs": {"Name": {"type": "string", "maxLength": 3}},
+}
+
+
+@pytest.mark.parametrize("others", [0, 1, 11])
+@pytest.mark.parametrize(
+    ("arguments", "is_right"),
+    [
+        ({"name": "a", "children": [{"name": "b", "same": "c", "children": []}]}, True),
+        ({"name": "a", "children": [{"children": []}]}, False),
+        ({"name": "a", "children": [{"name": "long"}]}, False),
+        ({"name": "a", "same": "long"}, False),
+    ],
+)
+def test_references_of_a_tool_are_to_its_own_schema(others, arguments, is_right):
+    functions = [{"name": f"f{i}", "parameters": {"type": "array"}} for i in range(others)]
+    functions.append({"name": "tree", "parameters": TREE})
+    request = protocol.ChatCompletionRequest(
+        messages=[{"role": "user", "content": "a"}],
+        tools=[{"type": "function", "function": function} for function in functions],
+        tool_choice="required",
+    )
+    schema = tool_constraint(request).json
+    calls = [{"name": "tree", "parameters": arguments}]
+    assert jsonschema.Draft202012Validator(schema).is_valid(calls) == is_right
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ({"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}, SCHEMA),
+        ({"type": "json_schema", "name": "a", "schema": SCHEMA}, SCHEMA),
+        ({"type": "json_object", "schema": SCHEMA}, SCHEMA),
+        ({"type": "json_object"}, None),
+        ({"type": "json_object", "schema": None}, None),
+    ],
+)
+def test_a_response_format_may_have_its_schema_where_other_servers_have_it(wanted, expected):
+    request = protocol.CompletionRequest(prompt="a", response_format=wanted)
+    guided = guided_decoding(request)
+    assert (guided.json, guided.json_object) == (expected, None if expected else True)

@@ -65,6 +65,29 @@ def assistant(content="", **others):
             [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}],
             [assistant("no")],
         ),
+        (  # as some clients send back what was empty or an object
+            [
+                {"role": "assistant", "content": None},
+                {**CALL, "arguments": {"a": 1}},
+                {**RESULT, "output": None},
+                {**CALL, "call_id": "c2", "arguments": None},
+                {**RESULT, "call_id": "c2", "output": {"b": 2}},
+            ],
+            [
+                assistant(
+                    tool_calls=[
+                        {**TOOL_CALL, "function": {"name": "add", "arguments": '{"a":1}'}},
+                    ]
+                ),
+                {**TOOL_MESSAGE, "content": ""},
+                assistant(
+                    tool_calls=[
+                        {**TOOL_CALL, "id": "c2", "function": {"name": "add", "arguments": ""}},
+                    ]
+                ),
+                {**TOOL_MESSAGE, "tool_call_id": "c2", "content": '{"b":2}'},
+            ],
+        ),
     ],
 )
 def test_items_become_messages(given, messages):
@@ -155,12 +178,12 @@ def test_places_are_those_of_the_request_that_continues_another():
             "input[0].content[0].text",
         ),
         (["a", {"role": "user", "content": "b"}], "input[0]"),
-        ([{**CALL, "arguments": {"a": 1}}], "input[0].arguments"),
+        ([{**CALL, "arguments": [1]}], "input[0].arguments"),
         ([{**CALL, "name": ""}], "input[0].name"),
         ([{**CALL, "id": 3}], "input[0].id"),
         ([{**CALL, "id": "x" * 300}], "input[0].id"),
         ([{**CALL, "call_id": None}], "input[0].call_id"),
-        ([{**RESULT, "output": None}], "input[0].output"),
+        ([{**RESULT, "output": 7}], "input[0].output"),
     ],
 )
 def test_a_wrong_item_is_refused_by_its_place(given, param):

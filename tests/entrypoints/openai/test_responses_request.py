@@ -126,7 +126,7 @@ FOREIGN_TOOLS = [
 
 def test_tools_of_other_servers_are_left_out():
     chat = convert(tools=[*FOREIGN_TOOLS, tool("f")])
-    assert [each.function.name for each in chat.functions] == ["f"]
+    assert [each.function.name for each in chat.function_tools] == ["f"]
     assert chat.tool_choice == "auto"
     assert convert(tools=FOREIGN_TOOLS).tool_choice == "none"
     assert convert(tools=FOREIGN_TOOLS, tool_choice="auto").tool_choice == "none"
@@ -142,7 +142,7 @@ def test_a_choice_of_a_tool_of_another_server_is_refused(foreign):
         convert(tools=[*FOREIGN_TOOLS, tool("f")], tool_choice=allowed)
     allowed["tools"].append({"type": "function", "name": "f"})
     chat = convert(tools=[*FOREIGN_TOOLS, tool("f")], tool_choice=allowed)
-    assert [each.function.name for each in chat.functions] == ["f"]
+    assert [each.function.name for each in chat.function_tools] == ["f"]
 
 
 @pytest.mark.parametrize(

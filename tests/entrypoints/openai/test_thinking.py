@@ -52,6 +52,9 @@ ASKED = [
     (chat(thinking=True, chat_template_kwargs={"thinking": False}), OFF),
     (chat(reasoning_effort="none"), "False False 0 none"),
     (chat(reasoning_effort="low"), "- - - low"),
+    (chat(reasoning={"effort": "low"}), "- - - low"),
+    (chat(reasoning={"enabled": False}), OFF),
+    (chat(reasoning={"effort": "low"}, reasoning_effort="high"), "- - - high"),
     (chat(reasoning_effort="none", enable_thinking=True), "True True - none"),
     (chat(chat_template_kwargs={"reasoning_effort": "high"}), "- - - high"),
     (respond(), UNSAID),
@@ -102,7 +105,8 @@ def test_a_request_goes_before_the_server_under_any_name():
 
 
 @pytest.mark.parametrize(
-    "field", [{"thinking": "maybe"}, {"thinking": {}}, {"reasoning_effort": 1}]
+    "field",
+    [{"thinking": "maybe"}, {"thinking": {}}, {"reasoning_effort": 1}, {"reasoning": "high"}],
 )
 def test_a_switch_that_cannot_be_read_is_refused_by_its_name(field):
     with client_of(engine_that_says("x"), *ROUTERS) as client:

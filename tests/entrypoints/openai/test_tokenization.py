@@ -1,5 +1,7 @@
 """Test POST /tokenize, POST /detokenize and GET /v1/models."""
 
+import re
+
 import pytest
 
 from tests.entrypoints.openai.fakes import MODEL, client_of
@@ -31,6 +33,8 @@ def test_a_text_is_tokenised_as_a_completion_and_back(client):
     text = client.post("/detokenize", json={"tokens": bare["tokens"]}).json()
     assert text == {"prompt": "a b"}
     assert client.post("/tokenize", json={"prompt": ""}).json()["tokens"] == body["tokens"][:1]
+    nothing = client.post("/tokenize", json={"prompt": "", "add_special_tokens": False}).json()
+    assert (nothing["count"], nothing["tokens"]) == (0, [])
 
 
 def test_a_conversation_has_its_special_tokens_once(client):
@@ -53,7 +57,6 @@ def test_many_tokens_become_text_too(client):
     [
         ("/tokenize", {}, 400, "prompt"),
         ("/tokenize", {"prompt": 5}, 400, "prompt"),
-        ("/tokenize", {"prompt": "", "add_special_tokens": False}, 400, "prompt"),
         ("/tokenize", {"messages": "x"}, 400, "messages"),
         ("/tokenize", {"messages": []}, 400, "messages"),
         ("/tokenize", {"messages": MESSAGES, "continue_final_message": True}, 400, "continue"),
@@ -78,3 +81,13 @@ def test_models_are_listed(client):
     missing = client.get("/v1/models/org/other")
     assert missing.status_code == 404
     assert missing.json()["error"]["message"] == "The model `org/other` does not exist."
+
+
+def test_models_are_listed_in_the_format_of_the_client(client):
+    anthropic = {"anthropic-version": "2023-06-01"}
+    found = client.get("/v1/models", headers=anthropic).json()
+    (card,) = found.pop("data")
+    assert found == {"first_id": MODEL, "last_id": MODEL, "has_more": False}
+    assert (card["type"], card["id"], card["display_name"]) == ("model", MODEL, MODEL)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", card["created_at"])
+    assert client.get(f"/v1/models/{MODEL}", headers=anthropic).json() == card

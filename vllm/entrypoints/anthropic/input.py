@@ -159,11 +159,13 @@ def _read_turn(where: str, turn: InputMessage, names: dict[str, str]) -> list[Me
 
 def _read_call(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
     arguments = block.get("input")
-    if not isinstance(arguments, Mapping):
+    if arguments is None or isinstance(arguments, Mapping):
+        arguments = json.dumps(arguments or {})
+    elif not isinstance(arguments, str):  # some clients send the JSON text, damaged or not
         raise RequestError(
             f"{where}.input must be an object, got {arguments!r:.80}", param=f"{where}.input"
         )
-    function = {"name": read_string(where, block, "name"), "arguments": json.dumps(arguments)}
+    function = {"name": read_string(where, block, "name"), "arguments": arguments}
     return {"id": read_string(where, block, "id"), "type": "function", "function": function}
 
 

@@ -164,14 +164,44 @@ def _join_group(group: Sequence[Message]) -> Message:
 # ---- calls ------------------------------------------------------------------------------------
 
 
+def answer_calls(messages: list[Message], template: Template) -> list[Message]:
+    """Add an empty result after a call without a result, if the template requires one.
+
+    A user may cancel a call and continue. Templates of Mistral refuse such a conversation.
+    """
+    answered = {message.get("tool_call_id") for message in messages if message["role"] == "tool"}
+    asked = [call for message in messages[:-1] for call in message.get("tool_calls", ())]
+    if all(call["id"] in answered for call in asked) or not template.refuses_unanswered_calls():
+        return messages
+    complete: list[Message] = []
+    waiting: list[Message] = []
+    for message in messages:
+        if message["role"] != "tool":
+            complete += waiting
+            waiting = []
+        complete.append(message)
+        waiting += [
+            {
+                "role": "tool",
+                "tool_call_id": call["id"],
+                "name": call["function"]["name"],
+                "content": "",
+            }
+            for call in message.get("tool_calls", ())
+            if call["id"] not in answered
+        ]
+    return complete
+
+
 def split_calls(messages: list[Message], template: Template) -> list[Message]:
     """Split a message with several tool calls into one message per call, each followed by its
-    result, if the template refuses several.
+    result, if the template refuses several or shows only one.
 
     Templates of Llama 3.1 and 3.3 refuse two calls in one message, although the models write them.
+    GPT-OSS shows only the first one.
     """
     has_several = any(len(message.get("tool_calls", ())) > 1 for message in messages)
-    if not has_several or not template.refuses_two_calls():
+    if not has_several or not template.needs_single_calls():
         return messages
     split: list[Message] = []
     index = 0
@@ -404,6 +434,7 @@ def _fit_tool(tool: Tool, template: Template) -> Tool:
 
 _RULES: tuple[Callable[[list[Message], Template], list[Message]], ...] = (
     rename_developer,
+    answer_calls,
     split_calls,
     rename_results,
     join_systems,

@@ -180,12 +180,29 @@ class Template:
 
         return self._ask(roles, ask)
 
-    def refuses_two_calls(self) -> bool:
-        """Return whether the template refuses two calls in one message."""
-        single = _call_of({}, result="r")
-        calls = single[1]["tool_calls"]
-        double = [single[0], {**single[1], "tool_calls": calls * 2}, single[2]]
-        return self._ask("calls", lambda: self._renders(single) and not self._renders(double))
+    def needs_single_calls(self) -> bool:
+        """Return whether the template refuses two calls in one message, or shows only one of
+        them.
+        """
+        single, other = (_call_of({"key": word}, result="r") for word in _WORDS)
+        calls = single[1]["tool_calls"] + other[1]["tool_calls"]
+        double = [single[0], {**single[1], "tool_calls": calls}, single[2]]
+
+        def ask() -> bool:
+            text, both = self._try(single), self._try(double)
+            if text is None or both is None:
+                return text is not None
+            return _WORDS[0] in text and not all(word in both for word in _WORDS)
+
+        return self._ask("calls", ask)
+
+    def refuses_unanswered_calls(self) -> bool:
+        """Return whether the template refuses a user message after a call without a result."""
+        answered = [*_call_of({}, result="r"), _MIDDLE_ANSWER, _MIDDLE_USER]
+        unanswered = [*_call_of({}), _MIDDLE_USER]
+        return self._ask(
+            "unanswered", lambda: self._renders(answered) and not self._renders(unanswered)
+        )
 
     # ---- tools --------------------------------------------------------------------------------
 

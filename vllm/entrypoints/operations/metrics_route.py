@@ -88,6 +88,7 @@ class HttpMetrics:
             self._rejected.cell(reason).add()
 
     def _template_of(self, path: str) -> str:
+        path = "/" + path.strip("/")  # as the routes see it
         if path in self._static:
             return path
         for pattern, template in self._patterns:

@@ -4,6 +4,7 @@ Every connection ends at some time: a timer runs whenever no response is being c
 """
 
 import asyncio
+import re
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -22,6 +23,9 @@ MAX_LINGER_BYTES = 64 * 2**20
 
 _BODY_GRACE_S = 2.0
 """Seconds for the application to answer 408 itself, and for the client to read it."""
+_UPGRADE_TO_HTTP2 = re.compile(rb"\r\nUpgrade(?=:[ \t]*h2c?[ \t]*\r\n)", re.IGNORECASE)
+_IGNORED = b"\r\nIgnored"
+"""Replaces the name of the header, with the same length."""
 _TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
     b"content-length: 0\r\nconnection: close\r\n\r\n"
@@ -82,6 +86,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         if self._is_in_head:
             self._head_bytes += len(data)
+        if not self._is_in_body:
+            data = _without_upgrade(data)
         super().data_received(data)
         if self.transport.is_closing() or self._is_lingering:
             return
@@ -227,6 +233,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         else:
             self.transport.write(_TOO_SLOW)
             self._linger(_BODY_GRACE_S)
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """Return bytes that begin in the headers of a request, without an offer to use HTTP/2.
+
+    A server may ignore the offer, but the parser would also ignore the body of the request. Java's
+    HttpClient makes this offer in each request.
+    """
+    head, end, rest = data.partition(b"\r\n\r\n")
+    changed, count = _UPGRADE_TO_HTTP2.subn(_IGNORED, head + end)
+    return changed + rest if count else data
 
 
 def with_body_timeout(seconds: float) -> type[BoundedHttpProtocol]:

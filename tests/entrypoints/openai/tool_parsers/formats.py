@@ -177,9 +177,10 @@ SAMPLES = {
 """One output of each parser, under one of its names."""
 
 
-def read(name, pieces):
+def read(name, pieces, request=None):
     """Return (content, [[name, arguments], ...]) of an output that arrives in pieces."""
     parser = ToolParserManager.get(name)()
+    parser.adjust_request(request)
     deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
     calls = []
     for delta in deltas:

@@ -60,6 +60,7 @@ def test_calls_are_found_and_nothing_else_is_content(name, text):
         ),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", ["f"]),
         ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", ["f"]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": ""}</tool_call>', "", ["f"]),
         ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": "{\\"a\\": 1}"}', "", ["f"]),
     ],
 )
@@ -78,10 +79,15 @@ def test_variations(name, text, content, calls):
         ("hermes", '<tool_call>{"name": 1, "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "a=1"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "\\ud800"}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "argum'),
         ("hermes", "  </tool_call> "),
         ("hermes", " \n"),
         ("llama3_json", '{"name": "Bob"}'),
+        ("llama3_json", '[{"name": "Bob"}, 1]'),
+        ("llama3_json", "[1, 2]"),
+        ("phi4_mini", "<|tool_call|>no<|/tool_call|>"),
         ("llama3_json", 'See {"name": "f", "parameters": {}}'),
         ("granite", "[1, 2]"),
         ("granite", "[]"),
@@ -90,7 +96,7 @@ def test_variations(name, text, content, calls):
         ("mistral", "[TOOL_CALLS]weather in Łódź"),
         ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>"),
         ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\nno"),
-        ("qwen3_coder", "<tool_call><function=f><parameter=a>1"),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a"),
         ("qwen3_coder", "<tool_call><function=f g></function>"),
         ("glm45", "<tool_call> is how calls begin</tool_call>"),
         ("glm45", "<tool_call>f<arg_key>a</arg_key>1</tool_call>"),
@@ -116,6 +122,7 @@ def test_variations(name, text, content, calls):
         ("cohere_command3", f"<|START_ACTION|>[{TIME}]<|END_ACTION|>"),
         ("qwen3_coder", "<tool_call><function=f>text"),
         ("pythonic", "[1, 2, 3]"),
+        ("pythonic", "```tool_code\nprint(1)\n```"),
         ("pythonic", "[f(1)]"),
         ("pythonic", "[f(a=g())]"),
         ("pythonic", "[f(a=__import__('os').system('x'))]"),
@@ -146,6 +153,28 @@ def test_parameters_get_the_types_of_the_request_s_tool():
     for tool in (SimpleNamespace(function=function), {"function": vars(function)}):
         _, calls = extract("qwen3_coder", text + "</function>", SimpleNamespace(tools=[tool]))
         assert decoded(calls) == [("f", {"zip": "01234", "days": 3, "on": "True", "x": "NaN"})]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "rest"),
+    [
+        ("<parameter=zip>\n01\n\n", '{"zip": "01\\n', ""),
+        ("<parameter=zip>\n01\n</parameter>", '{"zip": "01"', ""),
+        ("<parameter=days>\n3", '{"days": ', "3"),
+        ("<parameter=days>3</parameter><parameter=zip>0", '{"days": 3, "zip": "0', ""),
+        ("<parameter=x>\nNaN", '{"x": "NaN', ""),
+    ],
+)
+def test_text_between_tags_streams_as_it_grows_and_a_cut_call_is_incomplete(text, arguments, rest):
+    properties = {"zip": {"type": "string"}, "days": {"type": "integer"}}
+    request = {"function": {"name": "f", "parameters": {"properties": properties}}}
+    parser = ToolParserManager.get("qwen3_coder")()
+    parser.adjust_request(SimpleNamespace(tools=[request]))
+    deltas = parser.feed("<tool_call><function=f>" + text)
+    found = [call["function"]["arguments"] for delta in deltas for call in delta.tool_calls]
+    assert "".join(found) == arguments
+    last = [call["function"]["arguments"] for d in parser.finish() for call in d.tool_calls]
+    assert "".join(last) == rest
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,19 @@ text makes no sense.
 """
 
 import json
-import re
+import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.entrypoints.openai.tool_parsers.formats import OUTPUTS, SAMPLES, extract, read
+from tests.entrypoints.openai.tool_parsers.formats import OUTPUTS, SAMPLES, decoded, extract, read
+from tests.entrypoints.openai.tool_parsers.writers import CALLS, WRITERS, tools_for
+from vllm.entrypoints.openai.chat.output_reader import OutputReader
+from vllm.entrypoints.openai.chat.tool_choice import merge_deltas
 from vllm.entrypoints.openai.tool_parsers import ToolParserManager
+from vllm.reasoning import ReasoningParserManager
 
 # Markers of all formats: random texts that are made of them are often nearly calls.
 MARKERS = sorted(
@@ -69,29 +74,110 @@ def test_any_text_is_taken_apart_and_nothing_is_lost_or_made_up(name, text, size
         json.dumps([call, arguments], ensure_ascii=False)
 
 
-@settings(max_examples=200, deadline=None)
+def cut(text, size):
+    return [text[i : i + size] for i in range(0, len(text), size)]
+
+
+@pytest.mark.parametrize("form", WRITERS)
+@settings(max_examples=25, deadline=None)
 @given(
-    value=st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-        max_leaves=8,
-    ),
+    calls=CALLS,
+    before=st.sampled_from(["", "Sure.\n", "日本 <tool [ {"]),
+    seed=st.integers(0, 99),
     size=st.integers(1, 9),
+    share=st.floats(0, 1),
 )
-def test_any_arguments_come_back(value, size):
-    value = json.loads(json.dumps(value).replace("Infinity", "1"))
-    arguments = json.dumps({"a": value}, ensure_ascii=False)
-    outputs = {
-        "hermes": f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>',
-        "deepseek_v3": f"<｜tool▁call▁begin｜>f<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
-        "mistral": f"[TOOL_CALLS]f{arguments}",
-    }
-    for name, text in outputs.items():
-        content, calls = read(name, [text[i : i + size] for i in range(0, len(text), size)])
-        assert (content, calls) == ("", [["f", arguments]])
-    python = f"[f(a={value!r})]"
-    _, [[_, found]] = read("pythonic", re.findall(rf"(?s).{{1,{size}}}", python))
-    assert json.loads(found) == {"a": value}
+def test_any_calls_come_back_and_a_cut_output_makes_up_no_arguments(
+    form, calls, before, seed, size, share
+):
+    name, write = WRITERS[form]
+    text = write(calls, random.Random(seed))
+    if text.startswith(ToolParserManager.get(name).markers):
+        text = before + text
+    else:
+        before = ""
+    request = SimpleNamespace(tools=tools_for(calls))
+    content, found = read(name, cut(text, size), request)
+    assert decoded(found) == calls
+    assert content == before
+    text = text[: int(share * len(text))]
+    content, found = read(name, cut(text, size), request)
+    assert (content, found) == extract(name, text, request)
+    for call, (function, arguments) in zip(calls, found, strict=False):
+        assert function == call.name
+        # GPT-OSS leaves the arguments out if there are none, so a call may end anywhere.
+        if arguments != "{}" or name != "openai":
+            assert is_no_json(arguments) or json.loads(arguments) == call.arguments
+
+
+def is_no_json(text):
+    try:
+        json.loads(text)
+    except ValueError:
+        return True
+    return False
+
+
+# (reasoning parser, text around thoughts, format of calls)
+THINKING = [
+    ("qwen3", "<think>\n{}\n</think>\n\n", "hermes"),
+    ("qwen3", "<think>{}</think>", "qwen3 coder"),
+    ("deepseek_r1", "{}</think>\n\n", "hermes"),
+    ("deepseek_r1", "<think>{}</think>", "deepseek v3"),
+    ("glm45", "\n<think>{}</think>\n", "glm 4.5"),
+    ("kimi_k2", "<think>{}</think>", "kimi"),
+    ("kimi_k2", "{}", "kimi"),
+    ("minimax_m2", "{}</think>\n\n", "minimax m2"),
+    ("seed_oss", "<seed:think>{}</seed:think>", "seed"),
+    ("hunyuan_a13b", "<think>\n{}\n</think>\n", "hunyuan"),
+    ("step3", "{}</think>", "step 3"),
+    ("ernie45", "{}</think>\n\n", "hermes"),
+    ("mistral", "[THINK]{}[/THINK]", "mistral, later"),
+    ("granite", "Here is my thought process:{}Here is my response: ", "granite"),
+    ("nemotron_v3", "{}</think>\n", "qwen3 coder"),
+    ("cohere_command3", "<|START_THINKING|>{}<|END_THINKING|>", "cohere"),
+    ("apertus", "<|inner_prefix|>{}<|inner_suffix|>", "apertus"),
+    ("gemma4", "<|channel>thought\n{}<channel|>", "gemma4"),
+    ("openai_gptoss", "<|channel|>analysis<|message|>{}<|end|><|start|>assistant", "gpt-oss"),
+    (
+        "openai_gptoss",
+        "<|channel|>analysis<|message|>{}<|end|><|start|>assistant",
+        "gpt-oss, recipient first",
+    ),
+]
+
+
+@pytest.mark.parametrize(("reasoning", "around", "form"), THINKING)
+@settings(max_examples=15, deadline=None)
+@given(
+    calls=CALLS,
+    thoughts=st.sampled_from(["Hm.", "a < b [TOOL <tool_call> {", "1\n\n2", "日本"]),
+    seed=st.integers(0, 99),
+    size=st.integers(1, 9),
+    share=st.floats(0, 1),
+)
+def test_calls_after_thoughts_come_back(
+    reasoning, around, form, calls, thoughts, seed, size, share
+):
+    name, write = WRITERS[form]
+    request = SimpleNamespace(tools=tools_for(calls))
+
+    def split(pieces):
+        tools = ToolParserManager.get(name)()
+        tools.adjust_request(request)
+        reader = OutputReader(ReasoningParserManager.get(reasoning)(), tools)
+        parts = [reader.feed(each, is_last=i == len(pieces) - 1) for i, each in enumerate(pieces)]
+        found = merge_deltas([call for part in parts for call in part.tool_calls])
+        functions = [(call["function"]["name"], call["function"]["arguments"]) for call in found]
+        texts = ("".join(getattr(p, kind) for p in parts) for kind in ("reasoning", "content"))
+        return (*texts, functions)
+
+    text = around.replace("{}", thoughts) + write(calls, random.Random(seed))
+    found_thoughts, content, found = split(cut(text, size))
+    assert found_thoughts.strip() == thoughts and not content.strip()
+    assert decoded(found) == calls
+    text = text[: 1 + int(share * (len(text) - 1))]
+    assert split(cut(text, size)) == split([text])
 
 
 LARGE = 8_000

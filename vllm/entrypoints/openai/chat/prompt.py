@@ -115,7 +115,9 @@ def chat_options(context: ServerContext, body: ChatFields, *, with_tools: bool) 
     Raises:
         RequestError: the options contradict each other.
     """
-    tools = [tool.model_dump(exclude_none=True) for tool in body.functions] if with_tools else []
+    tools = (
+        [tool.model_dump(exclude_none=True) for tool in body.function_tools] if with_tools else []
+    )
     kwargs = template_kwargs(context.args, body)
     if body.documents is not None:
         kwargs["documents"] = body.documents

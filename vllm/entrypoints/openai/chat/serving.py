@@ -128,7 +128,7 @@ class _ChatFormat:
         if delta.reasoning:
             message["reasoning_content"] = delta.reasoning
         if delta.tool_calls:
-            message["tool_calls"] = delta.tool_calls
+            message |= self._calls(delta.tool_calls)
         if delta.content or not message:
             message["content"] = delta.content
         return self._chunk(delta, message)
@@ -148,10 +148,11 @@ class _ChatFormat:
                 "role": self.role,
                 "reasoning_content": choice.reasoning,
                 "content": content,
-                "tool_calls": choice.tool_calls,
+                "tool_calls": [],
+                **self._calls(choice.tool_calls),
             },
             "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._finish_reason(choice.finish_reason),
             "stop_reason": choice.stop_reason,
         }
 
@@ -162,12 +163,21 @@ class _ChatFormat:
             "index": delta.index,
             "delta": message,
             "logprobs": self._logprobs(delta.logprobs),
-            "finish_reason": delta.finish_reason,
+            "finish_reason": self._finish_reason(delta.finish_reason),
         }
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
         usage = self.usage(num_output_tokens) if self._body.has_continuous_usage else None
         return self._writer.choice(choice, usage)
+
+    def _calls(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the fields of a message for these calls, or for the parts of a call."""
+        if calls and self._body.has_functions:
+            return {"function_call": calls[0]["function"]}
+        return {"tool_calls": calls}
+
+    def _finish_reason(self, reason: str | None) -> str | None:
+        return "function_call" if reason == "tool_calls" and self._body.has_functions else reason
 
     def _logprobs(self, positions: Any) -> dict[str, Any] | None:
         if positions is None or not self._body.logprobs:

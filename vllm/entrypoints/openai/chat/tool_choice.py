@@ -5,7 +5,7 @@ With a named tool the whole output is the arguments of the call. With "required"
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, random_tool_call_id
@@ -19,7 +19,13 @@ _ANY_OBJECT = {"type": "object"}
 _REQUIRED_CALLS = CallForm(arguments_key="parameters", is_list=True)
 ToolCallDelta = dict[str, Any]
 """`DeltaToolCall` as a plain dict: index, and the new parts of id, type and function."""
-MakeId = Callable[[], str]
+MakeId = Callable[[str, int], str]
+"""Name of a function and index of its call -> id of the call."""
+
+
+def random_id(name: str, index: int) -> str:
+    """Return a random id for a call, whatever its function."""
+    return random_tool_call_id()
 
 
 def tool_constraint(body: ChatCompletionRequest) -> GuidedDecodingParams | None:
@@ -65,7 +71,7 @@ def tool_schema(body: ChatCompletionRequest) -> dict[str, Any] | None:
     Raises:
         RequestError: the parameters of a tool are nested too deeply.
     """
-    tools = [tool.function for tool in body.functions]
+    tools = [tool.function for tool in body.function_tools]
     if (name := body.named_tool) is not None:
         return next(t.parameters or _ANY_OBJECT for t in tools if t.name == name)
     if body.tool_choice != "required":
@@ -83,7 +89,7 @@ def strict_schema(body: ChatCompletionRequest, form: CallForm) -> dict[str, Any]
     Raises:
         RequestError: the parameters of a tool are nested too deeply.
     """
-    tools = [tool.function for tool in body.functions]
+    tools = [tool.function for tool in body.function_tools]
     if not any(tool.strict for tool in tools):
         return None
     return _calls_schema(body, [t.parameters if t.strict else None for t in tools], form)
@@ -94,7 +100,7 @@ def _calls_schema(
 ) -> dict[str, Any]:
     """Return the schema of calls in a format, given the schema of the arguments of each tool."""
     definitions: dict[str, Any] = {}
-    names = [tool.function.name for tool in body.functions]
+    names = [tool.function.name for tool in body.function_tools]
     calls = [
         _call_schema(index, name, arguments, form, definitions)
         for index, (name, arguments) in enumerate(zip(names, schemas, strict=True))
@@ -128,11 +134,16 @@ def _call_schema(
             prefixes[f"#/{place}/"] = f"#/$defs/{index}_"
             definitions.update({f"{index}_{name}": own[name] for name in own})
             own_names += [f"{index}_{name}" for name in own]
-    if prefixes:
-        parameters = _move_references(parameters, prefixes, _MAX_SCHEMA_DEPTH)
-        for own_name in own_names:
-            definition = _move_references(definitions[own_name], prefixes, _MAX_SCHEMA_DEPTH)
-            definitions[own_name] = definition
+    # Another reference is to the whole schema, or to another part of it.
+    prefixes["#"] = whole = f"#/$defs/{index}"
+    parameters = _move_references(parameters, prefixes, _MAX_SCHEMA_DEPTH)
+    for own_name in own_names:
+        definition = _move_references(definitions[own_name], prefixes, _MAX_SCHEMA_DEPTH)
+        definitions[own_name] = definition
+    own = [parameters, *map(definitions.get, own_names)]
+    if any(f"{each}/".startswith(f"{whole}/") for each in _references(own)):
+        definitions[str(index)] = parameters
+        parameters = {"$ref": whole}
     keys = [form.name_key, form.arguments_key]
     values = [{"type": "string", "enum": [name]}, parameters]
     return {
@@ -159,7 +170,19 @@ def _move_references(schema: Any, prefixes: dict[str, str], depth: int) -> Any:
         for old, new in prefixes.items():
             if reference.startswith(old):
                 moved["$ref"] = new + reference[len(old) :]
+                break
     return moved
+
+
+def _references(schema: Any) -> Iterator[str]:
+    """Yield all references in a schema."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from _references(item)
+    elif isinstance(schema, dict):
+        if isinstance(reference := schema.get("$ref"), str):
+            yield reference
+        yield from _references(list(schema.values()))
 
 
 def first_delta(call_id: str, index: int, name: str, arguments: str) -> ToolCallDelta:
@@ -202,9 +225,7 @@ class NamedToolReader:
         make_id: creates ids of calls, in the form of the model's tool parser.
     """
 
-    def __init__(
-        self, name: str, *, is_custom: bool = False, make_id: MakeId = random_tool_call_id
-    ) -> None:
+    def __init__(self, name: str, *, is_custom: bool = False, make_id: MakeId = random_id) -> None:
         self._name: str | None = name
         self._is_custom = is_custom
         self._make_id = make_id
@@ -213,7 +234,7 @@ class NamedToolReader:
         """Return the deltas for a piece of the output."""
         if self._name is not None:
             name, self._name = self._name, None
-            first = first_delta(self._make_id(), 0, name, text)
+            first = first_delta(self._make_id(name, 0), 0, name, text)
             if self._is_custom:
                 del first["function"]
                 first.update(type="custom", custom={"name": name, "input": text})
@@ -234,7 +255,7 @@ class RequiredToolReader:
         make_id: creates ids of calls, in the form of the model's tool parser.
     """
 
-    def __init__(self, make_id: MakeId = random_tool_call_id) -> None:
+    def __init__(self, make_id: MakeId = random_id) -> None:
         self._make_id = make_id
         self._depth = 0
         self._is_string = False
@@ -252,7 +273,8 @@ class RequiredToolReader:
             was_arguments = self._is_arguments
             name = self._read(char)
             if name is not None:
-                deltas.append(first_delta(self._make_id(), self._index, name, ""))
+                call_id = self._make_id(name, self._index)
+                deltas.append(first_delta(call_id, self._index, name, ""))
             elif was_arguments and self._is_arguments:
                 if not self._is_between(char):
                     arguments.append(char)

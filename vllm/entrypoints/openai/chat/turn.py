@@ -33,10 +33,11 @@ from vllm.entrypoints.openai.chat.tool_choice import (
     ToolCallDelta,
     merge_deltas,
     note_free_grammars,
+    random_id,
     strict_schema,
     tool_constraint,
 )
-from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, random_tool_call_id
+from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.protocol.sampling import (
     check_sampling_fields,
     guided_decoding,
@@ -231,6 +232,8 @@ class ChatTurn:
         reader = self._readers[sample.index]
         is_last = sample.finish_reason is not None
         read = reader.feed(sample.text, sample.token_ids, is_last=is_last)
+        if self._body.hides_reasoning:
+            read.reasoning = ""
         self._usage.completion_tokens += len(sample.token_ids)
         reason = sample.finish_reason
         if reason == "stop" and reader.has_called and self._body.named_tool is None:
@@ -351,7 +354,7 @@ def _strict_calls(
     if tokenizer is None or bytes_of_tokens(tokenizer) is None:
         note_ignored("strict", "of tools", "a grammar needs a tokenizer that works on bytes")
         return None
-    start = reader.call_start([tool.function.name for tool in body.functions])
+    start = reader.call_start([tool.function.name for tool in body.function_tools])
     parts = special.parts_of((*start.thought_starts, *start.markers, *start.calls))
     start = msgspec.structs.replace(start, special_tokens=parts)
     return GuidedDecodingParams(json=schema, field="tools", start=start)
@@ -387,11 +390,11 @@ def make_reader(
         with parser_failures("reasoning", context.reasoning_parser):
             reasoning = _make_reasoning_parser(context, body, prompt)
     if (name := body.only_call) is not None:
-        make_id = _id_maker(args, tokenizer)
+        make_id = _id_maker(args, tokenizer, body)
         is_custom = name in body.custom_tools
         forced, custom = NamedToolReader(name, is_custom=is_custom, make_id=make_id), None
     elif body.tool_choice == "required":
-        forced = RequiredToolReader(_id_maker(args, tokenizer))
+        forced = RequiredToolReader(_id_maker(args, tokenizer, body))
     elif body.tool_choice == "auto" and args.tool_call_parser is not None:
         with parser_failures("tool", args.tool_call_parser):
             tools = _make_tool_parser(args.tool_call_parser, tokenizer)
@@ -418,7 +421,7 @@ def _grammar_start(
     texts that begin such calls are part of the result.
     """
     may_call = body.tool_choice == "auto" and body.has_response_format
-    names = [tool.function.name for tool in body.functions] if may_call else []
+    names = [tool.function.name for tool in body.function_tools] if may_call else []
     start = reader.grammar_start(names, allows_space=guided.ignores_space)
     texts = (*start.thought_starts, *start.thought_ends, *start.calls, *start.calls_in_thoughts)
     return msgspec.structs.replace(start, special_tokens=special.parts_of(texts))
@@ -449,18 +452,23 @@ def _make_reasoning_parser(
     return parser
 
 
-def _id_maker(args: "ServerArgs", tokenizer: Any) -> MakeId:
+def _id_maker(args: "ServerArgs", tokenizer: Any, body: ChatCompletionRequest) -> MakeId:
     """Return the function that creates ids of required calls; the tool parser has one if it is set.
 
-    A chat template may accept only ids of that form in a history.
+    A chat template may accept only ids of that form in a history, or the model may number its calls
+    over the whole conversation.
     """
     from vllm.entrypoints.openai.tool_parsers.base import ToolParser
 
     if args.tool_call_parser is None:
-        return random_tool_call_id
+        return random_id
     with parser_failures("tool", args.tool_call_parser):
         parser = _make_tool_parser(args.tool_call_parser, tokenizer)
-    return parser.make_id if isinstance(parser, ToolParser) else random_tool_call_id
+    if not isinstance(parser, ToolParser):
+        return random_id
+    calls = [message.get("tool_calls") for message in body.messages]
+    num_earlier = sum(len(each) for each in calls if isinstance(each, list))
+    return lambda name, index: parser.make_id(name, num_earlier + index)
 
 
 def _make_tool_parser(name: str, tokenizer: Any) -> "ToolParser | VllmToolParserAdapter":

@@ -61,6 +61,7 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
     first, second = pair_up(body.query, body.documents)
     scores, outputs = await _score(context, request, body, first, second, own_id)
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
+    has_documents = body.return_documents is not False
     return json_response(
         {
             "id": own_id,
@@ -69,7 +70,7 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
             "results": [
                 {
                     "index": index,
-                    "document": {"text": second[index]},
+                    **({"document": {"text": second[index]}} if has_documents else {}),
                     "relevance_score": scores[index],
                 }
                 for index in order[: body.top_n or None]

@@ -1,8 +1,9 @@
 """Define the base classes of the bodies of all routes."""
 
+import functools
 import json
 import time
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
@@ -36,12 +37,36 @@ class RequestModel(BaseModel, LimitedBody):
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
 
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_nulls(cls, data: Any) -> Any:
+        """Treat null as a missing field if the field has a default and null has no meaning.
+
+        Some clients send all fields that they know, such as LiteLLM.
+        """
+        if not isinstance(data, dict):
+            return data
+        nulls = [name for name in _never_null(cls) if name in data and data[name] is None]
+        return {k: v for k, v in data.items() if k not in nulls} if nulls else data
+
     @model_validator(mode="after")
     def _log_unknown_fields(self) -> "RequestModel":
         for name, value in (self.model_extra or {}).items():
             if value is not None:
                 note_ignored("the field", name, "not known to this server; it has no effect")
         return self
+
+
+@functools.cache
+def _never_null(kind: type[BaseModel]) -> tuple[str, ...]:
+    """Return the fields with a default that do not accept null, by their names in a body."""
+    return tuple(
+        field.alias or name
+        for name, field in kind.model_fields.items()
+        if not field.is_required()
+        and field.default is not None
+        and type(None) not in get_args(field.annotation)
+    )
 
 
 _AS_PARTS = (
@@ -248,6 +273,28 @@ class ModelList(ResponseModel):
 
     object: Literal["list"] = "list"
     data: list[ModelCard] = Field(default_factory=list)
+
+
+class AnthropicModel(ResponseModel):
+    """One name under which the model is served, in Anthropic's format."""
+
+    type: Literal["model"] = "model"
+    id: str
+    display_name: str
+    created_at: str
+    """When the server started, as in RFC 3339."""
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
+    max_tokens: int
+
+
+class AnthropicModelList(ResponseModel):
+    """All names under which the model is served, in Anthropic's format."""
+
+    data: list[AnthropicModel]
+    first_id: str
+    last_id: str
+    has_more: Literal[False] = False
 
 
 class StreamOptions(RequestModel):

@@ -19,9 +19,12 @@ from vllm.entrypoints.openai.protocol.base import (
 )
 from vllm.entrypoints.openai.protocol.sampling import SamplingFields
 from vllm.entrypoints.openai.protocol.tools import (
+    ChatCompletionNamedFunction,
     ChatCompletionNamedToolChoiceParam,
     ChatCompletionToolsParam,
     CustomToolDefinition,
+    FunctionChoice,
+    FunctionDefinition,
     ToolChoice,
     ToolParam,
     as_functions,
@@ -60,6 +63,15 @@ class ThinkingSwitch(RequestModel):
     """All but disabled let the model think."""
 
 
+class ReasoningOptions(RequestModel):
+    """Amount of reasoning, in the form of OpenRouter's API."""
+
+    effort: str | None = Field(default=None, max_length=32)
+    enabled: bool | None = None
+    exclude: bool | None = None
+    """Whether to leave the reasoning out of the answer."""
+
+
 class ChatFields(TemplateFields):
     """The fields that determine the prompt of a conversation."""
 
@@ -70,6 +82,7 @@ class ChatFields(TemplateFields):
         bool | ThinkingSwitch | None,
         accepts("true, false or an object whose type is enabled, disabled, adaptive or auto"),
     ] = None
+    reasoning: ReasoningOptions | None = None
     tools: ListOf[ToolParam] | None = None
     documents: ListOf[JsonObject] | None = None
     add_special_tokens: bool = False
@@ -98,15 +111,17 @@ class ChatFields(TemplateFields):
         thinking = self.thinking
         if isinstance(thinking, ThinkingSwitch):
             thinking = thinking.type != "disabled"
+        other = self.reasoning or ReasoningOptions()
+        effort, is_on = self.reasoning_effort, self.enable_thinking
         given = {
-            "reasoning_effort": self.reasoning_effort,
-            "enable_thinking": self.enable_thinking,
+            "reasoning_effort": other.effort if effort is None else effort,
+            "enable_thinking": other.enabled if is_on is None else is_on,
             "thinking": thinking,
         }
         return {name: value for name, value in given.items() if value is not None}
 
     @property
-    def functions(self) -> list[ChatCompletionToolsParam]:
+    def function_tools(self) -> list[ChatCompletionToolsParam]:
         """The tools of the request, with custom tools converted to functions."""
         return [tool for tool in self.tools or () if isinstance(tool, ChatCompletionToolsParam)]
 
@@ -122,10 +137,18 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
     logprobs: bool | None = False
     top_logprobs: Int32 | None = 0
     max_tokens: Int64 | None = None
-    max_completion_tokens: Int64 | None = None
+    max_completion_tokens: Annotated[Int64, Field(ge=1)] | None = None
     tool_choice: ToolChoice | None = None
+    functions: ListOf[FunctionDefinition] | None = None
+    """Tools in the form of the API before tools. The answer then has a `function_call`."""
+    function_call: FunctionChoice | None = None
     parallel_tool_calls: bool | None = True
+    include_reasoning: bool | None = True
+    """Whether the answer has the reasoning of the model."""
     _is_choice_read: bool = PrivateAttr(default=False)
+    _has_functions: bool = PrivateAttr(default=False)
+
+    LIMITS: ClassVar[Limits] = {"functions": TOOLS}
 
     @field_validator("tool_choice", mode="before")
     @classmethod
@@ -141,6 +164,20 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
         return self
 
     @model_validator(mode="after")
+    def _read_functions(self) -> "ChatCompletionRequest":
+        """Convert functions of the older API to tools, of which one is called at a time."""
+        if self.functions and not self.tools:
+            self.tools = [ChatCompletionToolsParam(function=each) for each in self.functions]
+            self.parallel_tool_calls, self._has_functions = False, True
+            choice = self.function_call
+            self.tool_choice = (
+                ChatCompletionNamedToolChoiceParam(function=choice)
+                if isinstance(choice, ChatCompletionNamedFunction)
+                else choice
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_tools(self) -> "ChatCompletionRequest":
         """Set the documented default of tool_choice: auto if there are tools, else none."""
         if self.tool_choice is None or (self.tool_choice == "auto" and self.tools == []):
@@ -150,7 +187,7 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
         if not self.tools:
             raise field_error("tool_choice", "needs tools")
         if not self._is_choice_read:  # pydantic runs validators again if a body is reused
-            choice, tools = plain_choice(self.tool_choice, self.functions, self.custom_tools)
+            choice, tools = plain_choice(self.tool_choice, self.function_tools, self.custom_tools)
             self.tool_choice, self.tools = choice, list(tools)
             self._is_choice_read = True
         # A response format applies to text answers only, so it does not conflict with a required
@@ -163,6 +200,17 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
         return self
 
     @property
+    def has_functions(self) -> bool:
+        """Whether the client knows calls only as `function_call`, in the older API."""
+        return self._has_functions
+
+    @property
+    def hides_reasoning(self) -> bool:
+        """Whether to leave the reasoning out of the answer."""
+        is_excluded = self.reasoning is not None and self.reasoning.exclude
+        return self.include_reasoning is False or bool(is_excluded)
+
+    @property
     def wanted_tokens(self) -> int | None:
         """The requested maximum number of output tokens, or None."""
         if self.max_completion_tokens is not None:
@@ -172,8 +220,8 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
     @property
     def only_call(self) -> str | None:
         """The tool whose arguments or input are the whole output; None if there is no such tool."""
-        if self.tool_choice == "required" and len(self.functions) == 1:
-            name = self.functions[0].function.name
+        if self.tool_choice == "required" and len(self.function_tools) == 1:
+            name = self.function_tools[0].function.name
             return name if name in self.custom_tools else None
         return self.named_tool
 
@@ -262,6 +310,8 @@ class ChatMessage(ResponseModel):
     reasoning_content: str | None = None
     content: str | None = None
     tool_calls: list[ToolCall | CustomToolCall] = Field(default_factory=list)
+    function_call: FunctionCall | None = None
+    """The call, if the request has `functions`."""
 
 
 class ChatCompletionLogProb(ResponseModel):
@@ -314,6 +364,7 @@ class DeltaMessage(ResponseModel):
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[DeltaToolCall] = Field(default_factory=list)
+    function_call: DeltaFunctionCall | None = None
 
 
 class ChatCompletionResponseStreamChoice(ResponseModel):

@@ -1,8 +1,8 @@
 """Define the bodies of POST /v1/embeddings, /pooling, /classify, /score and /rerank."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
@@ -94,10 +94,21 @@ class RerankRequest(PoolingFields):
 
     query: str
     documents: ListOf[str] = Field(min_length=1)
-    top_n: Count = 0
+    """Texts, or objects with `text`."""
+    top_n: Count | None = 0
     """Number of the best results to return; 0: all."""
+    return_documents: bool | None = True
+    """Whether each result has its document."""
 
     LIMITS: ClassVar[Limits] = {"documents": DOCUMENTS}
+
+    @field_validator("documents", mode="before")
+    @classmethod
+    def _read_texts(cls, documents: Any) -> Any:
+        """Replace objects by their texts. Their other fields are not read."""
+        if not isinstance(documents, list):
+            return documents
+        return [each.get("text", each) if isinstance(each, dict) else each for each in documents]
 
 
 # ---- responses --------------------------------------------------------------------------------
@@ -180,7 +191,8 @@ class RerankResult(ResponseModel):
     """The score of one document; `index` is its index in the request."""
 
     index: int
-    document: RerankDocument
+    document: RerankDocument | None = None
+    """Left out if the request says so."""
     relevance_score: float
 
 

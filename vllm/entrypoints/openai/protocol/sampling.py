@@ -150,6 +150,15 @@ class ResponseFormat(RequestModel):
         accepts("text, json_object, json_schema or structural_tag"),
     ]
     json_schema: JsonSchemaResponseFormat | None = None
+    schema_: JsonObject | None = Field(default=None, alias="schema")
+    """The schema, as in other APIs: with json_object in llama.cpp and Together, or with json_schema
+    in the Responses API."""
+
+    @property
+    def given_schema(self) -> JsonObject | None:
+        """The schema, wherever it was given."""
+        named = None if self.json_schema is None else self.json_schema.json_schema
+        return self.schema_ if named is None else named
 
 
 class StructuralTag(RequestModel):
@@ -355,15 +364,16 @@ def _of_response_format(
         return {"structural_tag": json.dumps(wanted.model_dump(by_alias=True))}
     if wanted is None or wanted.type == "text":
         return {}
+    schema = wanted.given_schema
+    if schema is not None:
+        return {"json": schema}
     if wanted.type == "json_object":
         return {"json_object": True}
-    if wanted.json_schema is None or wanted.json_schema.json_schema is None:
-        raise RequestError(
-            "response_format of type json_schema needs json_schema with name and schema, such as "
-            '{"type": "json_schema", "json_schema": {"name": "answer", "schema": {...}}}',
-            param="response_format",
-        )
-    return {"json": wanted.json_schema.json_schema}
+    raise RequestError(
+        "response_format of type json_schema needs json_schema with name and schema, such as "
+        '{"type": "json_schema", "json_schema": {"name": "answer", "schema": {...}}}',
+        param="response_format",
+    )
 
 
 def sampling_params(

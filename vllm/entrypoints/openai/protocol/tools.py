@@ -148,6 +148,13 @@ class ChatCompletionNamedFunction(RequestModel):
     name: str
 
 
+FunctionChoice = Annotated[
+    Literal["none", "auto"] | ChatCompletionNamedFunction,
+    accepts('none, auto or {"name": ...}'),
+]
+"""The choice of a function in the API before tools."""
+
+
 class ChatCompletionNamedToolChoiceParam(RequestModel):
     """The one function that the model has to call."""
 
@@ -209,9 +216,8 @@ def check_choice(choice: Any) -> Any:
     kind = choice.get("type") if isinstance(choice, dict) else None
     if isinstance(kind, str) and kind not in _CHOICE_TYPES:
         raise field_error(
-            "tool_choice",
-            f"must name a function or a custom tool, got the type {kind!r:.80}, which this server "
-            f"does not run",
+            "type",
+            f"must be {', '.join(_CHOICE_TYPES)}, got {kind!r:.80}, which this server does not run",
         )
     return choice
 

@@ -350,15 +350,25 @@ def _read_item(where: str, given: Any) -> Item:
     item["call_id"] = read_string(where, given, "call_id")
     if kind == "function_call":
         item["name"] = read_string(where, given, "name")
-        item["arguments"] = read_string(where, given, "arguments", may_be_empty=True)
+        item["arguments"] = _read_json(where, given, "arguments")
     elif kind == "custom_tool_call":
         item["name"] = read_string(where, given, "name")
         item["input"] = read_string(where, given, "input", may_be_empty=True)
-    elif isinstance(output := given.get("output"), str):
-        item["output"] = output
+    elif not isinstance(output := given.get("output"), Sequence) or isinstance(output, str):
+        item["output"] = _read_json(where, given, "output")
     else:
         item["output"] = _read_input_parts(f"{where}.output", output)
     return item
+
+
+def _read_json(where: str, given: Mapping[str, Any], key: str) -> str:
+    """Return the text in a field. Some clients send the object instead of its JSON text, or null
+    instead of nothing.
+    """
+    value = given.get(key)
+    if value is None or isinstance(value, Mapping):
+        return _as_text(value)
+    return read_string(where, given, key, may_be_empty=True)
 
 
 def _read_message(where: str, given: Mapping[str, Any], item_id: str) -> Item:
@@ -369,6 +379,8 @@ def _read_message(where: str, given: Mapping[str, Any], item_id: str) -> Item:
             param=f"{where}.role",
         )
     where, content = f"{where}.content", given.get("content")
+    if content is None and role == "assistant":
+        content = []
     if role == "user":
         return _message_item(item_id, role, _read_input_parts(where, content))
     parts: list[Part] = [

@@ -38,13 +38,7 @@ async def tokenize_prompt(request: Request, body: TokenizeRequest) -> Response:
 
 async def _tokenize(context: ServerContext, body: TokenizeRequest) -> Response:
     context.check_model(body.model)
-    if isinstance(body, TokenizeChatRequest):
-        prompt = await chat_prompt(context, body)
-    else:
-        prompt = await tokenize(
-            context.engine, {"prompt": body.prompt, "add_special_tokens": body.add_special_tokens}
-        )
-    token_ids = prompt["prompt_token_ids"]
+    token_ids = await _token_ids(context, body)
     is_large = len(token_ids) >= _MANY_TOKENS
     token_strs = None
     if body.return_token_strs:
@@ -65,6 +59,19 @@ async def _tokenize(context: ServerContext, body: TokenizeRequest) -> Response:
         "token_strs": token_strs,
     }
     return await off_loop.run(partial(json_response, answer), is_large=is_large)
+
+
+async def _token_ids(context: ServerContext, body: TokenizeRequest) -> list[int]:
+    if isinstance(body, TokenizeChatRequest):
+        return (await chat_prompt(context, body))["prompt_token_ids"]
+    if not body.prompt:  # it may have no tokens, which the model would not accept
+        tokenizer = await context.engine.get_tokenizer()
+        encoded = tokenizer(body.prompt, add_special_tokens=body.add_special_tokens)
+        return list(encoded["input_ids"])
+    tokenized = await tokenize(
+        context.engine, {"prompt": body.prompt, "add_special_tokens": body.add_special_tokens}
+    )
+    return tokenized["prompt_token_ids"]
 
 
 @router.post("/detokenize", response_model=DetokenizeResponse, responses=_ERRORS)

@@ -32,6 +32,11 @@ class _Allowed:
     values: tuple[Any, ...] | None = None
     """The values of an enum or a constant; None: there is neither."""
 
+    @property
+    def is_text(self) -> bool:
+        """Whether every string is allowed, and nothing else."""
+        return self.types <= {"string"} and not self.values
+
     def __or__(self, other: "_Allowed") -> "_Allowed":
         """Return the union: values that either of the two allows."""
         is_listed = self.values is not None and other.values is not None
@@ -62,8 +67,8 @@ def argument_to_json(text: str, key: str, parameters: Mapping[str, Any] | None) 
         parameters: JSON schema of the tool's arguments. None: there is no such tool, so a text that
             is JSON remains JSON.
     """
-    allowed = _ANYTHING if parameters is None else _Schema(parameters).allowed_for(key)
-    if allowed.types <= {"string"} and not allowed.values:
+    allowed = _allowed(key, parameters)
+    if allowed.is_text:
         return encode_string(text)
     found = _read(text)
     for value in allowed.values or ():
@@ -76,6 +81,18 @@ def argument_to_json(text: str, key: str, parameters: Mapping[str, Any] | None) 
         if "string" not in allowed.types and _is_json(text):
             return text.strip()
     return encode_string(text)
+
+
+def is_text(key: str, parameters: Mapping[str, Any] | None) -> bool:
+    """Return whether any text of an argument is its value, so that it can be returned in pieces.
+
+    `key` and `parameters` are the same as for `argument_to_json`.
+    """
+    return _allowed(key, parameters).is_text
+
+
+def _allowed(key: str, parameters: Mapping[str, Any] | None) -> _Allowed:
+    return _ANYTHING if parameters is None else _Schema(parameters).allowed_for(key)
 
 
 class _Schema:

@@ -255,7 +255,8 @@ class ToolParser:
         self._blank.clear()
         self._is_blank = True
         self._index += 1
-        self._parts.append(_Part(self._index, {"id": call_id or self.make_id(), "name": name}))
+        call_id = call_id or self.make_id(name, self._index)
+        self._parts.append(_Part(self._index, {"id": call_id, "name": name}))
 
     def add_arguments(self, text: str) -> None:
         """Add JSON text to the arguments of the last call. All text read until now belongs to the
@@ -274,8 +275,14 @@ class ToolParser:
         """Treat all text that was read and not accepted as content."""
         self._add_content(self.stream.pop_read())
 
-    def make_id(self) -> str:
-        """Return a new id for a call."""
+    def make_id(self, name: str, index: int) -> str:
+        """Return a new id for a call.
+
+        Args:
+            name: name of the function.
+            index: number of earlier calls: in this output or, if the call is required by the
+                request, in the whole conversation.
+        """
         return random_tool_call_id()
 
     def parameters_of(self, name: str) -> Mapping[str, Any] | None:

@@ -4,7 +4,7 @@ them.
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from vllm.entrypoints.openai.tool_parsers.base import ToolParser
@@ -30,9 +30,9 @@ class JsonToolParser(ToolParser):
 
     closing: ClassVar[tuple[str, ...]] = ()
     """Text that may follow the calls; left out of the content."""
-    separator: ClassVar[str | None] = None
-    """Text between objects that are in no array; empty: they need none. None: there is one object
-    only."""
+    separators: ClassVar[tuple[str, ...]] = ()
+    """Texts of which one comes between objects that are in no array; the last one may be empty.
+    With no texts, there is one object only."""
     name_key: ClassVar[str | None] = "name"
     """The key of the name of a call. None: the key of the arguments is the name."""
 
@@ -67,15 +67,20 @@ class JsonToolParser(ToolParser):
             return (yield from self._read_array(is_marked))
         if char != "{" or not (yield from self._read_object(is_marked)):
             return False
-        while self.separator is not None:
-            yield from self.stream.skip_space()
-            if not (yield from self.stream.read_literal(self.separator)):
-                break
+        while (yield from self._read_separator()):
             if (yield from self.stream.skip_space()) != "{":
                 break
             if not (yield from self._read_object(is_marked)):
                 break
         return True
+
+    def _read_separator(self) -> Wait[bool]:
+        """Read a text between objects after white space, if it is there. Returns whether it was."""
+        yield from self.stream.skip_space()
+        for text in self.separators:
+            if (yield from self.stream.read_literal(text)):
+                return True
+        return False
 
     def read_closing(self, *texts: str) -> Wait[None]:
         """Read one of these closing texts after white space, if it is there."""
@@ -115,7 +120,7 @@ class JsonToolParser(ToolParser):
         if (yield from stream.skip_space()) != "}":
             return call.is_started
         stream.consume(1)
-        if is_marked and not call.has_arguments:
+        if is_marked and not call.has_arguments and not call.is_damaged:
             call.add_arguments("{}")
         if call.is_started:
             self.accept()
@@ -132,7 +137,7 @@ class JsonToolParser(ToolParser):
             if not key or call.name:
                 return False
             call.set_name(key)
-            return (yield from self._read_arguments(call.add_arguments))
+            return (yield from self._read_arguments(call))
         if key == self.name_key and not call.name:
             name = yield from read_text(stream)
             if not name:
@@ -140,25 +145,27 @@ class JsonToolParser(ToolParser):
             call.set_name(name)
             return True
         if key in _ARGUMENT_KEYS and not call.has_arguments:
-            return (yield from self._read_arguments(call.add_arguments))
+            return (yield from self._read_arguments(call))
         return (yield from read_value(stream, _ignore))
 
-    def _read_arguments(self, sink: Callable[[str], None]) -> Wait[bool]:
+    def _read_arguments(self, call: "_Call") -> Wait[bool]:
         """Read the arguments: an object, null, or an object that was written into a string."""
         stream = self.stream
         char = yield from stream.skip_space()
         if char == "{":
-            return (yield from read_group(stream, sink, JSON))
+            return (yield from read_group(stream, call.add_arguments, JSON))
         pieces: list[str] = []
         if char == '"' and (yield from read_string(stream, pieces.append)):
-            text = (decode_string("".join(pieces)) or "").strip()
+            decoded = decode_string("".join(pieces))
+            text = "" if decoded is None else decoded.strip() or "{}"
         elif char == "n" and (yield from stream.read_literal("null")):
             text = "{}"
         else:
             text = ""
-        if not text.startswith("{"):
+        call.is_damaged = not text.startswith("{")
+        if call.is_damaged:
             return False
-        sink(text)
+        call.add_arguments(text)
         return True
 
 
@@ -168,6 +175,8 @@ class _Call:
     def __init__(self, parser: ToolParser) -> None:
         self.name = ""
         self.has_arguments = False
+        self.is_damaged = False
+        """Whether its arguments are not an object, so that it must not be called without them."""
         self._parser = parser
         self._held: list[str] = []
 

@@ -116,6 +116,10 @@ class KimiK2ToolParser(ListedToolParser):
     markers = (calls_begin, call_begin)
     further_tokens = (calls_end, call_end, separator)
 
+    def make_id(self, name: str, index: int) -> str:
+        """Return an id in the form that the model itself writes."""
+        return f"functions.{name}:{index}"
+
     def read_name(self, header: str) -> Wait[tuple[str, str | None]]:
         """Return the name and the id in the header."""
         yield from ()

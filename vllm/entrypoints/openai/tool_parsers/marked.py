@@ -15,21 +15,24 @@ _XLAM_CLOSING = {"```": ("```",), "<tool_call>": ("</tool_call>",)}
 
 
 class HermesToolParser(JsonToolParser):
-    """Parses `<tool_call>{...}</tool_call>`: Hermes 2 and 3, Qwen 2.5 and 3."""
+    """Parses `<tool_call>{...}</tool_call>`, with one object or several: Hermes 2 and 3, Qwen 2.5
+    and 3.
+    """
 
     markers = ("<tool_call>",)
     closing = ("</tool_call>",)
+    separators = (",", "")
     form = CallForm()
 
 
 class LlamaJsonToolParser(JsonToolParser):
-    """Parses `{...}`, or several with semicolons between them, optionally after `<|python_tag|>`:
-    Llama 3 and 4.
+    """Parses `{...}`, several of them, or a list of them, optionally after `<|python_tag|>`: Llama
+    3 and 4.
     """
 
     markers = ("<|python_tag|>",)
-    bare = "{"
-    separator = ";"
+    bare = "{["
+    separators = (";", ",", "")
     form = CallForm(arguments_key="parameters")
 
 
@@ -110,7 +113,7 @@ class JambaToolParser(JsonToolParser):
 class MiniMaxToolParser(JambaToolParser):
     """Parses `<tool_calls>` with an object on each line: MiniMax M1."""
 
-    separator = ""
+    separators = (",", "")
     form: ClassVar[CallForm | None] = None
 
 
@@ -123,18 +126,20 @@ class NemotronJsonToolParser(JsonToolParser):
 
 
 class Phi4MiniToolParser(JsonToolParser):
-    """Parses `functools[{...}]`: Phi-4-mini."""
+    """Parses `functools[{...}]` or `<|tool_call|>[{...}]<|/tool_call|>`: Phi-4-mini."""
 
-    markers = ("functools",)
+    markers = ("functools", "<|tool_call|>")
+    closing = ("<|/tool_call|>",)
+    further_tokens = closing
 
     def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the beginnings of calls, without the markers that may come before any answer."""
-        return ("functools[",)
+        return ("functools[", "<|tool_call|>")
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """Read the list of calls, which must follow the marker directly."""
+        """Read the list of calls, which must follow the word `functools` directly."""
         # In prose the word is a Python module. It begins a call only if a list follows immediately.
-        if (yield from self.stream.peek()) == "[":
+        if marker != "functools" or (yield from self.stream.peek()) == "[":
             yield from super().read_calls(marker)
 
 
@@ -183,7 +188,7 @@ class MistralToolParser(JsonToolParser):
         """Return the names of the tools, which follow the marker in the later format."""
         return tuple(names)
 
-    def make_id(self) -> str:
+    def make_id(self, name: str, index: int) -> str:
         """Return a new id of nine letters and digits; the models' chat templates accept no other
         ids.
         """

@@ -15,10 +15,14 @@ _NAME = re.compile(r"[\w.-]+")
 class PythonicToolParser(ToolParser):
     """Parses a list of Python calls whose keyword arguments are literals: Llama 3.2 and 4, ToolACE.
 
-    A call is returned when it is complete.
+    Also calls in a code block `tool_code`, as a list or one after the other: Gemma 3. A call is
+    returned when it is complete.
     """
 
     bare = "["
+    markers = ("```tool_code",)
+    closing: ClassVar[str] = "```"
+    """Comes after the calls that come after a marker."""
 
     def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the markers, and the beginnings of calls without a marker, up to their
@@ -27,8 +31,17 @@ class PythonicToolParser(ToolParser):
         return (*self.markers, *(f"[{name}(" for name in names))
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """Read a list of Python calls."""
-        yield from self.read_list()
+        """Read a list of calls, or after a marker also calls without a list."""
+        is_called = False
+        if (yield from self.stream.skip_space()) == "[":
+            is_called = yield from self.read_list()
+        elif marker:
+            while (yield from self.read_call()):
+                is_called = True
+        if is_called and marker:
+            yield from self.stream.skip_space()
+            if (yield from self.stream.read_literal(self.closing)):
+                self.accept()
 
     def read_list(self) -> Wait[bool]:
         """Read a list of calls after white space. Returns False if there is none, or it is
@@ -66,24 +79,7 @@ class PythonicToolParser(ToolParser):
         return True
 
 
-class MarkedPythonicToolParser(PythonicToolParser):
-    """Parses a list of Python calls after a marker, with closing text after the list."""
-
-    closing: ClassVar[str]
-
-    def read_calls(self, marker: str) -> Wait[None]:
-        """Read the calls after a marker."""
-        if (yield from self.read_list()) and marker:
-            yield from self.read_closing()
-
-    def read_closing(self) -> Wait[None]:
-        """Read the closing text after the calls, if it is there."""
-        yield from self.stream.skip_space()
-        if (yield from self.stream.read_literal(self.closing)):
-            self.accept()
-
-
-class Llama4PythonicToolParser(MarkedPythonicToolParser):
+class Llama4PythonicToolParser(PythonicToolParser):
     """Parses `[f(a=1)]`, often between `<|python_start|>` and `<|python_end|>`: Llama 4."""
 
     markers = ("<|python_start|>",)
@@ -91,7 +87,7 @@ class Llama4PythonicToolParser(MarkedPythonicToolParser):
     further_tokens = (closing,)
 
 
-class Lfm2ToolParser(MarkedPythonicToolParser):
+class Lfm2ToolParser(PythonicToolParser):
     """Parses `<|tool_call_start|>[f(a=1)]<|tool_call_end|>`: LFM2."""
 
     bare = ""
@@ -100,18 +96,10 @@ class Lfm2ToolParser(MarkedPythonicToolParser):
     further_tokens = (closing,)
 
 
-class Olmo3ToolParser(MarkedPythonicToolParser):
+class Olmo3ToolParser(PythonicToolParser):
     """Parses calls on lines between `<function_calls>` and `</function_calls>`: Olmo 3."""
 
     bare = ""
     markers = ("<function_calls>",)
     closing = "</function_calls>"
     further_tokens = (closing,)
-
-    def read_calls(self, marker: str) -> Wait[None]:
-        """Read the calls after a marker."""
-        is_called = False
-        while (yield from self.read_call()):
-            is_called = True
-        if is_called:
-            yield from self.read_closing()

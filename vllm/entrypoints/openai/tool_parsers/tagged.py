@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar
 
-from vllm.entrypoints.openai.tool_parsers.argument_types import argument_to_json
+from vllm.entrypoints.openai.tool_parsers.argument_types import argument_to_json, is_text
 from vllm.entrypoints.openai.tool_parsers.base import ToolParser
 from vllm.entrypoints.openai.tool_parsers.json_calls import JsonToolParser
 from vllm.entrypoints.openai.tool_parsers.json_reader import encode_string
@@ -28,7 +28,8 @@ Schema = Mapping[str, Any] | None
 class TaggedToolParser(ToolParser):
     """Parses calls that are written with tags before and after the name, keys and values.
 
-    Arguments are returned one by one, with the types of the tool's schema.
+    Arguments get the types of the tool's schema. A string is returned as the model writes it, and
+    another value when it is complete. A call begins with the key of its first argument.
 
     A subclass defines the tags. A model may put several calls between two further tags, or write
     them without; so `call_start` is one of the `markers`, as the opening tag around the calls is.
@@ -85,13 +86,18 @@ class TaggedToolParser(ToolParser):
             if not num_arguments:
                 self.start_call(name)
                 self.add_arguments("{")
-        elif not num_arguments:
+        elif not num_arguments or self._is_cut():
             return False
         self.add_arguments("}")
         return True
 
+    def _is_cut(self) -> bool:
+        """Return whether the text ends inside a tag, which may have begun another argument."""
+        rest = self.stream.text[self.stream.position :]
+        return self.stream.is_complete and rest.startswith("<") and ">" not in rest
+
     def _read_tags(self, name: str) -> Wait[int]:
-        """Read the arguments and return how many there are. The first argument begins the call."""
+        """Read the arguments and return how many there are. The first key begins the call."""
         stream = self.stream
         parameters = self.parameters_of(name)
         num_arguments = 0
@@ -102,17 +108,52 @@ class TaggedToolParser(ToolParser):
             key, attributes = _unquoted((yield from stream.read_run(_HEAD)))
             if not key or not (yield from self._read_key_ends()):
                 return num_arguments
-            pieces: list[str] = []
-            if not (yield from stream.read_until(self._value_ends, pieces.append)):
-                return num_arguments
-            yield from stream.read_literal(self.value_end)
             if not num_arguments:
                 self.start_call(name)
-            text = "".join(pieces).removeprefix(self.value_margin).removesuffix(self.value_margin)
             opening = ", " if num_arguments else "{"
-            value = self.to_json(text, key, attributes, parameters)
-            self.add_arguments(f"{opening}{encode_string(key)}: {value}")
+            self.add_arguments(f"{opening}{encode_string(key)}: ")
             num_arguments += 1
+            if self.is_text(key, attributes, parameters):
+                is_complete = yield from self._read_text()
+            else:
+                is_complete = yield from self._read_value(key, attributes, parameters)
+            if not is_complete:
+                return num_arguments
+            yield from stream.read_literal(self.value_end)
+
+    def _read_text(self) -> Wait[bool]:
+        """Read a value that is a string, in pieces. Returns False if the text ends before it."""
+        held = ""
+
+        def add(piece: str) -> None:
+            nonlocal held
+            piece, held = held + piece, ""
+            if self.value_margin and piece.endswith(self.value_margin):
+                piece, held = piece.removesuffix(self.value_margin), self.value_margin
+            self.add_arguments(encode_string(piece)[1:-1])
+
+        self.add_arguments('"')
+        if self.value_margin:
+            yield from self.stream.read_literal(self.value_margin)
+        if not (yield from self.stream.read_until(self._value_ends, add)):
+            return False
+        self.add_arguments('"')
+        return True
+
+    def _read_value(self, key: str, attributes: str, parameters: Schema) -> Wait[bool]:
+        """Read a value of any type. Returns False if the text ends before it."""
+        pieces: list[str] = []
+        is_complete = yield from self.stream.read_until(self._value_ends, pieces.append)
+        text = "".join(pieces).removeprefix(self.value_margin)
+        if is_complete:
+            text = text.removesuffix(self.value_margin)
+            text = self.to_json(text, key, attributes, parameters)
+        self.add_arguments(text)
+        return bool(is_complete)
+
+    def is_text(self, key: str, attributes: str, parameters: Schema) -> bool:
+        """Return whether a value must be a string. The arguments are the same as for `to_json`."""
+        return is_text(key, parameters)
 
     def to_json(self, text: str, key: str, attributes: str, parameters: Schema) -> str:
         """Return the JSON text of a value.
@@ -204,6 +245,7 @@ class Step3ToolParser(TaggedToolParser):
     further_tokens = (*_END, *_SEPARATOR)
     before_call = (*_BEGIN, "function", *_SEPARATOR)
     after_call = (*_END, *_SEPARATOR)
+    value_margin = ""
 
 
 _DSML = "\uff5cDSML\uff5c"
@@ -223,10 +265,14 @@ class DeepSeekV32ToolParser(TaggedToolParser):
     after_call = further_tokens[:2]
     value_margin = ""
 
+    def is_text(self, key: str, attributes: str, parameters: Schema) -> bool:
+        """Return whether a value must be a string; its tag may say so."""
+        if 'string="' in attributes:
+            return 'string="true"' in attributes
+        return super().is_text(key, attributes, parameters)
+
     def to_json(self, text: str, key: str, attributes: str, parameters: Schema) -> str:
-        """Return the JSON text of a value, whose tag may say whether it is a string."""
-        if 'string="true"' in attributes:
-            return encode_string(text)
+        """Return the JSON text of a value that may be something else than a string."""
         if 'string="false"' in attributes:
             parameters = None  # JSON arguments need no conversion of types
         return super().to_json(text, key, attributes, parameters)
