@@ -6,6 +6,7 @@ every torch). Only setuptools is needed; torch must never be a build requirement
 isolation would download it.
 """
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -101,11 +102,13 @@ def target_device() -> str:
 
 
 def has_habana() -> bool:
-    """True when habana_frameworks is installed. Build isolation hides it from the import system,
-    so the folders of the interpreter are searched as well."""
-    if importlib.util.find_spec("habana_frameworks") is not None:
-        return True
-    return any((folder / "habana_frameworks").is_dir() for folder in package_folders())
+    """True when habana_frameworks.torch is installed. Build isolation hides it from the import
+    system, so the folders of the interpreter are searched as well. Other packages of the vendor
+    are in habana_frameworks too."""
+    with contextlib.suppress(ModuleNotFoundError):  # there is no habana_frameworks at all
+        if importlib.util.find_spec("habana_frameworks.torch") is not None:
+            return True
+    return any((folder / "habana_frameworks" / "torch").is_dir() for folder in package_folders())
 
 
 def package_folders() -> list[Path]:

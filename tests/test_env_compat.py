@@ -155,6 +155,13 @@ def test_a_reason_that_has_become_stale_is_found(stale, marker):
         "VLLM_RPC_TIMEOUT",
         "VLLM_DISABLE_MARK_SCALES_AS_CONST",
         "VLLM_HPU_MULTI_MODEL_CONFIG",
+        *(
+            "VLLM_REQUANT_FP8_INC",
+            "VLLM_ENABLE_RUNTIME_DEQUANT",
+            "VLLM_MOE_N_SLICE",
+            "VLLM_EP_SIZE",
+        ),
+        *("VLLM_MLA_PERFORM_MATRIX_ABSORPTION", "VLLM_ENGINE_PROFILER_STEPS"),
     ],
 )
 def test_variables_that_users_of_the_fork_set_are_known(name):

@@ -45,6 +45,12 @@ def test_every_word_for_true_is_true(word):
     assert Envs.load({"VLLM_CPU_KERNELS": word}).VLLM_CPU_KERNELS is True
 
 
+def test_a_value_of_the_fork_turns_its_switch_on():
+    assert Envs.load({"VLLM_PROFILER_ENABLED": "full"}).VLLM_PROFILER_ENABLED is True
+    with pytest.raises(ConfigError, match="expected 0, 1, true or false"):
+        Envs.load({"VLLM_SKIP_WARMUP": "full"})
+
+
 @pytest.mark.parametrize("word", ["0", "false", "F", "No", "n", "OFF"])
 def test_every_word_for_false_is_false(word):
     assert Envs.load({"VLLM_CPU_KERNELS": word}).VLLM_CPU_KERNELS is False
@@ -80,6 +86,7 @@ def test_a_bad_value_names_variable_value_and_accepted_form(name, value, accepte
         ("VLLM_GRAPH_PROMPT_RATIO", "-0.1", "at least 0"),
         ("VLLM_DECODE_BS_BUCKET_STEP", "0", "at least 1"),
         ("VLLM_GC_THR_GEN1", "1e3", "an integer"),
+        ("VLLM_GC_THR_GEN1", "9" * 20, "at most 2147483647"),
         (
             "VLLM_BUCKETING_STRATEGY",
             "even",

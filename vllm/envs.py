@@ -490,7 +490,9 @@ class Envs:
     VLLM_PROFILER_ENABLED: bool = _diagnostics(
         False,
         "Write a trace of the scheduler, forward passes and counters, in a format that "
-        "Perfetto opens.",
+        "Perfetto opens. full, a value of the Gaudi fork, is the same as 1: traces of torch's "
+        "profiler are files of their own (VLLM_TORCH_PROFILER_DIR).",
+        means_true=("full",),
     )
     VLLM_TORCH_PROFILER_DIR: str | None = _diagnostics(
         None,

@@ -162,7 +162,7 @@ def _configure_from_file(path: str, is_wanted: bool) -> None:
             "the configuration of logging off: unset one of them"
         )
     try:
-        config = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        config = json.loads(Path(path).expanduser().read_text(encoding="utf-8-sig"))
         if not isinstance(config, dict):
             raise ValueError("it must contain a JSON object")
         logging.config.dictConfig(config)

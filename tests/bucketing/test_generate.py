@@ -12,6 +12,7 @@ from vllm.bucketing.log_lines import (
 )
 from vllm.bucketing.settings import BucketSettings
 from vllm.bucketing.strategies.generate import generate_buckets
+from vllm.errors import ConfigError
 
 SEED_PROMPT_CONFIG = (
     "Prompt bucket config (min, step, max_warmup) bs:[1, 32, 4], seq:[128, 128, 1024]"
@@ -109,6 +110,30 @@ def test_every_strategy_gives_distinct_ascending_buckets(strategy):
     for buckets in (found.prefill, found.decode):
         assert list(buckets) == sorted(set(buckets))
         assert buckets
+
+
+HUGE = [
+    ("linear", {"PROMPT_SEQ_BUCKET_MAX": 10**9}, "PROMPT_SEQ_BUCKET_MAX=1000000000 with VLLM_P"),
+    ("linear", {"DECODE_BS_BUCKET_MAX": 10**9}, "BS_BUCKET_STEP=4 gives 249999999 steps"),
+    ("linear", {"DECODE_BS_BUCKET_STEP": 1, "DECODE_BS_BUCKET_MAX": 19999}, "DECODE_.* 19999 x"),
+    ("pad", {"PROMPT_CTX_BUCKET_MAX": 10**9}, "and at most 5000000 are accepted"),
+    ("pad", {"PROMPT_CTX_BUCKET_MAX": 10**5, "PROMPT_SEQ_BUCKET_PAD_PERCENT": 0}, None),
+    ("linear", {"PROMPT_BS_BUCKET_MIN": 10**9, "PROMPT_BS_BUCKET_STEP": 1}, None),
+]
+"""Strategy, variables, and the message if they ask for more buckets than can be made."""
+
+
+@pytest.mark.parametrize(("strategy", "variables", "message"), HUGE)
+def test_a_huge_range_is_refused_before_its_sizes_are_made(strategy, variables, message):
+    given = {f"VLLM_{name}": value for name, value in variables.items()}
+    if "DECODE_BS_BUCKET_STEP" in variables:
+        given |= {"VLLM_DECODE_BLOCK_BUCKET_STEP": 1, "VLLM_DECODE_BLOCK_BUCKET_MIN": 1}
+    settings = BucketSettings.resolve(make_limits(), given)
+    if message is None:
+        assert generate_buckets(strategy, make_limits(), settings).decode
+    else:
+        with pytest.raises(ConfigError, match=message):
+            generate_buckets(strategy, make_limits(), settings)
 
 
 def test_merged_prefill_says_so_before_its_ranges():

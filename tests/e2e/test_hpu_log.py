@@ -27,7 +27,7 @@ def expected_lines(mode: str) -> list[str]:
     reserved = "0.0" if is_eager else "0.1"
     lines = [
         f"Pre-loading model weights on hpu:0 {TOOK}",
-        f"Wrapping in HPU Graph {TOOK}",
+        f"{'Wrapping in HPU Graph' if mode == 'HPU graphs' else 'Preparing forward passes'} {TOOK}",
         f"Loading model weights took in total {SIZE} of device memory .*",
         f"Model profiling run {TOOK}",
         rf"Free device memory: {SIZE}, {SIZE} usable \(gpu_memory_utilization=0.9\), {SIZE} "

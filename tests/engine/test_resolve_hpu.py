@@ -5,13 +5,21 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.fakes import make_config
+<<<<<<< HEAD
 from tests.hpu import simulated_hpu
 from tests.loops import loop_over
+=======
+from tests.hpu import captured_log, simulated_hpu
+>>>>>>> gaudi
 from vllm import envs
 from vllm.config.hpu import HPUConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
-from vllm.engine.resolve.hpu import check_launcher, resolve_hpu_config
+from vllm.engine.resolve.hpu import (
+    check_launcher,
+    resolve_hpu_config,
+    warn_of_idle_variables,
+)
 from vllm.errors import ConfigError
 
 
@@ -69,6 +77,7 @@ def test_without_variables_everything_has_its_default(resolve):
         ({"VLLM_T_COMPILE_FULLGRAPH": "1"}, {"compile_fullgraph": True}),
         ({"VLLM_T_COMPILE_DYNAMIC_SHAPES": "1"}, {"compile_dynamic_shapes": True}),
         ({"VLLM_GC_THR_MULTIPLIER": "2"}, {"gc_thresholds": (1400, 20, 20)}),
+        ({"VLLM_GC_THR_MULTIPLIER": "2147483647"}, {"gc_thresholds": (2**31 - 1,) * 3}),
         ({"VLLM_GC_THR_GEN1": "7"}, {"gc_thresholds": (700, 7, 10)}),
         ({"VLLM_GC_THR_GEN0": "0", "VLLM_GC_THR_MULTIPLIER": "2"}, {"gc_thresholds": (0, 10, 10)}),
         ({"VLLM_HPU_LOG_STEP_GRAPH_COMPILATION": "1"}, {"log_compilations": "some"}),
@@ -155,3 +164,62 @@ def test_buckets_are_not_left_for_later_where_nothing_warms_them_up():
 def test_an_offline_engine_does_not_follow_its_traffic():
     with pytest.raises(ConfigError, match="adapt_buckets=True works only in a server"):
         LLMEngine.from_engine_args(EngineArgs(adapt_buckets=True))
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"VLLM_PROMPT_SEQ_BUCKET_MIN": "1000000000"}, {"VLLM_PROMPT_BS_BUCKET_MIN": "100000"}],
+    ids=str,
+)
+def test_prompt_buckets_of_nothing_but_padding_are_refused(variables):
+    with (
+        simulated_hpu(**variables),
+        pytest.raises(ConfigError, match=r"prompt bucket has \d+ tokens, but .* at most 8192"),
+    ):
+        EngineArgs().create_engine_config()
+
+
+def test_a_full_warm_up_cannot_be_left_out(resolve):
+    with pytest.raises(ConfigError, match=r"VLLM_SKIP_WARMUP=true leaves the warm-up out. Unset"):
+        resolve(VLLM_FULL_WARMUP="1", VLLM_SKIP_WARMUP="1")
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_eager", "named"),
+    [
+        ({"VLLM_BUCKETING_FROM_FILE": "b", "VLLM_PROMPT_BS_BUCKET_MAX": "4"}, False, ["PROMPT_BS"]),
+        ({"VLLM_BUCKETING_FROM_FILE": "b", "VLLM_EXPONENTIAL_BUCKETING": "1"}, False, ["EXPON"]),
+        (
+            {"VLLM_PROMPT_USE_FUSEDSDPA": "0", "VLLM_HPU_FSDPA_SLICE_ENABLED": "1"},
+            False,
+            ["HPU_FSDPA_SLICE_ENABLED"],
+        ),
+        ({"VLLM_HPU_FSDPA_SLICE_CHUNK_SIZE": "512"}, False, ["HPU_FSDPA_SLICE_CHUNK_SIZE"]),
+        (
+            {"VLLM_HPU_FSDPA_SLICE_CHUNK_SIZE": "512", "VLLM_HPU_FSDPA_SLICE_ENABLED": "1"},
+            False,
+            [],
+        ),
+        ({"VLLM_SOFTMAX_CONST_NORM_VALUE": "5"}, False, ["SOFTMAX_CONST_NORM_VALUE"]),
+        ({"VLLM_SOFTMAX_CONST_NORM_VALUE": "5", "VLLM_SOFTMAX_CONST_NORM": "1"}, False, []),
+        (
+            {"VLLM_FUSED_BLOCK_SOFTMAX": "1", "VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT": "0"},
+            False,
+            ["FUSED_BLOCK_SOFTMAX"],
+        ),
+        ({"VLLM_T_COMPILE_FULLGRAPH": "1", "PT_HPU_LAZY_MODE": "1"}, False, ["T_COMPILE"]),
+        ({"VLLM_T_COMPILE_FULLGRAPH": "0", "PT_HPU_LAZY_MODE": "1"}, False, []),
+        ({"VLLM_GRAPH_PROMPT_RATIO": "1", "PT_HPU_LAZY_MODE": "0"}, False, ["GRAPH_PROMPT_RATIO"]),
+        ({"VLLM_GRAPH_PROMPT_RATIO": "1"}, False, []),
+        ({"VLLM_GRAPH_RESERVED_MEM": "0.5"}, True, ["GRAPH_RESERVED_MEM"]),
+        ({"VLLM_CONFIG_HIDDEN_LAYERS": "4", "PT_HPU_LAZY_MODE": "0"}, False, ["CONFIG_HIDDEN"]),
+    ],
+    ids=str,
+)
+def test_a_variable_that_others_leave_without_effect_is_named(resolve, variables, is_eager, named):
+    config = resolve(**variables)
+    with captured_log() as log:
+        warn_of_idle_variables(config, is_eager=is_eager)
+    assert len(log) == len(named)
+    for line, name in zip(log, named, strict=True):
+        assert line.startswith(f"VLLM_{name}") and " has no effect: " in line

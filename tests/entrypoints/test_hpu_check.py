@@ -355,7 +355,9 @@ def test_a_card_that_does_not_open_fails_once(environment, capsys, monkeypatch):
     assert {status for status, _ in rows.values()} == {"skip"}
 
 
-PACKAGE = "the package habana_frameworks (habana-torch-plugin) is not installed"
+PACKAGE = (
+    f"the package habana_frameworks (habana-torch-plugin) is not installed for {sys.executable}"
+)
 
 
 @pytest.mark.parametrize("has_node", [False, True])
@@ -417,7 +419,7 @@ if sys.argv[1] == "0":
     monkeypatch.setattr(collectives, "_RANK_PROGRAM", program)
     monkeypatch.setattr(run, "CHECKS", {"memory": CHECKS["memory"]})
     monkeypatch.setattr("vllm.entrypoints.cli.hpu_check.simulated_card", lambda: None)
-    monkeypatch.setattr("vllm.entrypoints.cli.hpu_check.has_card", lambda: True)
+    monkeypatch.setattr("vllm.entrypoints.cli.hpu_check.missing_of_card", list)
     monkeypatch.setattr("vllm.entrypoints.cli.hpu_check.num_cards", lambda: 4)
     path = tmp_path / "card.json"
     assert main(["hpu-check", "--save", str(path)]) == 0

@@ -197,7 +197,11 @@ def test_inputs_are_rounded_with_the_scale(table, limit, scale):
             "its keys can only be input_backoff and weight_backoff",
         ),
         ({"device_for_scales": "GAUDI1"}, "device_for_scales is 'GAUDI1'; supported: GAUDI2, GAU"),
-        ({"calibration_sample_interval": 2}, "calibration_sample_interval is 2; it must be 1"),
+        ({"calibration_sample_interval": -1}, "calibration_sample_interval is -1; it must be an"),
+        (
+            {"row_parallel_linear_allreduce_quantization": True},
+            "is True; remove the key: sums over cards are not quantized",
+        ),
         ({"dump_stats_path": 3}, "dump_stats_path is 3; it must be the beginning of a path"),
     ],
 )
@@ -239,6 +243,27 @@ def test_the_settings_of_the_library_are_read(tmp_path):
     only = IncConfig(path="x", mode="QUANTIZE", allowed_names=("self_attn",))
     assert only.covers("model.layers.0.self_attn.o_proj", "RowParallelLinear")
     assert not only.covers("model.layers.0.mlp.down_proj", "RowParallelLinear")
+
+
+def test_files_of_optimum_for_habana_are_read(tmp_path):
+    content = {
+        "method": "HOOKS",
+        "mode": "QUANTIZE",
+        "whitelist": {"types": [], "names": []},
+        "blocklist": {"types": [], "names": ["matmul_qk"]},
+        "dump_stats_path": "./hqt_output/measure",
+        "dump_stats_xlsx_path": "./hqt_output/measure/fp8stats.xlsx",
+        "calibration_sample_interval": "50",
+        "row_parallel_linear_allreduce_quantization": "False",
+    }
+    config = read_inc_config(str(write(tmp_path / "quant.json", content)))
+    assert (config.allowed_names, config.blocked_names) == ((), ("matmul_qk",))
+    older = {key: value for key, value in content.items() if key != "blocklist"}
+    older |= {"blacklist": content["blocklist"]}
+    assert read_inc_config(str(write(tmp_path / "quant.json", older))) == config
+    both = content | {"allowlist": {"names": ["mlp"]}}
+    with pytest.raises(ConfigError, match=r"whitelist is .*; known keys: allowlist"):
+        read_inc_config(str(write(tmp_path / "quant.json", both)))
 
 
 # ---- a model and its files ----------------------------------------------------------------

@@ -168,6 +168,24 @@ def test_longest_sequence(scaling, length):
     assert ModelArch.from_hf(minimal(rope_scaling=scaling)).derived_max_model_len == length
 
 
+@pytest.mark.parametrize("rope_type", ["yarn", "llama3"])
+@pytest.mark.parametrize("inside", [{}, {"original_max_position_embeddings": 16}])
+def test_the_original_length_beside_the_parameters_goes_before_the_one_in_them(rope_type, inside):
+    scaling = {"rope_type": rope_type, "factor": 4.0, **inside}
+    arch = ModelArch.from_hf(minimal(rope_scaling=scaling, original_max_position_embeddings=32))
+    assert arch.rope.scaling["original_max_position_embeddings"] == 32
+
+
+@pytest.mark.parametrize(
+    ("model_type", "hidden_act"),
+    [("llama", "gelu"), ("gemma2", "gelu_pytorch_tanh"), ("mistral", "gelu")],
+)
+def test_the_key_of_the_activation_is_that_of_the_family(model_type, hidden_act):
+    given = {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}
+    found = ModelArch.from_hf(minimal(model_type=model_type, **given))
+    assert found.hidden_act == hidden_act
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

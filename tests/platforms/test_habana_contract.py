@@ -305,6 +305,9 @@ def test_one_of_several_processes_takes_the_card_of_its_rank_before_it_opens_it(
     assert [name for name, *_ in vendor.calls] == [
         "torch.distributed.hccl.initialize_distributed_hpu",
         "torch.utils.internal.is_lazy",
+        "torch.hpu.synchronize",
+        "torch.hpu.mem_get_info",  # takes the card
+        "torch.hpu.get_device_name",
     ]
     assert os.environ["HLS_MODULE_ID"] == "7"
     assert bridge.collectives_backend == "hccl"

@@ -1,19 +1,35 @@
 """Test which device is chosen, and the answers of the HPU platform."""
 
+import importlib
 import subprocess
 import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import NoReturn
 
 import pytest
 import torch
 
+from tests.hpu import captured_log
 from tests.reach import use_device_nodes
 from vllm import envs
+from vllm.env import ranks
+from vllm.env.bridge import has_vendor_library
 from vllm.errors import ConfigError
 from vllm.platforms import hpu, registry
 from vllm.platforms.hpu import create_hpu_platform
 from vllm.platforms.registry import detect_device
 
 GIB = 2**30
+
+
+def raising(error: BaseException) -> Callable[..., NoReturn]:
+    """Return a function that raises an error."""
+
+    def function(*args: object, **kwargs: object) -> NoReturn:
+        raise error
+
+    return function
 
 
 @pytest.fixture
@@ -56,10 +72,113 @@ def test_a_card_is_the_vendor_package_and_a_device_node(environment, card):
     assert create_hpu_platform().name == "hpu"
 
 
-def test_the_package_alone_is_no_card(environment, vendor, tmp_path, monkeypatch):
+def test_half_of_a_card_is_the_cpu_with_a_warning(environment, card, tmp_path, monkeypatch):
     environment()
-    use_device_nodes(monkeypatch, tmp_path)
-    assert detect_device() == "cpu"
+    with captured_log() as log:
+        with monkeypatch.context() as patch:
+            use_device_nodes(patch, tmp_path / "none")  # a container without --runtime=habana
+            assert detect_device() == "cpu"
+        monkeypatch.setattr(hpu, "has_vendor_library", lambda: False)
+        assert detect_device() == "cpu"
+    assert [line.partition(": ")[2][:45] for line in log] == [
+        "there is no Gaudi among /dev/accel/accel* and",
+        "the package habana_frameworks (habana-torch-p",
+    ]
+
+
+def test_another_package_of_the_vendor_is_not_the_bridge(tmp_path, monkeypatch):
+    (tmp_path / "habana_frameworks" / "mediapipe").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    assert not has_vendor_library()
+    (tmp_path / "habana_frameworks" / "torch").mkdir()
+    importlib.invalidate_caches()
+    assert has_vendor_library()
+    del sys.modules["habana_frameworks"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AssertionError("torch 2.9.0+cpu is not the 2.11 that the bridge was built for"),
+        ImportError("libSynapse.so: cannot open shared object file"),
+        OSError("undefined symbol: synInitialize\n  at 0x1"),
+    ],
+)
+def test_a_bridge_that_cannot_be_loaded_is_an_error_of_one_line(
+    environment, card, monkeypatch, error
+):
+    environment()
+    monkeypatch.setattr("vllm.platforms.habana.real.find_parts", raising(error))
+    with pytest.raises(ConfigError) as failure:
+        _ = create_hpu_platform().bridge
+    text = str(failure.value)
+    assert "\n" not in text and str(error).splitlines()[0] in text
+    assert f"cannot be loaded: {str(error).splitlines()[0]}. torch {version('torch')}" in text
+
+
+@pytest.mark.parametrize(
+    ("visible", "advice"),
+    [("", "of its own)"), ("2,3", "of its own, and HABANA_VISIBLE_MODULES=2,3 allows no other)")],
+)
+def test_a_card_that_is_taken_is_an_error_of_one_line(
+    environment, card, vendor, monkeypatch, visible, advice
+):
+    environment()
+    monkeypatch.setenv("HABANA_VISIBLE_MODULES", visible)
+    error = RuntimeError("synStatus=8 [Device not found] Device acquire failed.\n#0 libc")
+    module = importlib.import_module("habana_frameworks.torch.hpu")
+    monkeypatch.setattr(module, "mem_get_info", raising(error))
+    with pytest.raises(ConfigError) as failure:
+        _ = create_hpu_platform().bridge
+    text = str(failure.value)
+    assert "\n" not in text and advice in text
+    assert "opened: synStatus=8 [Device not found] Device acquire failed. Another pro" in text
+
+
+def test_a_card_of_another_kind_is_refused_and_a_variant_is_not(
+    environment, card, vendor, monkeypatch
+):
+    environment()
+    monkeypatch.delenv("HABANA_VISIBLE_MODULES", raising=False)
+    module = importlib.import_module("habana_frameworks.torch.hpu")
+    monkeypatch.setattr(module, "get_device_name", lambda: "GAUDI2C")
+    assert create_hpu_platform().bridge.device_name == "GAUDI2"
+    monkeypatch.setattr(module, "get_device_name", lambda: "GAUDI")  # the first generation
+    with pytest.raises(ConfigError, match="the card is a GAUDI of the first generation"):
+        _ = create_hpu_platform().bridge
+
+
+@pytest.mark.parametrize("visible", ["all", "0-3", "0,0", "hpu0", "1;2", "-1", "0,1,01"])
+def test_modules_that_are_no_numbers_are_refused(environment, card, monkeypatch, visible):
+    environment()
+    monkeypatch.setenv("HABANA_VISIBLE_MODULES", visible)
+    for use in (lambda: create_hpu_platform().bridge, lambda: ranks.rank_variables(0, 2)):
+        with pytest.raises(ConfigError, match="different numbers of modules, separated by commas"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("visible", "modules", "cards"),
+    [
+        ("", [], ["0", "1"]),  # the system does not report them
+        ("", ["5", "4"], ["4", "5"]),  # a container with two of eight cards
+        ("", ["0", "1"], ["0", "1"]),
+        ("", ["5", "unreadable"], ["0", "1"]),
+        (" 7, 6,", ["5", "4"], ["7", "6"]),  # the order of the user
+    ],
+)
+def test_ranks_take_the_modules_of_the_container(
+    environment, card, tmp_path, monkeypatch, visible, modules, cards
+):
+    environment()
+    monkeypatch.setenv("HABANA_VISIBLE_MODULES", visible)
+    for number, module in enumerate(modules):
+        (tmp_path / "accel" / f"accel{number}").touch()
+        (tmp_path / f"accel{number}" / "device").mkdir(parents=True)
+        (tmp_path / f"accel{number}" / "device" / "module_id").write_text(f"{module}\n")
+    create_hpu_platform()
+    assert [ranks.rank_variables(rank, 2)["HLS_MODULE_ID"] for rank in range(2)] == cards
 
 
 @pytest.mark.parametrize(

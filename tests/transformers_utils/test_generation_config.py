@@ -73,7 +73,13 @@ def test_overrides_come_on_top(folder, source):
     assert defaults == {**base, "temperature": 0.2, "max_tokens": 5, "eos_token_ids": [9]}
 
 
-@pytest.mark.parametrize("value", [None, -1, []])
+def test_integers_may_be_written_as_floats(tmp_path):
+    content = {"top_k": 20.0, "max_new_tokens": 5.0, "eos_token_id": [7.0, -1, 8]}
+    expected = {"top_k": 20, "max_tokens": 5, "eos_token_ids": [7, 8]}
+    assert repr(load(write(tmp_path / "model", content))) == repr(expected)
+
+
+@pytest.mark.parametrize("value", [None, -1, [], -1.0, [-1]])
 def test_a_model_may_have_no_end_token(tmp_path, value):
     folder = write(tmp_path / "model", {"eos_token_id": value})
     assert load(folder) == load(write(tmp_path / "other", {}))

@@ -9,6 +9,7 @@ adapts to a value that was set: a lower maximum lowers the minimum, and the othe
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from math import prod
 
 from vllm.bucketing.step_limits import StepLimits, ceil_div, round_up
 from vllm.envs import Envs
@@ -30,6 +31,9 @@ linear bucketing the first twelve."""
 
 _USUAL_BLOCK_SIZE = 128
 """Block size for which the defaults of the variables were made."""
+
+_MOST_SIZES, _MOST_BUCKETS = 20_000, 200_000
+"""Limits for one range, and for the combinations of ranges. A warm-up of so many takes days."""
 
 _UNSET_HINT = "Or unset one of the two: its default is then derived from the other."
 
@@ -174,3 +178,40 @@ def resolve_range(key: str, default: BucketRange, values: Mapping[str, int]) -> 
     if low is None:
         low = min(default.min, high)
     return BucketRange(low, values.get(step_name, default.step), high)
+
+
+def check_num_steps(key: str, low: int, step: int, high: int, most: int = _MOST_SIZES) -> None:
+    """Check the number of steps of a range before its sizes are made.
+
+    Args:
+        key: dimension, such as PROMPT_BS.
+        low, step, high: the range.
+        most: limit.
+
+    Raises:
+        ConfigError: there are more.
+    """
+    if (high - low) // step > most:
+        _, step_name, high_name = (_name(key, part) for part in ("MIN", "STEP", "MAX"))
+        raise ConfigError(
+            f"{high_name}={high} with {step_name}={step} gives {(high - low) // step} steps, and "
+            f"at most {most} are accepted. Lower the first or raise the second"
+        )
+
+
+def check_combinations(phase: str, *sizes: int) -> None:
+    """Check the number of buckets before they are made.
+
+    Args:
+        phase: prefix of the variables: PROMPT or DECODE.
+        sizes: numbers of sizes of the dimensions.
+
+    Raises:
+        ConfigError: there are more than anyone compiles.
+    """
+    if prod(sizes) > _MOST_BUCKETS:
+        raise ConfigError(
+            f"the variables VLLM_{phase}_*_BUCKET_* give {' x '.join(map(str, sizes))} buckets, "
+            f"and each one is compiled; at most {_MOST_BUCKETS} are accepted. Raise their steps or "
+            f"lower their maximums"
+        )

@@ -273,7 +273,7 @@ class TrafficTable:
         if path.is_char_device():  # reading one may never end
             raise _unreadable(path, "it is a device")
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise _unreadable(path, error.strerror or str(error)) from None
         except UnicodeDecodeError:

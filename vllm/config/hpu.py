@@ -188,6 +188,11 @@ class HPUConfig:
                 "ready_when='first' cannot be used with VLLM_FULL_WARMUP=true, which allows no "
                 "warm-up after the start. Leave out one of them"
             )
+        if self.full_warmup and self.skip_warmup:
+            raise ConfigError(
+                "VLLM_FULL_WARMUP=true makes a compilation after the warm-up an error, and "
+                "VLLM_SKIP_WARMUP=true leaves the warm-up out. Unset one of them"
+            )
         for name, is_set in (
             ("VLLM_FULL_WARMUP", self.full_warmup),
             ("VLLM_SKIP_WARMUP", self.skip_warmup),

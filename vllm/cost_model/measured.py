@@ -127,7 +127,7 @@ def read_measured(path: Path, card: str) -> Measured:
         ConfigError: the file cannot be read, or is for another kind of card.
     """
     try:
-        data: Any = json.loads(path.read_text("utf-8"))
+        data: Any = json.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError:

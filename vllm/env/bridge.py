@@ -92,5 +92,12 @@ def bridge_settings(is_lazy: bool | None) -> Iterator[BridgeSetting]:
 
 
 def has_vendor_library() -> bool:
-    """Return whether habana_frameworks, the bridge, can be imported; does not import it."""
-    return find_spec("habana_frameworks") is not None
+    """Return whether the bridge, habana_frameworks.torch, is installed; does not import it.
+
+    Other packages of the vendor, such as habana-media-loader, have their modules in
+    `habana_frameworks`.
+    """
+    try:
+        return find_spec("habana_frameworks.torch") is not None
+    except ModuleNotFoundError:  # there is no habana_frameworks at all
+        return False

@@ -15,6 +15,10 @@ WORDS = {
 """Accepted values of a switch."""
 
 
+LARGEST = 2**31 - 1
+"""Largest integer of a variable without a limit of its own: C code takes some of them."""
+
+
 def env(
     default: Any,
     help: str,
@@ -24,9 +28,10 @@ def env(
     *,
     section: str,
     may_be_empty: bool = False,
+    means_true: tuple[str, ...] = (),
 ) -> Any:
     """Declare one variable. A default of None means "not set", and so does an empty value unless it
-    `may_be_empty`."""
+    `may_be_empty`. `means_true` has more values that turn a switch on."""
     metadata = {
         "help": help,
         "choices": choices,
@@ -34,6 +39,7 @@ def env(
         "at_most": at_most,
         "section": section,
         "may_be_empty": may_be_empty,
+        "means_true": means_true,
     }
     return field(default=default, metadata=metadata)
 
@@ -61,13 +67,16 @@ def parse(name: str, raw: str, annotation: Any, metadata: Mapping[str, Any]) -> 
     if type_ is str:
         return raw  # not stripped: a prefix may end with a space
     try:
-        value = WORDS[text.lower()] if type_ is bool else type_(text)
+        words = {**WORDS, **dict.fromkeys(metadata["means_true"], True)}
+        value = words[text.lower()] if type_ is bool else type_(text)
         if type_ is float and not math.isfinite(value):
             raise ValueError
     except (KeyError, ValueError):
         accepted = {bool: "0, 1, true or false", int: "an integer", float: "a number"}[type_]
         raise ConfigError(f"{name}={raw!r}: expected {accepted}") from None
     at_least, at_most = metadata["at_least"], metadata["at_most"]
+    if at_most is None and type_ is int:
+        at_most = LARGEST
     if at_least is not None and value < at_least:
         raise ConfigError(f"{name}={raw!r}: expected at least {at_least}")
     if at_most is not None and value > at_most:

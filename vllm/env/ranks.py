@@ -1,7 +1,11 @@
 """The environment variables that tell libraries which ranks and cards a process has."""
 
+from collections.abc import Sequence
+
 from vllm import envs
 from vllm.errors import ConfigError
+
+_VISIBLE_MODULES = "HABANA_VISIBLE_MODULES"
 
 
 def rank_variables(
@@ -15,7 +19,7 @@ def rank_variables(
         local_rank, num_local: the same on its machine; None: all are on one machine.
 
     Raises:
-        ConfigError: HABANA_VISIBLE_MODULES names fewer cards than there are ranks.
+        ConfigError: HABANA_VISIBLE_MODULES is wrong, or names fewer cards than there are ranks.
     """
     local_rank = rank if local_rank is None else local_rank
     num_local = world_size if num_local is None else num_local
@@ -25,19 +29,45 @@ def rank_variables(
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(num_local),
-        "HLS_MODULE_ID": cards[local_rank].strip(),
+        "HLS_MODULE_ID": cards[local_rank],
     }
 
 
 def _visible_cards(count: int) -> list[str]:
-    modules = envs.of_launcher("HABANA_VISIBLE_MODULES") or ""
-    cards = modules.split(",") if modules.strip() else [str(n) for n in range(count)]
+    cards = named_modules() or [str(n) for n in range(count)]
     if len(cards) < count:
+        modules = envs.of_launcher(_VISIBLE_MODULES)
         raise ConfigError(
-            f"HABANA_VISIBLE_MODULES={modules!r} names {len(cards)} cards, but the engine needs "
+            f"{_VISIBLE_MODULES}={modules!r} names {len(cards)} cards, but the engine needs "
             f"{count}. Name more, or lower tensor_parallel_size or data_parallel_size"
         )
     return cards
+
+
+def named_modules() -> list[str]:
+    """Return the modules that HABANA_VISIBLE_MODULES names; none if it is not set.
+
+    Raises:
+        ConfigError: it is not a list of different numbers.
+    """
+    text = envs.of_launcher(_VISIBLE_MODULES) or ""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    is_number = all(name.isascii() and name.isdecimal() for name in names)
+    if not is_number or len({int(name) for name in names}) < len(names):
+        raise ConfigError(
+            f"{_VISIBLE_MODULES}={text!r}: expected different numbers of modules, separated by "
+            f"commas, such as 0,1,2,3. `hl-smi -Q index,module_id -f csv` lists them. Unset it to "
+            f"use all cards"
+        )
+    return [str(int(name)) for name in names]
+
+
+def export_modules(modules: Sequence[int]) -> None:
+    """Name the modules of the cards of this machine or container, unless the user has named
+    some, or they are the first ones, which libraries take by default.
+    """
+    if not envs.is_set(_VISIBLE_MODULES) and list(modules) != list(range(len(modules))):
+        envs.export(_VISIBLE_MODULES, ",".join(map(str, modules)))
 
 
 def modules_of(num_ranks: int) -> frozenset[int] | None:
@@ -47,7 +77,7 @@ def modules_of(num_ranks: int) -> frozenset[int] | None:
     Args:
         num_ranks: processes on this machine, of all replicas.
     """
-    visible = (envs.of_launcher("HABANA_VISIBLE_MODULES") or "").split(",")
+    visible = (envs.of_launcher(_VISIBLE_MODULES) or "").split(",")
     modules = [int(name) for name in visible if name.strip().isdecimal()]
     if num_ranks > 1:
         return frozenset((modules or range(num_ranks))[:num_ranks])
@@ -58,7 +88,7 @@ def export_replica(index: int, count: int, world_size: int) -> None:
     """Hide the Gaudi cards of other replicas from this process, before a library looks."""
     cards = _visible_cards(count * world_size)
     own = cards[index * world_size : (index + 1) * world_size]
-    envs.export("HABANA_VISIBLE_MODULES", ",".join(card.strip() for card in own))
+    envs.export(_VISIBLE_MODULES, ",".join(own))
 
 
 def export_rank(

@@ -28,6 +28,8 @@ NAME_PREFIX = "base_model.model."
 _WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 """Names of the file with weights; the first one that exists is read."""
 
+_DEFAULT_RANK, _DEFAULT_ALPHA = 8, 8
+"""Values of peft for absent keys."""
 _MAX_CONFIG_BYTES = 1 << 20
 _MOST_PATTERNS = 2048
 _MOST_SHOWN = 80
@@ -187,7 +189,7 @@ def check_files(folder: Path, max_rank: int) -> AdapterConfig:
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             raise RequestError(f"{path} has more than {_MAX_CONFIG_BYTES} bytes")
-        given = json.loads(path.read_text(encoding="utf-8"))
+        given = json.loads(path.read_text(encoding="utf-8-sig"))
     except RequestError:
         raise
     except RecursionError:
@@ -243,11 +245,12 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
     for key in ("use_rslora", "fan_in_fan_out"):
         if not isinstance(given.get(key) or False, bool):
             raise RequestError(f"{path}: {key} must be true or false, got {shown(given[key])}")
-    rank: Any = given.get("r")
-    alpha: Any = given.get("lora_alpha")
+    rank: Any = _whole(given.get("r", _DEFAULT_RANK))
+    alpha: Any = given.get("lora_alpha", _DEFAULT_ALPHA)
     patterns = [given.get("rank_pattern") or {}, given.get("alpha_pattern") or {}]
     if not all(isinstance(pattern, dict) for pattern in patterns):
         raise RequestError(f"{path}: rank_pattern and alpha_pattern must be objects")
+    patterns[0] = {key: _whole(value) for key, value in patterns[0].items()}
     for key, value in (("r", rank), *(("rank_pattern", v) for v in patterns[0].values())):
         if type(value) is not int or value < 1:
             raise RequestError(f"{path}: {key} must be an integer above 0, got {shown(value)}")
@@ -279,6 +282,11 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
         base=base if isinstance(base, str) else "",
         unknown=tuple(key for key, value in given.items() if value and key not in known),
     )
+
+
+def _whole(value: Any) -> Any:
+    """Return an integer that was written as 8.0; anything else unchanged."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _may_have_biases(path: Path) -> bool:

@@ -89,7 +89,7 @@ def is_recorded(path: Path) -> bool:
     if path.exists() and not path.is_file() and not path.is_dir():  # reading may never end
         raise _unreadable(path, "it is a device or a pipe, not a file")
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
+        with path.open(encoding="utf-8-sig", errors="replace") as file:
             beginning = file.read(200)
     except OSError as error:
         raise _unreadable(path, error.strerror) from None
@@ -117,7 +117,7 @@ def read_lengths(path: Path, max_requests: int = MAX_REQUESTS) -> RequestLengths
         ConfigError: the file cannot be read, has no request, or has a bad line, which is named.
     """
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             return _read(file, str(path), max_requests)
     except OSError as error:
         raise _unreadable(path, error.strerror) from None

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -30,6 +31,8 @@ _ACCEL_CLASS = Path("/sys/class/accel")
 _HABANA_LABS = 0x1DA3
 """Vendor number of the cards on the PCI bus."""
 _DRIVER = "habanalabs"
+_FIRST_GENERATION = "GAUDI"
+"""Name of cards of the first generation, which has no FP8 and less memory."""
 _TOKENS_OF_A_READ = 176
 """A decode of so many tokens takes a Gaudi 2 as long to compute as to read the weights in bfloat16:
 432 TFLOP/s by 2.46 TB/s. This is by its data sheet, and was not measured."""
@@ -240,9 +243,22 @@ def simulated_card() -> str | None:
     return settings.VLLM_HPU_SIM or ("gaudi2" if settings.VLLM_USE_FAKE_HPU else None)
 
 
-def has_card() -> bool:
-    """Return whether the vendor library and a device node exist. Opens neither."""
-    return has_vendor_library() and num_cards() > 0
+def missing_of_card() -> list[str]:
+    """Return what this machine or container lacks for a Gaudi card; empty: it has the vendor
+    library and a device node, neither of which is opened.
+    """
+    missing = []
+    if not has_vendor_library():
+        missing.append(
+            f"the package habana_frameworks (habana-torch-plugin) is not installed for "
+            f"{sys.executable}"
+        )
+    if not num_cards():
+        missing.append(
+            "there is no Gaudi among /dev/accel/accel* and /dev/hl*: no card, no driver, or a "
+            "container without --runtime=habana"
+        )
+    return missing
 
 
 def num_cards() -> int:
@@ -251,8 +267,24 @@ def num_cards() -> int:
     Accelerators of other vendors, such as the NPU of a processor, have nodes with the same names;
     they are not counted.
     """
-    nodes = [node for node in _DEV.glob("accel/accel[0-9]*") if _is_gaudi(node.name)]
-    return len(nodes) or len(list(_DEV.glob("hl[0-9]*")))
+    return len(_card_names()) or len(list(_DEV.glob("hl[0-9]*")))
+
+
+def card_modules() -> list[int]:
+    """Return the module of each card that this machine, or container, shows, in ascending order;
+    empty if the system does not report the module of each card.
+    """
+    try:
+        return sorted(
+            int((_ACCEL_CLASS / name / "device" / "module_id").read_text())
+            for name in _card_names()
+        )
+    except (OSError, ValueError):
+        return []
+
+
+def _card_names() -> list[str]:
+    return [node.name for node in _DEV.glob("accel/accel[0-9]*") if _is_gaudi(node.name)]
 
 
 def _is_gaudi(name: str) -> bool:
@@ -271,6 +303,11 @@ def _open_simulation(model: str) -> "HabanaBridge":
     from vllm.platforms.habana.parts import parse_names, parse_release
 
     settings = envs.get()
+    logger.info(
+        "The card is simulated (VLLM_HPU_SIM=%s): the CPU computes, and times say nothing about a "
+        "card",
+        model,
+    )
     return SimBridge(
         model,
         is_lazy=bool(settings.PT_HPU_LAZY_MODE),
@@ -305,17 +342,18 @@ def _open_planned(card: str, pool_bytes: int | None) -> "HabanaBridge":
 
 
 def _check_card() -> None:
-    if not has_card():
+    if missing := missing_of_card():
         raise ConfigError(
-            "no usable Gaudi card: it needs habana_frameworks and a device under /dev/accel. Set "
-            "VLLM_HPU_SIM=gaudi2 to run on a simulated card"
+            f"no usable Gaudi card: {'; and '.join(missing)}. Start from the vendor's image or "
+            f"installation (README_GAUDI.md), or set VLLM_HPU_SIM=gaudi2 to run on a simulated card"
         )
 
 
 def _make_bridge_settings() -> None:
     """Set environment variables that the bridge reads during its import, unless the user has set
-    them (`env/bridge`).
+    them (`env/bridge`, and the modules of the cards).
     """
+    env_ranks.export_modules(card_modules())
     is_imported = "habana_frameworks.torch" in sys.modules
     made = envs.export_bridge_settings()
     if is_imported and made:
@@ -328,6 +366,7 @@ def _make_bridge_settings() -> None:
 
 def _open_card() -> "HabanaBridge":
     _check_card()
+    env_ranks.named_modules()  # checks their variable
     settings = envs.get()
     # Set both variables before the import: the library reads them while it is imported.
     if _wants_lazy_collectives(settings):
@@ -341,15 +380,75 @@ def _open_card() -> "HabanaBridge":
                 "intermediate tensors, so fewer graphs fit into the memory. Unset it, so that "
                 "graphs keep only their outputs"
             )
-    from vllm.platforms.habana.real import RealBridge
-
-    bridge = RealBridge(has_peers=settings.WORLD_SIZE > 1)
+    bridge = _load_bridge(has_peers=settings.WORLD_SIZE > 1)
     envs.export_bridge_settings(bridge.is_lazy)
     described = envs.described_bridge_settings(bridge.is_lazy).items()
     logger.info(
         "Settings of the Habana bridge: %s", ", ".join(f"{n}={value}" for n, value in described)
     )
+    _take_card(bridge)
     return bridge
+
+
+def _load_bridge(*, has_peers: bool) -> "HabanaBridge":
+    """Import the vendor library.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    from vllm.platforms.habana.real import RealBridge
+
+    try:
+        return RealBridge(has_peers=has_peers)
+    # The bridge asserts that it was built for this torch, and its libraries may be missing.
+    except (ImportError, OSError, AssertionError, AttributeError, RuntimeError) as error:
+        raise ConfigError(
+            f"the Habana bridge (habana_frameworks) cannot be loaded: {_own_words(error)}. "
+            f"{_installed_versions()}: they must be of one release of the Gaudi software, as the "
+            f"driver (hl-smi). Start again from the vendor's image if pip has replaced torch"
+        ) from error
+
+
+def _take_card(bridge: "HabanaBridge") -> None:
+    """Let the bridge take a card. It does so at the first use, so this asks for the memory.
+
+    Raises:
+        ConfigError: there is no free card, the driver refuses, or the card is of another kind.
+    """
+    from vllm.platforms.habana.bridge import KNOWN_CARDS
+
+    try:
+        bridge.memory_info()
+    except (RuntimeError, AssertionError) as error:
+        visible = env_ranks.named_modules()
+        chosen = f", and HABANA_VISIBLE_MODULES={','.join(visible)} allows no other" * bool(visible)
+        raise ConfigError(
+            f"no Gaudi card can be opened: {_own_words(error)}. Another process may use the card "
+            f"(`hl-smi` lists processes; each needs a card of its own{chosen}), or the driver is "
+            f"not of the release of the Gaudi software of this container"
+        ) from error
+    name = bridge.device_name
+    if name == _FIRST_GENERATION:
+        raise ConfigError(
+            f"the card is a {name} of the first generation, and this engine runs on Gaudi 2 and "
+            f"Gaudi 3 only. Set VLLM_TARGET_DEVICE=cpu to run on the CPU"
+        )
+    if name not in KNOWN_CARDS:
+        logger.warning("the card is a %r, which is not known: it is used like a Gaudi 3", name)
+
+
+def _own_words(error: BaseException) -> str:
+    """Return the first line of an error of the vendor library, without its list of calls."""
+    lines = str(error).strip().splitlines() or [repr(error)]
+    return lines[0].strip().rstrip(".:")
+
+
+def _installed_versions() -> str:
+    found = []
+    for name in ("torch", "habana-torch-plugin"):
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return " and ".join(found)
 
 
 def _wants_lazy_collectives(settings: envs.Envs) -> bool:

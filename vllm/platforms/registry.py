@@ -4,8 +4,11 @@ from functools import cache
 
 from vllm import envs
 from vllm.errors import ConfigError
-from vllm.platforms.hpu import create_hpu_platform, has_card, simulated_card
+from vllm.logger import init_logger
+from vllm.platforms.hpu import create_hpu_platform, missing_of_card, simulated_card
 from vllm.platforms.interface import Platform
+
+logger = init_logger(__name__)
 
 
 @cache
@@ -27,5 +30,15 @@ def resolve_platform(device: str) -> Platform:
 
 
 def detect_device() -> str:
-    """Return "hpu" if there is a card or a simulated one, else "cpu"."""
-    return "hpu" if simulated_card() is not None or has_card() else "cpu"
+    """Return "hpu" if there is a card or a simulated one, else "cpu".
+
+    Half of what a card needs is a mistake more often than not, so the log says what is missing.
+    """
+    missing = [] if simulated_card() is not None else missing_of_card()
+    if len(missing) == 1 and not envs.is_child():
+        logger.warning(
+            "the engine runs on the CPU and not on a Gaudi card: %s. README_GAUDI.md has the "
+            "installation; VLLM_TARGET_DEVICE=cpu chooses the CPU without this warning",
+            missing[0],
+        )
+    return "cpu" if missing else "hpu"

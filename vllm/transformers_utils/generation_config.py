@@ -20,6 +20,8 @@ _OTHER_NAMES = {"max_tokens": "max_new_tokens"}
 """Sampling parameter -> its name in the file, where that differs."""
 _SAMPLING = {_OTHER_NAMES.get(name, name): name for name in numbers_at(Door.MODEL)}
 """Name in the file -> field of `SamplingParams`."""
+_INTEGERS = {"top_k", "max_tokens"}
+_NO_TOKEN = -1
 # `do_sample` is ignored: for greedy decoding, a request sets temperature to 0.
 _ALSO_IN_OVERRIDES = {"max_tokens", "eos_token_id", "bos_token_id", "pad_token_id", "do_sample"}
 
@@ -76,6 +78,7 @@ def _check_override_names(overrides: Mapping[str, Any]) -> None:
 def _read_sampling(content: Mapping[str, Any]) -> dict[str, Any]:
     names = {**_SAMPLING, "max_tokens": "max_tokens"}
     found = {new: content[old] for old, new in names.items() if content.get(old) is not None}
+    found |= {name: _whole(found[name]) for name in _INTEGERS & found.keys()}
     try:
         SamplingParams(**found)
     except (RequestError, TypeError) as error:
@@ -99,7 +102,7 @@ def _with_those_of_config(ids: list[int], model_config: ModelConfig) -> list[int
     content = read_hf_config(folder, model_config.hf_overrides)
     value = content.get("eos_token_id")  # -1 means that there is no end token
     given: list[Any] = value if isinstance(value, list) else [value]
-    more = [token_id for token_id in given if _is_token_id(token_id)]
+    more = [token_id for token_id in map(_whole, given) if _is_token_id(token_id)]
     return more if set(ids) <= set(more) else ids
 
 
@@ -107,9 +110,15 @@ def _is_token_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
+def _whole(value: Any) -> Any:
+    """Return an integer that was written as 20.0; anything else unchanged."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _read_eos_token_ids(content: Mapping[str, Any]) -> list[int]:
     value = content.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value in (None, -1) else [value]
+    given = value if isinstance(value, list) else [] if value is None else [value]
+    ids = [token_id for token_id in map(_whole, given) if token_id != _NO_TOKEN]
     if not all(map(_is_token_id, ids)):
         raise ConfigError(
             f"{_FILE_NAME}: eos_token_id must be a token id, a list of token ids, or null or -1 "

@@ -182,7 +182,7 @@ def _make(
 def _template_of(folder: Path) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     if (template := processor_template(folder)) is not None:
         return template
     path = folder / "tokenizer_config.json"
@@ -197,7 +197,7 @@ def _template_for(version: object) -> str | None:
     number = _TEMPLATE_VERSIONS.get(version) if isinstance(version, str) else None
     if number is None:
         return None
-    text = (CHAT_TEMPLATES / "mistral.jinja").read_text(encoding="utf-8")
+    text = (CHAT_TEMPLATES / "mistral.jinja").read_text(encoding="utf-8-sig")
     return f"{{%- set version = {number} -%}}\n{text}"
 
 

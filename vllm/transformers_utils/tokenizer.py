@@ -167,7 +167,7 @@ def _missing_tokenizer_reason(folder: Path) -> str | None:
     ):
         return None
     if (folder / WITHOUT_TOKENIZER).is_file():
-        return (folder / WITHOUT_TOKENIZER).read_text(encoding="utf-8")
+        return (folder / WITHOUT_TOKENIZER).read_text(encoding="utf-8-sig")
     if reason := _of_mistral(folder):
         return reason
     return f"the folder has none of {', '.join(_FILES)}"

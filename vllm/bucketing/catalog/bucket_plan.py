@@ -229,9 +229,9 @@ def _launch_limits(limits: StepLimits, generated: GeneratedBuckets) -> StepLimit
 def _generate(config: VllmConfig, limits: StepLimits) -> GeneratedBuckets:
     hpu = config.hpu
     if hpu.bucketing_file is not None:
-        path = Path(hpu.bucketing_file)
+        path = Path(hpu.bucketing_file).expanduser()
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"VLLM_BUCKETING_FROM_FILE={path}: {error}") from None
         return buckets_from_file(text, str(path), limits)

@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from itertools import pairwise, product
 
 from vllm.bucketing.bucket import Bucket, decode, prefill
-from vllm.bucketing.settings import BucketRange, BucketSettings
+from vllm.bucketing.settings import (
+    BucketRange,
+    BucketSettings,
+    check_combinations,
+    check_num_steps,
+)
 from vllm.bucketing.step_limits import StepLimits, ceil_div, round_up
 from vllm.errors import ConfigError
 
@@ -43,7 +48,7 @@ def linear_range(min: int, step: int, max: int) -> list[int]:
     while size < step and size <= max:
         sizes.append(size)
         size *= 2
-    return sizes + [stable for stable in range(step, max + 1, step) if stable >= min]
+    return sizes + list(range(round_up(min, step), max + 1, step))
 
 
 def linear_prefill_buckets(settings: BucketSettings, limits: StepLimits) -> list[Bucket]:
@@ -61,10 +66,11 @@ def linear_prefill_buckets(settings: BucketSettings, limits: StepLimits) -> list
     Raises:
         ConfigError: the ranges contain no size.
     """
-    batches = linear_range(*settings.prompt_bs.as_tuple())
-    lengths = linear_range(*settings.prompt_seq.as_tuple())
+    batches = _sizes("PROMPT_BS", settings.prompt_bs)
+    lengths = _sizes("PROMPT_SEQ", settings.prompt_seq)
     if not batches or not lengths:
         raise _no_buckets(settings.prompt_bs, settings.prompt_seq, "seq")
+    check_combinations("PROMPT", len(batches), len(lengths))
     max_fine_len = settings.max_fine_len or limits.max_seq_len
     found = [prefill(batch, length) for batch, length in product(batches, lengths)]
     for batch in batches:
@@ -163,16 +169,23 @@ def linear_decode_buckets(settings: BucketSettings) -> list[Bucket]:
     Raises:
         ConfigError: the ranges contain no bucket.
     """
-    batches = linear_range(*settings.decode_bs.as_tuple())
-    counts = linear_range(*settings.decode_block.as_tuple())
+    batches = _sizes("DECODE_BS", settings.decode_bs)
+    counts = _sizes("DECODE_BLOCK", settings.decode_block)
+    check_combinations("DECODE", len(batches), len(counts))
     found = [decode(batch, count) for batch, count in product(batches, counts) if count >= batch]
     if not found:
         raise _no_buckets(settings.decode_bs, settings.decode_block, "block")
     return found
 
 
+def _sizes(key: str, sizes: BucketRange) -> list[int]:
+    check_num_steps(key, *sizes.as_tuple())
+    return linear_range(*sizes.as_tuple())
+
+
 def _no_buckets(batch: BucketRange, size: BucketRange, label: str) -> ConfigError:
     return ConfigError(
         "No buckets could be captured with the following config (min, step, max_warmup): "
-        f"bs:{batch}, {label}:{size}"
+        f"bs:{batch}, {label}:{size}. Sizes above a step are multiples of it: raise a maximum, or "
+        f"lower a minimum"
     )

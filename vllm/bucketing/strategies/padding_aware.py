@@ -19,11 +19,18 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 
 from vllm.bucketing.bucket import Bucket, decode, prefill
-from vllm.bucketing.settings import BucketRange, resolve_range
+from vllm.bucketing.settings import (
+    BucketRange,
+    check_combinations,
+    check_num_steps,
+    resolve_range,
+)
 from vllm.bucketing.step_limits import StepLimits, ceil_div, round_up
 from vllm.errors import ConfigError
 
 DEFAULT_PAD_PERCENT = 25
+_MOST_STEPS = 5_000_000
+"""Most steps that are looked at, which takes a second or two. Only a few of them become sizes."""
 MAX_PAD_PERCENT = 50
 """Doubling pads by 50 percent, so a larger bound would change nothing."""
 
@@ -121,6 +128,8 @@ def padding_aware_prefill_buckets(
     """
     batches, lengths = padded_range(settings.prompt_bs), padded_range(settings.prompt_seq)
     contexts = padded_range(settings.prompt_ctx)
+    num_contexts = min(len(contexts), limits.max_context_blocks(1) + 1)
+    check_combinations("PROMPT", len(batches), len(lengths), num_contexts)
     buckets: set[Bucket] = set()
     for batch, (shorter, length) in product(batches, pairwise([0, *lengths])):
         most = limits.max_prefill_context(batch, shorter + 1)
@@ -131,7 +140,9 @@ def padding_aware_prefill_buckets(
 
 def padding_aware_decode_buckets(settings: PaddingAwareSettings) -> list[Bucket]:
     """Return decode buckets, sorted: batch sizes with a block or more per sequence."""
-    pairs = product(padded_range(settings.decode_bs), padded_range(settings.decode_block))
+    batches, counts = padded_range(settings.decode_bs), padded_range(settings.decode_block)
+    check_combinations("DECODE", len(batches), len(counts))
+    pairs = product(batches, counts)
     return sorted(decode(batch, blocks) for batch, blocks in pairs if blocks >= batch)
 
 
@@ -146,4 +157,5 @@ def _padded(
         raise ConfigError(f"{names[0]}={most} must be at least 0 (0: no limit)")
     if not 0 <= percent <= MAX_PAD_PERCENT:
         raise ConfigError(f"{names[1]}={percent} must be 0 to {MAX_PAD_PERCENT} percent")
+    check_num_steps(key, *sizes.as_tuple(), _MOST_STEPS)
     return PaddedRange(sizes.min, sizes.step, sizes.max, most, percent)

@@ -130,7 +130,7 @@ class ModelArch:
             head_size=head_size,
             max_position_embeddings=_read_max_positions(config) - _num_unused_positions(config),
             norm_eps=_read_norm_eps(config),
-            hidden_act=_first(config, _ACTIVATION) or "silu",
+            hidden_act=_read_activation(config),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             layer_ropes=_read_ropes(config, [size for size, _ in heads], windows),
             layer_windows=windows,
@@ -321,7 +321,7 @@ _MAX_POSITIONS = (
     "model_max_length",
 )
 _ROTARY_DIM = ("rotary_dim", "qk_rope_head_dim")
-_ACTIVATION = ("hidden_activation", "hidden_act", "activation_function")
+_ACTIVATION = ("hidden_act", "hidden_activation", "activation_function")
 """Keys of the activation function in different families."""
 
 
@@ -364,6 +364,11 @@ def _check_length(name: str, values: Sequence[Any], num_layers: int) -> None:
 
 def _first(config: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def _read_activation(config: Mapping[str, Any]) -> str:
+    key = family_of(config.get("model_type")).activation_key
+    return str(_first(config, _ACTIVATION if key is None else (key, *_ACTIVATION)) or "silu")
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int:
@@ -529,7 +534,7 @@ def _read_rope(
         # The original length. A config without it has not been extended.
         max_positions = _number(config, *_MAX_POSITIONS)
         original = config.get("original_max_position_embeddings")
-        if original and rope_type == "longrope":
+        if original:  # as in transformers, it goes before a value in the parameters
             parameters["original_max_position_embeddings"] = int(original)
         if rope_type == "dynamic" or not parameters.get("original_max_position_embeddings"):
             parameters["original_max_position_embeddings"] = max_positions

@@ -212,6 +212,9 @@ class Family:
     """Key of the config with the number of layers, where `num_hidden_layers` counts the attentions
     in them."""
 
+    activation_key: str | None = None
+    """Key of the config with the activation function, if it goes before `hidden_act`."""
+
     # ---- positions
     has_positions: bool = True
     """Whether attention has rotary positions. False: it has none, even if the config has parameters

@@ -39,15 +39,19 @@ _DYNAMIC = SCALE_METHODS[-2:]
 _WITHOUT_EFFECT = frozenset(
     {
         *("method", "scale_format", "hp_dtype", "use_qdq", "quantize_weight", "measure_on_hpu"),
-        *("mod_dict", "seperate_measure_files", "verbose", "int4_weights"),
+        *("mod_dict", "seperate_measure_files", "verbose", "int4_weights", "dump_stats_xlsx_path"),
     }
 )
 """Settings of the library that change neither measurements nor scales here."""
+
+_OLD_NAMES = {"whitelist": "allowlist", "blacklist": "blocklist"}
+"""Keys of older files, as Optimum for Habana publishes them -> their present names."""
 
 _KNOWN = _WITHOUT_EFFECT | {
     *("mode", "observer", "scale_method", "dump_stats_path", "fp8_config", "measure_exclude"),
     *("allowlist", "blocklist", "dynamic_quantization", "device_for_scales", "scale_params"),
     *("ignore_modules_wo_measures", "recalc_scales", "calibration_sample_interval", "fake_quant"),
+    "row_parallel_linear_allreduce_quantization",
 }
 
 
@@ -119,6 +123,9 @@ def read_inc_config(path: str) -> IncConfig:
     """
     what = "the JSON configuration file of Intel Neural Compressor"
     given = read_json_object(path, what, "Correct it, or write it with `vllm calibrate`")
+    for old, name in _OLD_NAMES.items():
+        if old in given and name not in given:
+            given[name] = given.pop(old)
     reader = _Reader(path, given)
     for key in given:
         if key not in _KNOWN:
@@ -143,9 +150,16 @@ def read_inc_config(path: str) -> IncConfig:
             f"with dynamic_quantization={str(is_dynamic).lower()} it must be one of "
             f"{', '.join(wanted)}",
         )
-    if given.get("calibration_sample_interval", 1) != 1:
+    if not str(given.get("calibration_sample_interval", 1)).isdecimal():
         raise reader.wrong(
-            "calibration_sample_interval", "it must be 1, because every step is measured"
+            "calibration_sample_interval",
+            "it must be an integer of at least 0. It has no effect: every step is measured, and "
+            "the files are written at the end",
+        )
+    if reader.flag("row_parallel_linear_allreduce_quantization"):
+        raise reader.wrong(
+            "row_parallel_linear_allreduce_quantization",
+            "remove the key: sums over cards are not quantized",
         )
     stats = given.get("dump_stats_path", "stats")
     if not isinstance(stats, str) or (not stats and not is_dynamic):
@@ -188,7 +202,7 @@ def read_json_object(path: str | Path, what: str, advice: str) -> dict[str, Any]
         ConfigError: it cannot be read, is not JSON, or is not an object.
     """
     try:
-        given = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        given = json.loads(Path(path).expanduser().read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot read {what}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -232,7 +232,7 @@ class TrafficFile:
                     f"{self._before.block_size} tokens, but this engine has blocks of {block_size} "
                     f"tokens. Use another file, or --block-size {self._before.block_size}."
                 )
-            self._times_before = parse_run_times(json.loads(path.read_text("utf-8")), str(path))
+            self._times_before = parse_run_times(json.loads(path.read_text("utf-8-sig")), str(path))
         self._last = clock()
         self._has_failed = self._is_writing = False
         self._lock = threading.Lock()

@@ -42,6 +42,7 @@ from vllm.engine.resolve.hpu import (
     fit_token_budget,
     refuse_variables,
     resolve_hpu_config,
+    warn_of_idle_variables,
 )
 from vllm.engine.resolve.media import check_images_fit, resolve_media
 from vllm.engine.resolve.model_options import (
@@ -111,6 +112,7 @@ def resolve_config(settings: Mapping[str, Any], platform: Platform | None = None
     config = VllmConfig(**{field.name: values[field.name] for field in fields(VllmConfig)})
     if isinstance(platform, HPUPlatform):
         check_simulation(config.hpu, platform)
+        warn_of_idle_variables(config.hpu, is_eager=config.model.enforce_eager)
         check_launcher(config)
         config = fit_token_budget(config, is_given=settings["max_num_batched_tokens"] is not None)
     check_speculator(config)

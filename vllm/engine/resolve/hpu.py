@@ -1,6 +1,7 @@
 """Read the Gaudi settings from environment variables, and check them against each other."""
 
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import cast
 
 from vllm import envs
@@ -9,18 +10,22 @@ from vllm.bucketing.settings import BUCKET_VARIABLES
 from vllm.bucketing.strategies.profiled import parse_profiled
 from vllm.config import VllmConfig
 from vllm.config.hpu import (
+    UNSLICED,
     VARIABLE,
     BucketingStrategy,
     HPUConfig,
     PromptAttention,
     StepLog,
 )
+from vllm.env.fields import LARGEST
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.platforms.hpu import HPUPlatform
 
 logger = init_logger(__name__)
 
+_MOST_PADDING = 8
+"""Maximum size of the smallest prompt bucket, in steps of the largest real size."""
 _STRATEGIES: dict[str, BucketingStrategy] = {"lin": "linear", "exp": "exponential"}
 
 
@@ -96,6 +101,89 @@ def check_launcher(config: VllmConfig) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Idle:
+    """Variables that have no effect with some other settings."""
+
+    names: tuple[str, ...]
+    reason: str
+    """Clause without a full stop."""
+    is_idle: Callable[[envs.Envs, HPUConfig, bool], bool]
+    """Function of the variables, the Gaudi settings, and whether the model runs eagerly."""
+
+
+_SLICES = ("VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD", "VLLM_HPU_FSDPA_SLICE_CHUNK_SIZE")
+_IDLE = (
+    _Idle(
+        ("VLLM_BUCKETING_STRATEGY", "VLLM_EXPONENTIAL_BUCKETING", *BUCKET_VARIABLES),
+        "VLLM_BUCKETING_FROM_FILE has the buckets",
+        lambda _, hpu, __: hpu.bucketing_file is not None,
+    ),
+    _Idle(
+        (*_SLICES, "VLLM_HPU_FSDPA_SLICE_ENABLED", "VLLM_PROMPT_USE_FP8_FUSEDSDPA"),
+        "prompts do not use fused attention (VLLM_PROMPT_USE_FUSEDSDPA)",
+        lambda _, hpu, __: hpu.prompt_attention != "fused",
+    ),
+    _Idle(
+        _SLICES,
+        "prompts are not sliced; set VLLM_HPU_FSDPA_SLICE_ENABLED=1",
+        lambda _, hpu, __: hpu.prompt_attention == "fused" and hpu.prompt_slicing(1) == UNSLICED,
+    ),
+    _Idle(
+        ("VLLM_SOFTMAX_CONST_NORM_VALUE",),
+        "VLLM_SOFTMAX_CONST_NORM is not set",
+        lambda settings, *_: not settings.VLLM_SOFTMAX_CONST_NORM,
+    ),
+    _Idle(
+        ("VLLM_FUSED_BLOCK_SOFTMAX",),
+        "it needs VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT=1",
+        lambda settings, *_: not settings.VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT,
+    ),
+    _Idle(
+        (
+            *("VLLM_T_COMPILE_FULLGRAPH", "VLLM_T_COMPILE_DYNAMIC_SHAPES"),
+            "VLLM_REGIONAL_COMPILATION",
+        ),
+        "torch.compile is not used (PT_HPU_LAZY_MODE=1 or --enforce-eager)",
+        lambda settings, _, is_eager: is_eager or settings.PT_HPU_LAZY_MODE is True,
+    ),
+    _Idle(
+        (
+            *("VLLM_GRAPH_PROMPT_RATIO", "VLLM_GRAPH_PROMPT_STRATEGY"),
+            "VLLM_GRAPH_DECODE_STRATEGY",
+        ),
+        "HPU graphs are not used (PT_HPU_LAZY_MODE=0 or --enforce-eager)",
+        lambda settings, _, is_eager: is_eager or settings.PT_HPU_LAZY_MODE is False,
+    ),
+    _Idle(
+        ("VLLM_GRAPH_RESERVED_MEM",),
+        "with --enforce-eager no memory is reserved",
+        lambda *given: given[-1],
+    ),
+    _Idle(
+        ("VLLM_CONFIG_HIDDEN_LAYERS",),
+        "it is for lazy mode (PT_HPU_LAZY_MODE=1)",
+        lambda settings, *_: settings.PT_HPU_LAZY_MODE is False,
+    ),
+)
+
+
+def warn_of_idle_variables(hpu: HPUConfig, *, is_eager: bool) -> None:
+    """Log a warning for each variable that other settings leave without effect.
+
+    Args:
+        hpu: the settings.
+        is_eager: whether the model runs eagerly.
+    """
+    settings = envs.get()
+    for idle in _IDLE:
+        if not idle.is_idle(settings, hpu, is_eager):
+            continue
+        for name in idle.names:
+            if (value := getattr(settings, name)) != getattr(envs.Envs, name):
+                logger.warning("%s=%s has no effect: %s", name, value, idle.reason)
+
+
 def fit_token_budget(config: VllmConfig, *, is_given: bool) -> VllmConfig:
     """Return the config with a token budget per step that fits the smallest prompt bucket.
 
@@ -107,13 +195,22 @@ def fit_token_budget(config: VllmConfig, *, is_given: bool) -> VllmConfig:
         is_given: the user has set max_num_batched_tokens.
 
     Raises:
-        ConfigError: the variables leave no bucket, or the bucket file cannot be read.
+        ConfigError: the variables leave no bucket or only huge ones, or the bucket file cannot be
+            read.
     """
     scheduler, budgets = config.scheduler, prompt_budgets(config)
     if budgets is None:
         return config
     smallest, largest = budgets
     budget = smallest if is_given else largest
+    longest = max(scheduler.max_num_batched_tokens, scheduler.max_model_len)
+    if smallest > _MOST_PADDING * longest:
+        raise ConfigError(
+            f"the smallest prompt bucket has {smallest} tokens, but max_num_batched_tokens and "
+            f"max_model_len are at most {longest}, so nearly all of it would be padding. Lower "
+            f"VLLM_PROMPT_SEQ_BUCKET_MIN or VLLM_PROMPT_BS_BUCKET_MIN, or add smaller buckets to "
+            f"VLLM_BUCKETING_FROM_FILE"
+        )
     logger.warning(
         "max_num_batched_tokens is raised from %d to %d: the smallest prompt bucket has %d tokens. "
         "To keep it, lower VLLM_PROMPT_SEQ_BUCKET_MIN or VLLM_PROMPT_BS_BUCKET_MIN",
@@ -190,7 +287,7 @@ def _gc_thresholds(settings: envs.Envs) -> tuple[int, ...]:
     names = ("VLLM_GC_THR_GEN0", "VLLM_GC_THR_GEN1", "VLLM_GC_THR_GEN2")
     is_default = all(getattr(settings, name) == getattr(envs.Envs, name) for name in names)
     factor = settings.VLLM_GC_THR_MULTIPLIER if is_default else 1
-    return tuple(getattr(settings, name) * factor for name in names)
+    return tuple(min(getattr(settings, name) * factor, LARGEST) for name in names)
 
 
 def _profiled_launch(settings: envs.Envs) -> str | None:

@@ -40,7 +40,10 @@ def resolve_quantization(model: ModelConfig, platform: Platform) -> ModelConfig:
         ConfigError: the file cannot be used, the quantization is not known, or it does not fit the
             checkpoint.
     """
-    path = model.quant_config or envs.get().QUANT_CONFIG or None
+    of_variable = envs.get().QUANT_CONFIG
+    path = model.quant_config or of_variable or None
+    if of_variable not in (None, path):
+        logger.warning("QUANT_CONFIG=%s has no effect: quant_config=%s is given", of_variable, path)
     if model.quantization == "inc" and path is None:
         raise ConfigError(
             "quantization='inc' needs the file of its scales: set QUANT_CONFIG, or quant_config, "

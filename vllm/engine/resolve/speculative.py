@@ -140,7 +140,7 @@ def _vocabulary(folder: str) -> dict[str, int] | None:
     if not path.is_file():
         return None
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = json.loads(path.read_text(encoding="utf-8-sig"))
         vocabulary = content["model"]["vocab"]
         added = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
     except (ValueError, KeyError, TypeError):

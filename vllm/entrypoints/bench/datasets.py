@@ -188,7 +188,7 @@ _Item = tuple[str | list[int], str | int | None]
 
 def _read_text(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the dataset {path!r}: {error}") from None
 

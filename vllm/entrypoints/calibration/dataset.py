@@ -31,7 +31,7 @@ def read_texts(path: str) -> list[str]:
             'to a .jsonl file with lines such as {"text": "..."}'
         )
     try:
-        content = Path(path).expanduser().read_text(encoding="utf-8")
+        content = Path(path).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--dataset {path}: cannot be read: {error}") from None
     texts = [text for text in _texts(path, content) if text.strip()]
@@ -121,7 +121,7 @@ def read_samples(path: Path) -> list[list[int]]:
         ConfigError: the file does not exist, or was changed.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
         samples = [json.loads(line)["prompt_token_ids"] for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -250,7 +250,9 @@ class Calibration:
 
         arguments = {**vars(self.engine), "max_model_len": self._max_model_len(), **changes}
         config = EngineArgs(**arguments).create_engine_config()
-        config = replace(config, hpu=replace(config.hpu, skip_warmup=not self._warms_up()))
+        skips = not self._warms_up()
+        full = config.hpu.full_warmup and not skips
+        config = replace(config, hpu=replace(config.hpu, skip_warmup=skips, full_warmup=full))
         llm = LLM.from_engine(LLMEngine.from_vllm_config(config))
         try:
             yield llm

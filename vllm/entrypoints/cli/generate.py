@@ -92,7 +92,7 @@ def _read_prompts(args: argparse.Namespace) -> Iterator[str]:
         if args.prompts_file == "-":
             text = sys.stdin.read()
         else:
-            with open(args.prompts_file, encoding="utf-8") as file:
+            with open(args.prompts_file, encoding="utf-8-sig") as file:
                 text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read prompts from {args.prompts_file!r}: {error}") from None

@@ -13,9 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.cost_model.cards import CARDS
 from vllm.cost_model.measured import Measured
-from vllm.env.bridge import has_vendor_library
 from vllm.errors import ConfigError
-from vllm.platforms.hpu import create_hpu_platform, has_card, num_cards, simulated_card
+from vllm.platforms.hpu import (
+    create_hpu_platform,
+    missing_of_card,
+    num_cards,
+    simulated_card,
+)
 from vllm.utils import FlexibleArgumentParser
 from vllm.utils.arguments import add_switch, add_text
 
@@ -76,8 +80,7 @@ def run(args: argparse.Namespace) -> int:
         The exit code.
     """
     model = simulated_card()
-    if model is None and not has_card():
-        missing = list(_missing())
+    if model is None and (missing := missing_of_card()):
         if args.json:
             sys.stdout.write(json.dumps({"card": None, "missing": missing}) + "\n")
         else:
@@ -123,13 +126,6 @@ def _save(
             f"{', '.join(CARDS)}"
         )
     Measured(cards[0], is_simulated, {**measure_rates(bridge), **links}).write(path)
-
-
-def _missing() -> Iterable[str]:
-    if not has_vendor_library():
-        yield "the package habana_frameworks (habana-torch-plugin) is not installed"
-    if not num_cards():
-        yield "there is no Gaudi among /dev/accel/accel* and /dev/hl*: no card, or no driver"
 
 
 def _as_object(model: str | None, results: "list[CheckResult]") -> dict[str, Any]:

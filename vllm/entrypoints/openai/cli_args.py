@@ -159,7 +159,7 @@ def _read_file(path: str) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+        content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read the config file {path!r}: {error}") from None
     if content is None:

@@ -117,7 +117,7 @@ def _policy(styles: list[str], scripts: list[str]) -> str:
 
 
 def _read(path: str) -> str:
-    return (files(assets) / "web_pages" / path).read_text(encoding="utf-8")
+    return (files(assets) / "web_pages" / path).read_text(encoding="utf-8-sig")
 
 
 def _hash(text: str) -> str:

@@ -23,7 +23,7 @@ def configure_logs(args: ServerArgs) -> None:
     if args.log_config_file is None:
         return
     try:
-        config = json.loads(Path(args.log_config_file).expanduser().read_text(encoding="utf-8"))
+        config = json.loads(Path(args.log_config_file).expanduser().read_text(encoding="utf-8-sig"))
         logging.config.dictConfig(config)
     # A wrong setting may raise any of these errors, depending on its handler or formatter.
     except (OSError, ValueError, TypeError, AttributeError, LookupError, ImportError) as error:

@@ -47,15 +47,19 @@ class ChildRank:
         assert meeting.arena_fd is not None, "the ranks are on one machine"
         descriptors = (theirs.fileno(), meeting.arena_fd)
         numbers = (*descriptors, meeting.address[1])
-        variables = env_ranks.rank_variables(rank, meeting.layout.world_size)
+        variables = {
+            **env_ranks.rank_variables(rank, meeting.layout.world_size),
+            "VLLM_LOGGING_PREFIX": f"{envs.get().VLLM_LOGGING_PREFIX}[rank {rank}] ",
+        }
         self.process: ForkedProcess | subprocess.Popen[bytes]
         if is_copy:
             log_format = current_format()
 
             def run() -> int:
-                configure_again(log_format)
                 for name, value in variables.items():
                     envs.export(name, value)
+                envs.get.cache_clear()
+                configure_again(log_format)
                 return rank_process.main(*numbers)
 
             self.process = ForkedProcess(run, descriptors)

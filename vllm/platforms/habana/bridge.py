@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 COMPILE_BACKEND = "hpu_backend"
 """Backend of `torch.compile`; only in eager mode."""
 
+KNOWN_CARDS = ("GAUDI2", "GAUDI3")
+"""Names of the cards for which this engine was written."""
+
 OUT_OF_MEMORY_TEXT = "Allocation failed for size::"
 """Text in the RuntimeError of a failed allocation; there is no type of its own."""
 
@@ -76,7 +79,7 @@ class HabanaBridge(Protocol):
 
     @property
     def device_name(self) -> str:
-        """Name of the device: GAUDI2 or GAUDI3."""
+        """Name of the device: one of `KNOWN_CARDS`, or what the bridge calls another one."""
 
     @property
     def fp8_max(self) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vllm.logger import init_logger
 from vllm.platforms.habana.bridge import (
     COMPILE_BACKEND,
+    KNOWN_CARDS,
     OUT_OF_MEMORY_TEXT,
     DeviceCounters,
     DeviceEvent,
@@ -68,11 +69,12 @@ class RealBridge:
     @property
     def device_name(self) -> str:
         name: str = self._hthpu.get_device_name()
-        return name
+        # Variants of a card have names that begin with the name of the card.
+        return next((known for known in KNOWN_CARDS if name.upper().startswith(known)), name)
 
     @property
     def fp8_max(self) -> float:
-        return _FP8_MAX_OF_GAUDI2 if self.device_name.upper().startswith("GAUDI2") else _FP8_MAX
+        return _FP8_MAX_OF_GAUDI2 if self.device_name == "GAUDI2" else _FP8_MAX
 
     @property
     def is_lazy(self) -> bool:

@@ -168,7 +168,10 @@ class HPUWorker(WorkerBase):
                 self.runner = self._make_runner(self.model, kernel)
                 if draft_config is not None and draft_model is not None:
                     self._add_drafter(draft_config, draft_model)
-            logger.info("Wrapping in HPU Graph took %s", wrapping)
+            if bridge.is_lazy and not self.config.model.enforce_eager:
+                logger.info("Wrapping in HPU Graph took %s", wrapping)
+            else:
+                logger.info("Preparing forward passes took %s", wrapping)
         logger.info("Loading model weights took in total %s", total)
         log_widened(self.config, self.model)
 

@@ -19,7 +19,7 @@ def load_chat_template(value: str | None) -> str | None:
         return value
     path = Path(value).expanduser()
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(
