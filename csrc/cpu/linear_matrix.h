@@ -187,7 +187,7 @@ struct ByteMatrix {
 
   // Multiplies at most 16 rows with `inputs` inputs of a panel: sums[rows][64]. Converts the weights
   // of one tile at a time, so they are read again from the first-level cache. With one row this
-  // reads weights 1.4 times as fast as converting a stretch at once (two threads of a Xeon with AMX,
+  // reads weights 1.4 times as fast as converting them all first (two threads of a Xeon with AMX,
   // 2026-11-28).
   static void multiply_few(Code code, const uint32_t* w, const float* zeros, const Input* x,
                            int64_t x_stride, int64_t rows, int64_t inputs,

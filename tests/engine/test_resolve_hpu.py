@@ -5,12 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.fakes import make_config
-<<<<<<< HEAD
-from tests.hpu import simulated_hpu
-from tests.loops import loop_over
-=======
 from tests.hpu import captured_log, simulated_hpu
->>>>>>> gaudi
+from tests.loops import loop_over
 from vllm import envs
 from vllm.config.hpu import HPUConfig
 from vllm.engine.arg_utils import EngineArgs
