@@ -116,8 +116,8 @@ def test_parts_of_a_program_have_urls_files_and_objects(part, modality, source):
         ),
         ({"type": "audio_url", "audio_url": {}}, ".audio_url.url must be the URL of a sound"),
         ({"type": "video_url", "video_url": "a.mp4"}, "must begin with http"),
-        ({"type": "audio", "audio": [0.5, 0.5]}, "must be samples and their rate (array, rate)"),
-        ({"type": "video", "video": [[1]]}, "must be an array [frames, height, width, 3]"),
+        ({"type": "audio", "audio": [0.5, 0.5]}, ".audio must be the URL of a sound"),
+        ({"type": "video", "video": [[1]]}, ".video must be the URL of a video"),
         ({"type": "audio_embeds", "audio_embeds": "AA"}, "embeddings of sounds are not accepted"),
     ],
 )
