@@ -162,7 +162,8 @@ def test_the_description_tells_which_answers_may_be_streams_and_which_are_empty(
             name = form.get("schema", {}).get("$ref", "").rpartition("/")[2]
             fields = api["components"]["schemas"].get(name, {}).get("properties", {})
             answer = route["responses"].get("200", {}).get("content", {})
-            if "stream" in fields:
+            # A count takes the body of a response, but is no stream.
+            if "stream" in fields and not path.endswith("/input_tokens"):
                 assert {"application/json", "text/event-stream"} <= answer.keys(), path
                 streamed.add(path)
             if path in ("/health", "/ping"):

@@ -100,6 +100,23 @@ def test_the_streamed_response_is_the_unstreamed_one(pieces, settings, fields):
     assert usage["input_tokens_details"]["cached_tokens"] == 4
 
 
+def test_input_tokens_are_counted_as_for_a_response():
+    client = make_client(ScriptedEngine("a"), **HERMES)
+    first = post(client, instructions="Add.", tools=[TOOL]).json()
+    following = post(client, previous_response_id=first["id"]).json()
+    for response, fields in (
+        (first, {"instructions": "Add.", "tools": [TOOL]}),
+        (following, {"previous_response_id": first["id"]}),
+    ):
+        counted = client.post(f"{PATH}/input_tokens", json={"input": "hi", **fields})
+        assert counted.json() == {
+            "object": "response.input_tokens",
+            "input_tokens": response["usage"]["input_tokens"],
+        }
+    refused = client.post(f"{PATH}/input_tokens", json={"input": [{"role": "user"}]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input[0].content")
+
+
 def test_output_items_are_what_the_parsers_found():
     client = make_client(ScriptedEngine("<think>so</think>", "yes"), reasoning_parser="deepseek_r1")
     thought, message = post(client).json()["output"]

@@ -106,7 +106,7 @@ def build_app(context: ServerContext) -> FastAPI:
 MEDIA_PATHS = frozenset(
     (
         *("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
-        *("/tokenize", "/v1/embeddings", "/pooling", "/invocations"),
+        *("/v1/responses/input_tokens", "/tokenize", "/v1/embeddings", "/pooling", "/invocations"),
     )
 )
 """Paths of the routes whose requests may have images, sounds or videos."""

@@ -2,16 +2,18 @@
 
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
+from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.chat.turn import ChatTurn, prepare_turn
 from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses
+from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.protocol.responses import ResponsesRequest, echo_fields
 from vllm.entrypoints.openai.responses.input import (
     Item,
@@ -52,13 +54,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Create a response: as one object, as a stream of events, or in the background."""
     context = get_context(request)
     store = _get_store(request)
-    check_request(body)
-    owner = _owner_of(request, context)
-    history = _read_history(body, store, owner)
-    items = await off_loop.run(partial(read_input, body.input))
-    items = resolve_references(items, history, partial(store.find_items, owner=owner))
-    _check_length(context, history, items)
-    entry = StoredResponse({"id": new_id("resp")}, items, history, owner)
+    entry = await _read_request(context, body, request)
     turn = await run_until_disconnect(request, _prepare(context, body, entry, request))
     entry.response = _describe(entry.response["id"], body, turn)
     writer = ResponseWriter(entry.response)
@@ -76,6 +72,20 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     await run_until_disconnect(request, write_at_once(turn, writer))
     keep()
     return json_response(entry.response)
+
+
+@router.post(PATH + "/input_tokens", responses=_ERRORS)
+async def count_input_tokens(body: ResponsesRequest, request: Request) -> Response:
+    """Count the prompt tokens that a request would have."""
+    context = get_context(request)
+    context.check_model(body.model)
+    entry = await _read_request(context, body, request)
+    chat = await _chat_request(context, body, entry, {})
+    with _named_as_input():
+        work = chat_prompt(context, chat, with_tools=chat.tool_choice != "none")
+        prompt = await run_until_disconnect(request, work)
+    count = len(prompt["prompt_token_ids"])
+    return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
 @router.get(PATH + "/{response_id}", responses=STREAMED | _ERRORS)
@@ -159,25 +169,62 @@ async def _prepare(
     context: ServerContext, body: ResponsesRequest, entry: StoredResponse, request: Request
 ) -> ChatTurn:
     """Prepare the turn for a response, without running it."""
+    request_id = engine_id(request, entry.response["id"])
+    fetched: dict[str, bytes] = {}
+    chat = await _chat_request(context, body, entry, fetched)
+    with _named_as_input():
+        return await prepare_turn(
+            context, chat, request_id, trace_headers=trace_headers_of(request), fetched=fetched
+        )
+
+
+@contextmanager
+def _named_as_input() -> Iterator[None]:
+    """Name the field `messages` in errors as the Responses API does."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param == "messages":
+            error.param = "input"
+        raise
+
+
+async def _read_request(
+    context: ServerContext, body: ResponsesRequest, request: Request
+) -> StoredResponse:
+    """Check a request, and return a new response with its conversation.
+
+    Raises:
+        RequestError: names the field.
+    """
+    check_request(body)
+    store, owner = _get_store(request), _owner_of(request, context)
+    history = _read_history(body, store, owner)
+    items = await off_loop.run(partial(read_input, body.input))
+    items = resolve_references(items, history, partial(store.find_items, owner=owner))
+    _check_length(context, history, items)
+    return StoredResponse({"id": new_id("resp")}, items, history, owner)
+
+
+async def _chat_request(
+    context: ServerContext,
+    body: ResponsesRequest,
+    entry: StoredResponse,
+    fetched: dict[str, bytes],
+) -> ChatCompletionRequest:
+    """Return the chat request of a response, truncated if the request says so. Media that had to be
+    fetched for this are added to `fetched`.
+    """
     items = [*entry.history, *entry.input_items]
     if len(items) > _MANY_ITEMS:
         off_loop.mark_request(off_loop.LARGE_BODY_BYTES)
-    request_id = engine_id(request, entry.response["id"])
     make_messages = partial(as_messages, num_earlier=len(entry.history))
     chat = await off_loop.run(
         lambda: as_chat_request(body, make_messages(body.instructions, items))
     )
-    fetched: dict[str, bytes] = {}
     if body.truncation == "auto":
         chat = await truncate_conversation(context, chat, fetched)
-    try:
-        return await prepare_turn(
-            context, chat, request_id, trace_headers=trace_headers_of(request), fetched=fetched
-        )
-    except RequestError as error:
-        if error.param == "messages":
-            error.param = "input"  # the name of the field in the Responses API
-        raise
+    return chat
 
 
 def _check_length(context: ServerContext, history: Sequence[Item], items: Sequence[Item]) -> None:
