@@ -171,6 +171,7 @@ def test_the_first_checkpoint_of_yi_is_a_llama_with_other_names(llama, want):
         ("language_model.", ""),  # of a fine-tuned Gemma 3 whose config only has the text model
         ("model.language_model.", "model."),
         *((prefix, "") for prefix in ("module.", "_orig_mod.", "base_model.model.")),
+        *((prefix, "") for prefix in ("model.", "llm.", "module.student.")),  # of other programs
         ("", "model."),
     ],
 )
@@ -181,6 +182,13 @@ def test_all_names_may_have_a_longer_beginning(llama, want, prefix, inner):
         tensors[prefix + name.removeprefix(inner) if is_inner else name] = tensor
     put(llama, tensors)
     assert_loads(llama, want)
+
+
+def test_of_two_models_in_one_checkpoint_none_is_chosen(llama):
+    tensors = tensors_of(llama)
+    put(llama, {p + n: t.clone() for n, t in tensors.items() for p in ("student.", "teacher.")})
+    with pytest.raises(WeightLoadError, match="missing from the checkpoint"):
+        load(llama)
 
 
 def test_names_that_are_no_weights_are_ignored(llama, want):

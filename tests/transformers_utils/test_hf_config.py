@@ -86,9 +86,21 @@ def test_the_architecture_implies_the_model_type(tmp_path):
         assert load(write(tmp_path, rest | absent)) == want
 
 
-def test_values_of_a_language_model_may_be_in_text_config(tmp_path):
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # transformers converts head_dim of one
+def test_sizes_that_are_whole_floats_are_integers(tmp_path, family):
+    config = tiny_config(family).to_dict() | {"head_dim": 16, "intermediate_size": 176}
+    config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
+    floats = {key: float(config[key]) for key in ("head_dim", "hidden_size", "intermediate_size")}
+    want, found = (
+        ModelArch.from_hf(load(write(tmp_path, each))) for each in (config, config | floats)
+    )
+    assert repr(found) == repr(want)
+
+
+@pytest.mark.parametrize("key", ["text_config", "llm_config", "language_config"])
+def test_values_of_a_language_model_may_be_in_a_config_of_their_own(tmp_path, key):
     rest = {name: value for name, value in CONFIG.items() if name != "architectures"}
-    nested = {"architectures": CONFIG["architectures"], "model_type": "llama", "text_config": rest}
+    nested = {"architectures": CONFIG["architectures"], "model_type": "llama", key: rest}
     assert load(write(tmp_path, nested)) == load(write(tmp_path, CONFIG))
 
 

@@ -8,7 +8,7 @@ from types import NoneType
 from typing import Any, get_args
 
 from vllm.config.arch.model_arch import WHOLE_CONFIG
-from vllm.config.arch.sizes import check_kinds, check_sizes
+from vllm.config.arch.sizes import check_kinds, check_sizes, with_whole_sizes
 from vllm.config.families import (
     TEXT_TYPES,
     Family,
@@ -37,6 +37,9 @@ _OF_THE_WHOLE = (
 
 _SIZES = {"hidden_size", "num_hidden_layers"}
 """Keys of every language model."""
+
+_TEXT_KEYS = ("text_config", "llm_config", "language_config")
+"""Keys with the values of the language model, in configs of several programs."""
 
 _POSITIONS = ("max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta")
 """Keys whose defaults cannot be taken from another family: without them Baichuan has ALiBi."""
@@ -93,7 +96,7 @@ def read_hf_config(
     check(raw)
     check_kinds(raw)
     check_sizes(raw)  # checked before transformers creates lists of these lengths
-    return raw
+    return with_whole_sizes(raw)
 
 
 _OTHER_FILES = {
@@ -433,12 +436,13 @@ def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         raw = {**raw, "architectures": text["architectures"]}
     name = _architecture(raw)
     wanted = None if name is None else TEXT_TYPES.get(name)
-    if name is not None and wanted is None and isinstance(text, Mapping):
-        own = family_of_architecture(name)
+    place = next((key for key in _TEXT_KEYS if isinstance(raw.get(key), Mapping)), None)
+    if name is not None and wanted is None and place is not None:
+        own, inner = family_of_architecture(name), raw[place]
         # Programs that save a part of a multimodal model keep its values where they were.
-        is_whole = text.get("model_type", own.model_type) == own.model_type
+        is_whole = inner.get("model_type", own.model_type) == own.model_type
         if own.module and is_whole and not _SIZES & raw.keys():
-            return {**text, **{key: raw[key] for key in raw if key != "text_config"}}
+            return {**inner, **{key: raw[key] for key in raw if key != place}}
     if wanted is None or (text is None and raw.get("model_type") in text_types_of(str(name))):
         return dict(raw)
     family = family_of_architecture(str(name))

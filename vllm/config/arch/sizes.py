@@ -64,6 +64,7 @@ _RANGES: dict[tuple[str, ...], tuple[int, int]] = {
         *("num_shared_experts", "num_experts_per_token", "top_k_experts"),
     ): (0, _MAX_EXPERTS),
 }
+_SIZES = frozenset(name for names in _RANGES for name in names)
 _OF_STATES = "linear_attn_config"
 """Key of an object with sizes of Kimi Delta Attention."""
 _MAY_BE_OFF = ("n_group", "topk_group")
@@ -99,6 +100,22 @@ def check_sizes(config: Mapping[str, Any]) -> None:
             f"{config[layers]} x {config[experts]}. Correct the file, or give other values with "
             "hf_overrides"
         )
+
+
+def with_whole_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config whose sizes are integers. Other programs write 64.0 for 64, and tensors
+    cannot have such sizes.
+    """
+    whole = {key: _as_whole(value) if key in _SIZES else value for key, value in config.items()}
+    if isinstance(whole.get(_OF_STATES), Mapping):
+        whole[_OF_STATES] = with_whole_sizes(whole[_OF_STATES])
+    return whole
+
+
+def _as_whole(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_as_whole(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _check_ranges(path: str, config: Mapping[str, Any]) -> None:

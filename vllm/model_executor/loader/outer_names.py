@@ -2,7 +2,8 @@
 model or saved the language model of a multimodal checkpoint with its old names.
 """
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 
 from vllm.logger import init_logger
@@ -21,7 +22,9 @@ _PREFIXES = {
 }
 """Beginning of the names -> what it is in other checkpoints. The first two come from multimodal
 models, the next three from DistributedDataParallel, torch.compile and peft, and the last one from
-a decoder that was saved without its output head."""
+a decoder that was saved without its output head. Other beginnings are found in the names."""
+_MOST_NAMES = 1000
+"""Number of names that are searched for another beginning."""
 
 
 def find_outer_names(
@@ -49,7 +52,8 @@ def find_outer_names(
     names = frozenset(chain(first, others()))
     if has_own(names):
         return
-    for prefix, inner in _PREFIXES.items():
+    others_of_one = [(prefix, "") for prefix in _beginnings(model, names, expected)]
+    for prefix, inner in (*_PREFIXES.items(), *others_of_one):
         if has_own(names, prefix, inner):
             model.outer_names = prefix, inner
             logger.info(
@@ -58,3 +62,20 @@ def find_outer_names(
                 *(prefix, inner),
             )
             return
+
+
+def _beginnings(
+    model: LoadableModel, names: Iterable[str], expected: Collection[str]
+) -> Collection[str]:
+    """Return what comes before the model's own names in a checkpoint of another program, such as
+    `llm.` or `model.` of a class that had the model as an attribute.
+
+    Empty if there are several: a program that has saved two models does not say which one is meant.
+    """
+    found = {
+        name[: dot.end()]
+        for name in sorted(names)[:_MOST_NAMES]
+        for dot in re.finditer(r"\.", name)
+        if model.renamed(name[dot.end() :]) in expected
+    }
+    return found if len(found) == 1 else ()
