@@ -68,7 +68,7 @@ _NUM_LAYERS = dict.fromkeys(
     ),
     2,
 )
-_NUM_LAYERS |= dict.fromkeys(("llama4", "granite_hybrid", "smollm3", "exaone4"), 4)
+_NUM_LAYERS |= dict.fromkeys(("llama4", "granite_hybrid", "smollm3", "exaone4", "zamba2"), 4)
 _NUM_LAYERS |= dict.fromkeys(("gemma3n", "gemma4"), 4) | dict.fromkeys(
     ("lfm2", "lfm2_moe", "mimo_v2"), 3
 )
@@ -82,7 +82,8 @@ def _values_of(architecture: str) -> tuple[Any, dict[str, Any]]:
     if architecture in GENERATORS:
         family = GENERATORS[architecture]
         create, values = _FAMILIES[family]
-        return create, values | {"num_hidden_layers": _NUM_LAYERS.get(family, 1)}
+        name = "num_layers" if "num_layers" in values else "num_hidden_layers"
+        return create, values | {name: _NUM_LAYERS.get(family, 1)}
     if architecture in REWARD_MODELS:
         create = MODELS["Qwen2ForSequenceClassification"][0]
         return create, _QWEN | {"num_hidden_layers": 1, "num_labels": REWARD_MODELS[architecture]}
