@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gaudi_sim.card.card import SimulatedCard
-from gaudi_sim.card.device import HpuTensor, activated, install
+from gaudi_sim.card.device import HpuTensor, activated, install, register_compiler
 from gaudi_sim.card.recipes import RecipeCache
 from gaudi_sim.card.unlaunched import mapped_zeros
 from gaudi_sim.compile import compile_for_card
@@ -93,12 +93,9 @@ class SimBridge:
             recipe_cache=RecipeCache.from_config(recipe_cache) if recipe_cache else None,
         )
         self._traces = traces
-        install(
-            self.card,
-            execute=execute,
-            compile_for_card=compile_for_card,
-            device_module=device_module(),
-        )
+        install(self.card, execute=execute, device_module=device_module())
+        if traces or not is_lazy:
+            register_compiler(compile_for_card)
         if is_vendor:
             install_vendor()
         self._kernels = SimulatedKernels(
@@ -198,6 +195,11 @@ class SimBridge:
             module.compile(backend=COMPILE_BACKEND, **options)
         else:
             module.forward = self.compile(module.forward)
+
+    def disable_compiler(self) -> None:
+        if self._traces:  # else nothing is compiled, and the compiler may not be loaded
+            dynamo: Any = torch._dynamo.config
+            dynamo.disable = True
 
     def counters(self) -> DeviceCounters:
         return self.card.counters()

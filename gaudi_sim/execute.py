@@ -30,7 +30,6 @@ _CPU = torch.device("cpu")
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
-@torch._dynamo.disable  # type: ignore[untyped-decorator]
 def execute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one operator like the card would, on the underlying CPU tensors."""
     operator = _OPERATORS.get(op)

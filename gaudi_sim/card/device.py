@@ -29,6 +29,7 @@ class _Installed:
     card: SimulatedCard | None = None
     tape: GraphRecorder | None = None
     execute: Callable[..., Any]
+    has_compiler = False
 
 
 def active_card() -> SimulatedCard:
@@ -125,14 +126,13 @@ def install(
     card: SimulatedCard,
     *,
     execute: Callable[..., Any],
-    compile_for_card: Callable[..., Any],
     device_module: object,
 ) -> None:
     """Let the device `hpu` be `card`; the first call registers the device.
 
     Args:
-        execute: runs an operator, its positional arguments and its keyword arguments.
-        compile_for_card: the backend of `torch.compile`; only the first call sets it.
+        execute: runs an operator, its positional arguments and its keyword arguments; only the
+            first call sets it.
         device_module: becomes `torch.hpu`; only the first call sets it.
 
     Raises:
@@ -145,14 +145,28 @@ def install(
                 f"torch {torch.__version__} cannot register a device from Python, which the "
                 f"simulated Gaudi needs; install torch 2.10 or newer, or unset VLLM_HPU_SIM"
             )
-        from torch._dynamo import register_backend
-
         setup(DEVICE, backend_module=device_module)
         library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
         library.fallback(_fallback, "PrivateUse1")  # type: ignore[no-untyped-call]
-        register_backend(compile_for_card, name=COMPILE_BACKEND)
         _Installed.library = library
         _Installed.device = torch.device(DEVICE, 0)
+        _Installed.execute = execute
     _Installed.card = card
-    _Installed.execute = execute
     _Installed.tape = None
+
+
+def register_compiler(compile_for_card: Callable[..., Any]) -> None:
+    """Let `torch.compile` compile for the device, which must be installed. Loads the compiler of
+    torch, which takes seconds. Later calls do nothing.
+
+    Args:
+        compile_for_card: the backend of `torch.compile`.
+    """
+    if _Installed.has_compiler:
+        return
+    from torch._dynamo import disable, register_backend
+
+    register_backend(compile_for_card, name=COMPILE_BACKEND)
+    # The compiler must not trace the code of the simulation.
+    _Installed.execute = disable(_Installed.execute)  # type: ignore[no-untyped-call]
+    _Installed.has_compiler = True

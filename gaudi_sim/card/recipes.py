@@ -11,6 +11,9 @@ import os
 from pathlib import Path
 
 from vllm.errors import ConfigError
+from vllm.logger import init_logger
+
+logger = init_logger(f"vllm.{__name__}")  # the log shows loggers of `vllm` only
 
 _VARIABLE = "PT_HPU_RECIPE_CACHE_CONFIG"
 _DEFAULT_MAX_BYTES = 1024 * 2**20
@@ -26,6 +29,7 @@ class RecipeCache:
     def __init__(self, folder: Path, *, max_bytes: int = _DEFAULT_MAX_BYTES) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
+        self._has_failed = False
 
     @classmethod
     def from_config(cls, config: str) -> "RecipeCache | None":
@@ -60,12 +64,25 @@ class RecipeCache:
         return self._path(text).is_file()
 
     def add(self, text: str) -> None:
-        """Save a recipe that was just compiled."""
+        """Save a recipe that was just compiled. If that fails, warn once."""
         path = self._path(text)
         # Write to another name first, so that no other process reads a partial recipe.
         unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(text)
-        unfinished.replace(path)
+        try:
+            try:
+                unfinished.write_text(text)
+                unfinished.replace(path)
+            finally:
+                unfinished.unlink(missing_ok=True)
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning(
+                    "the simulated card cannot keep recipes in %s (%s): %s. The next start "
+                    "compiles them again",
+                    *(self._folder, _VARIABLE, error.strerror or error),
+                )
+            self._has_failed = True
+            return
         self._make_room()
 
     def clear(self) -> None:

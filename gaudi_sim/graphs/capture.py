@@ -9,10 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo.backends.common import aot_autograd
-from torch._subclasses import FakeTensorMode
 from torch.func import functionalize
-from torch.fx.experimental.proxy_tensor import make_fx
 
 _HOST = torch.device("cpu")
 
@@ -27,6 +24,8 @@ def capture(function: Callable[..., Any], *args: Any) -> fx.Graph:
     Raises:
         torch._dynamo.exc.Unsupported: the graph breaks.
     """
+    from torch._dynamo.backends.common import aot_autograd  # takes seconds, and not all need it
+
     graphs: list[fx.Graph] = []
 
     def keep(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
@@ -53,6 +52,10 @@ def functionalise(
         inputs: inputs of one call; only the shapes, strides and dtypes of tensors are used.
         device: device for which torch has no kernels; the graph is made with host tensors.
     """
+    # These imports take seconds, and cards in lazy mode do not need them.
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
     on_host = _moved(module, device, _HOST)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 

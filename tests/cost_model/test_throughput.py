@@ -37,7 +37,7 @@ def test_what_bounds_a_step():
     cost = ServingCost("gaudi2", 1, LLAMA_8B)
     assert cost.prefill_seconds(8, 2048).bound_by == "matmuls"
     assert cost.decode_seconds(1, 128).bound_by == "weights"
-    assert cost.decode_seconds(64, 64 * 4096).bound_by == "keys and values"
+    assert cost.decode_seconds(64, 64 * 4096).bound_by == "KV cache"
     assert cost.decode_seconds(1, 128).part("links") == 0
     on_two = ServingCost("gaudi3", 2, LLAMA_8B).prefill_seconds(8, 2048)
     assert on_two.part("links") > 0.3 * on_two.seconds

@@ -1,6 +1,7 @@
 """Test the engine core in a separate process with the bundled model: it must always exit."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -12,10 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.hpu import SMALL_ENGINE, needs_simulated_device
+from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.errors import ConfigError, EngineDeadError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.worker.hpu.warmup.recipe_manifest import FILE_NAME
 
 pytestmark = pytest.mark.e2e
 
@@ -73,14 +77,43 @@ def test_it_computes_what_the_engine_in_process_does_and_leaves_nothing():
     assert repr(with_logprobs.prompt_logprobs) == repr(expected.prompt_logprobs)
 
 
-def test_a_killed_core_is_noticed_at_once_and_may_be_started_again():
+@needs_simulated_device
+def test_a_core_that_is_killed_in_its_warm_up_may_be_started_again(tmp_path, monkeypatch):
+    """The death is noticed at once. The second core reuses the recipes that the first one has
+    compiled.
+    """
+    variables = {
+        "VLLM_HPU_SIM": "gaudi2",
+        "VLLM_HPU_SIM_STRICT": 1,
+        "PT_HPU_LAZY_MODE": 1,
+        "PT_HPU_RECIPE_CACHE_CONFIG": f"{tmp_path},false,64",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    envs.get.cache_clear()
+    settings = SMALL_ENGINE | SMALL | {"device": "hpu"}
+
+    def recipes() -> dict[str, int]:
+        """Return the files of recipes; a recipe that is compiled again would be a new file."""
+        return {path.name: path.stat().st_ino for path in tmp_path.glob("*.recipe")}
+
+    def listed() -> int:
+        [entry] = json.loads((tmp_path / FILE_NAME).read_text())["configurations"]
+        return len(entry["buckets"])
+
     async def main():
-        engine = AsyncLLM(EngineArgs(**SMALL), num_restarts=1)
+        engine = AsyncLLM(
+            EngineArgs(**settings, ready_when="first", first_buckets=1), num_restarts=1
+        )
         await engine.start()
         try:
             expected = await generate(engine, "before", max_tokens=5)
-            core = psutil.Process(engine.core_pid)
+            core, first = psutil.Process(engine.core_pid), engine.stats.warm_up
+            while engine.stats.warm_up.num_warm <= first.num_warm:
+                await asyncio.sleep(0.01)
             core.suspend()  # the request cannot end before its core is killed
+            compiled, num_listed = recipes(), listed()
+            assert 0 < num_listed < first.num_wanted, "the core is in its warm-up"
             task = asyncio.create_task(generate(engine, "lost", max_tokens=200))
             while not engine.num_unfinished_requests:
                 await asyncio.sleep(0.01)
@@ -94,10 +127,15 @@ def test_a_killed_core_is_noticed_at_once_and_may_be_started_again():
             with pytest.raises(EngineDeadError):
                 await generate(engine, "again", max_tokens=200)
             assert engine.errored and engine.num_restarts_done == 1
+            assert recipes().items() >= compiled.items()
         finally:
             engine.shutdown()
 
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    finally:
+        monkeypatch.undo()
+        envs.get.cache_clear()
 
 
 def test_an_engine_that_cannot_start_says_why_and_leaves_nothing():

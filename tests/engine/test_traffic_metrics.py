@@ -10,6 +10,7 @@ import pytest
 
 from tests.engine.fakes import make_config
 from tests.engine.test_metrics import NOTHING, scrape
+from tests.full_disk import full_disk
 from tests.hpu import captured_log
 from vllm.bucketing.bucket import decode, prefill
 from vllm.bucketing.traffic import TrafficTable
@@ -98,6 +99,23 @@ def test_a_file_is_written_at_most_once_a_minute_and_continued(tmp_path: Path) -
     written = path.stat().st_mtime_ns
     file.write()
     assert path.stat().st_mtime_ns == written, "nothing is new"
+
+
+def test_a_full_disk_is_one_warning_and_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path, metrics = tmp_path / "traffic.json", make_metrics()
+    file = TrafficFile(path, metrics)
+    report(metrics, 1, *DECODE)
+    file.write()
+    with full_disk(), captured_log(logging.WARNING) as log:
+        for number in (2, 3):
+            report(metrics, number, *DECODE)
+            file.write()
+    [line] = log
+    assert "File too large; the server continues" in line
+    assert TrafficTable.load(path).num_launches == 1
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    file.write()
+    assert TrafficTable.load(path).num_launches == 3
 
 
 def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:

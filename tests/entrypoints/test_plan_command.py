@@ -73,6 +73,18 @@ def test_the_table_the_object_and_the_page_have_the_same_figures(model, tmp_path
 
 
 @needs_simulated_device
+def test_a_plan_does_not_load_the_compiler_of_torch(model, monkeypatch, capsys):
+    """Loading it takes more than two seconds."""
+
+    def fail(compile_for_card: object) -> None:
+        raise AssertionError("the compiler is loaded")
+
+    monkeypatch.setattr("gaudi_sim.bridge.register_compiler", fail)
+    assert main(["plan", model, "--device", "gaudi2", "--max-num-seqs", "1"]) == 0
+    assert "vllm serve answers after" in capsys.readouterr().out
+
+
+@needs_simulated_device
 def test_the_mode_that_is_planned_is_said(model, monkeypatch, capsys):
     monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
     envs.get.cache_clear()

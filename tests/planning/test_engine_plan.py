@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
+from tests.hpu import FEW_BUCKETS, MODES, captured_log, simulated_hpu
 from tests.quantized_checkpoints import FORMATS, made_once
 from tests.reach import replace_ops, report_of
 from tests.tiny_images import make_tiny_images
@@ -426,6 +426,15 @@ def test_a_machine_that_is_too_small_is_refused(checkpoint):
 
 
 # ---- the first buckets ---------------------------------------------------------------------------
+
+
+def test_more_first_buckets_than_the_engine_has_are_all_of_them(checkpoint):
+    args = EngineArgs(model=checkpoint("llama"), max_model_len=128, skip_tokenizer_init=True)
+    plan = make_engine_plan(replace(args, first_buckets=1000), "gaudi2")
+    with captured_log() as log:
+        first = plan.first_buckets()
+    assert {*plan.catalog.prefill, *plan.catalog.decode} <= {*first}
+    assert log == [f"Ready after warming up all {len(first)} buckets (--first-buckets is 1000)"]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_requests_of_one_token_have_no_time_per_output_token() -> None:
     found = run(make_config(**LIMITS), RequestLengths(np.array([5]), np.array([1]), None))
     speed = ReplaySpeed.of(found)
     assert (speed.requests_per_s, speed.tpot_s) == (None, ())
-    assert "1 requests all at once" in next(speed.lines())
+    assert "1 request all at once" in next(speed.lines())
     assert not any("TPOT" in line for line in speed.lines())
 
 

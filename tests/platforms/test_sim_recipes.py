@@ -1,5 +1,6 @@
 """Test recipes on disk: recipes that one process compiled are not compiled by the next one."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import torch
 
 from gaudi_sim.bridge import SimBridge
 from gaudi_sim.card.recipes import RecipeCache
+from tests.full_disk import full_disk
+from tests.hpu import captured_log
 from vllm.errors import ConfigError
 
 
@@ -47,6 +50,15 @@ def test_the_folder_is_emptied_at_start_if_asked(tmp_path, config, expected):
     bystander.touch()
     assert compilations_of(f"{tmp_path},{config}") == expected
     assert bystander.exists()
+
+
+def test_a_full_disk_is_one_warning_and_leaves_no_parts_of_recipes(tmp_path):
+    with full_disk(), captured_log(logging.WARNING) as log:
+        assert compilations_of(str(tmp_path)) == 2
+    [line] = log
+    assert "cannot keep recipes in" in line and "File too large. The next start" in line
+    assert list(tmp_path.iterdir()) == []
+    assert compilations_of(str(tmp_path)) == 2
 
 
 def test_the_oldest_recipes_make_room_for_new_ones(tmp_path):

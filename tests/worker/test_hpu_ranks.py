@@ -9,7 +9,6 @@ from typing import Any
 
 from gaudi_sim.bridge import SimBridge
 from gaudi_sim.card.device import install
-from gaudi_sim.compile import compile_for_card
 from gaudi_sim.execute import execute
 from gaudi_sim.vendor.hpu import device_module
 from tests.executor.list_executor import ListExecutor
@@ -37,12 +36,7 @@ LARGE_MIB, SMALL_MIB = 130, 72
 
 def use_card(bridge: SimBridge) -> None:
     """Make this card the device of this process."""
-    install(
-        bridge.card,
-        execute=execute,
-        compile_for_card=compile_for_card,
-        device_module=device_module(),
-    )
+    install(bridge.card, execute=execute, device_module=device_module())
 
 
 class TwoCards(ListExecutor):

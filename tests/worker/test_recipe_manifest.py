@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.engine.fakes import make_config
+from tests.full_disk import full_disk
 from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, captured_log, simulated_hpu
 from tests.reach import core_of
 from vllm import LLM, SamplingParams
@@ -88,19 +89,20 @@ def test_a_full_or_read_only_folder_is_a_warning_and_leaves_no_parts(tmp_path, m
     RecipeManifest(path, FIELDS).add([decode(1, 1)])
 
     def fail(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(30, "Read-only file system")
 
+    manifest = RecipeManifest(path, FIELDS)
     with captured_log() as log:
-        for name in ("replace", "unlink"):
-            with monkeypatch.context() as patch:
-                patch.setattr(Path, name, fail)
-                if name == "replace":
-                    RecipeManifest(path, FIELDS).add([decode(2, 2)])
-                else:
-                    settings = HPUConfig(recipe_cache=f"{tmp_path},true,64")
-                    config = make_config()
-                    RecipeManifest.of(replace(config, hpu=settings), "lazy", 9, 0)
-    assert "cannot be written" in log[0] and "cannot be deleted" in log[1]
+        with full_disk():
+            manifest.add([decode(2, 2)])
+            manifest.add([decode(2, 2), decode(3, 3)])
+        monkeypatch.setattr(Path, "unlink", fail)
+        settings = HPUConfig(recipe_cache=f"{tmp_path},true,64")
+        RecipeManifest.of(replace(make_config(), hpu=settings), "lazy", 9, 0)
+        monkeypatch.undo()
+    written, deleted, _ = log  # the last line is about another configuration
+    assert "File too large. The next start will not know" in written
+    assert "cannot be deleted" in deleted
     assert [each.name for each in tmp_path.iterdir()] == [FILE_NAME]
     assert RecipeManifest(path, FIELDS).found == {decode(1, 1)}
 

@@ -28,12 +28,12 @@ out."""
 _OUTSIDE_FACTOR = 2.0
 """The band is wider by this outside of the published data."""
 
-PARTS = ("matmuls", "weights", "keys and values", "links", "launches")
+PARTS = ("matmuls", "weights", "KV cache", "links", "launches")
 """Parts of the time of a step."""
 _PART_OF = {
     "prompt_matmuls": "matmuls",
     "decode_matmuls": "matmuls",
-    "keys_and_values": "keys and values",
+    "keys_and_values": "KV cache",
     "weights": "weights",
     "layer_us": "launches",
     "link_bytes": "links",

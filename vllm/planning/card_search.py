@@ -142,8 +142,8 @@ def found_object(found: FoundCards, command: str) -> dict[str, Any]:
     }
 
 
-def found_lines(found: FoundCards, command: str) -> list[str]:
-    """Return the result of a search as lines of text."""
+def found_lines(found: FoundCards) -> list[str]:
+    """Return the result of a search, without its command, as lines of text."""
     choice = found.choice
     cards = _cards(choice.num_cards)
     lines = [f"{_cards(num_cards)}: {reason}" for num_cards, reason in found.unfit.items()]
@@ -153,7 +153,7 @@ def found_lines(found: FoundCards, command: str) -> list[str]:
         lines.append(f"Nothing meets the goals; nearest is {nearest}: {misses}")
     else:
         lines.append(f"The goals are met by {cards} with max_num_seqs={choice.max_num_seqs}")
-    return [*lines, *as_lines([choice.prediction]), command]
+    return [*lines, *as_lines([choice.prediction])]
 
 
 def _cards(num_cards: int) -> str:

@@ -71,8 +71,8 @@ class ReplaySpeed:
         rate = self.requests_per_s
         arrive = "all at once" if rate is None else f"at {rate:,.3g} requests/s"
         yield (
-            f"{self.num_requests:,} requests {arrive}: {self.tokens_per_s:,.0f} output tokens/s, "
-            f"{self.num_preemptions:,} preemptions"
+            f"{_counted(self.num_requests, 'request')} {arrive}: {self.tokens_per_s:,.0f} output "
+            f"tokens/s, {_counted(self.num_preemptions, 'preemption')}"
         )
         mean, most = self.mean_kv_usage, self.max_kv_usage
         yield f"KV cache in use: {mean:.1%} on average, {most:.1%} at most"
@@ -189,6 +189,10 @@ def _percentiles(seconds: Floats) -> tuple[float, ...]:
     if not len(seconds):
         return ()
     return tuple(float(x) for x in np.percentile(seconds, PERCENTILES))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _short(value: float) -> str:

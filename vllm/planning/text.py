@@ -1,6 +1,6 @@
-"""Formats the tables of `vllm plan`: one function for each section, 100 columns at most."""
+"""Formats the tables of `vllm plan`, with one function for each section."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from textwrap import wrap
 
 from vllm.bucketing import format_bytes
@@ -10,6 +10,7 @@ from vllm.planning.start import PhaseStart, StartPlan
 from vllm.planning.throughput.prediction import Prediction
 from vllm.planning.throughput.table import as_lines
 
+_WIDTH = 100
 _BAR_WIDTH = 40
 _MOST_OF_NAME = 40
 
@@ -30,7 +31,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield ""
     yield from memory_lines(plan.memory, "the machine" if what == "rank" else "each card")
     if plan.reserved:
-        yield from wrap(plan.reserved, 100)
+        yield plan.reserved
     if plan.stages:
         yield ""
         yield from stage_lines(plan.stages)
@@ -38,10 +39,30 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         yield ""
         yield from start_lines(plan.start)
         if plan.completed:
-            yield from wrap(plan.completed, 100)
+            yield plan.completed
     if plan.throughput:
         yield ""
         yield from throughput_lines(plan.throughput)
+
+
+def wrapped(lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines of at most 100 columns: longer ones are continued, with more indentation.
+
+    A word, such as a path, is never divided.
+    """
+    for line in lines:
+        indent = line[: len(line) - len(line.lstrip())]
+        yield from (
+            wrap(
+                line,
+                _WIDTH,
+                subsequent_indent=f"{indent}  ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            if len(line) > _WIDTH
+            else [line]
+        )
 
 
 def memory_lines(memory: MemorySection, owner: str) -> Iterator[str]:

@@ -8,7 +8,6 @@ a forward pass are the same as in the real engine.
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -28,11 +27,9 @@ def on_planned_card(platform: PlannedPlatform) -> Iterator[None]:
     """
     thresholds = gc.get_threshold()
     ops = get_ops()
-    bridge = platform.bridge  # loads the compiler of torch
-    compiler: Any = torch._dynamo.config
+    bridge = platform.bridge
     try:
         with (
-            compiler.patch(disable=compiler.disable),
             torch.inference_mode(),
             platform.activated(),
             bridge.dry_run(),

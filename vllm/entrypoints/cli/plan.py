@@ -157,7 +157,7 @@ def _plan(args: argparse.Namespace, device: str, host_bytes: int | None) -> int:
     from vllm.planning.engine_throughput import serving_cost
     from vllm.planning.fit import planned_or_nearest
     from vllm.planning.plan import describe, make_plan
-    from vllm.planning.text import plan_lines
+    from vllm.planning.text import plan_lines, wrapped
     from vllm.planning.traffic import plan_traffic, read_traffic
 
     args.device = None
@@ -187,18 +187,18 @@ def _plan(args: argparse.Namespace, device: str, host_bytes: int | None) -> int:
         plan = make_plan(engine_args, device, num_cards, host_bytes)
     else:
         plan = describe(engine, device, measured)
-    as_json, lines = plan.as_json(), list(plan_lines(plan))
+    as_json, lines = plan.as_json(), [*wrapped(plan_lines(plan))]
     if found is not None:
         command = serve_command(found, plan.model, flags)
         as_json["goals"] = found_object(found, command)
-        lines += ["", *found_lines(found, command)]
+        lines += ["", *wrapped(found_lines(found)), command]
     if traffic is not None and engine is not None:
         fitted = None if measured is None else measured.fitted
         count, cost = engine.config.hpu.num_buckets, serving_cost(engine, fitted)
         budget = bucket_budget(engine, args.warm_up_budget, args.graph_budget)
         buckets = plan_traffic(engine, traffic, source, count, cost, goals, budget)
         as_json["traffic"] = buckets.as_json()
-        lines += ["", *buckets.lines()]
+        lines += ["", *wrapped(buckets.lines())]
         if args.write_buckets is not None:
             _write("--write-buckets", args.write_buckets, buckets.file_text())
     if args.html is not None:

@@ -170,6 +170,9 @@ class HabanaBridge(Protocol):
     def compile_module(self, module: "nn.Module", **options: object) -> None:
         """Let calls of a module run as compiled recipes from now on; see `compile`."""
 
+    def disable_compiler(self) -> None:
+        """Let `torch.compile` return functions unchanged, since its backend needs eager mode."""
+
     def counters(self) -> DeviceCounters: ...
 
     def warmed_section(self) -> AbstractContextManager[None]:

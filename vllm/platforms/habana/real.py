@@ -157,6 +157,10 @@ class RealBridge:
     def compile_module(self, module: nn.Module, **options: Any) -> None:
         module.compile(backend=COMPILE_BACKEND, **options)
 
+    def disable_compiler(self) -> None:
+        dynamo: Any = torch._dynamo.config
+        dynamo.disable = True
+
     def counters(self) -> DeviceCounters:
         compiled = self._stats("graph_compilation")
         fallbacks = self._stats("cpu_fallback")

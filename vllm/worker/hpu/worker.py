@@ -763,7 +763,7 @@ class HPUWorker(WorkerBase):
             )
         else:
             logger.info(
-                "Ready: all %d buckets are warmed up (--first-buckets is %d)",
+                "Ready after warming up all %d buckets (--first-buckets is %d)",
                 num_wanted,
                 hpu.first_buckets,
             )

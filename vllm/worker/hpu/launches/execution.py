@@ -198,10 +198,7 @@ def make_execution(bridge: HabanaBridge, model: LaunchModel, config: VllmConfig)
     """Make the execution for the bridge's mode and `enforce_eager`."""
     is_eager, layers = config.model.enforce_eager, config.hpu.hidden_layers_per_graph
     if bridge.is_lazy:
-        # The bridge's compile backend does not support lazy mode, so torch.compile is disabled:
-        # code of libraries that calls it runs uncompiled.
-        dynamo: Any = torch._dynamo.config
-        dynamo.disable = True
+        bridge.disable_compiler()  # code of libraries that calls torch.compile runs uncompiled
         kind = LazyExecution if is_eager else GraphExecution
         return kind(bridge, model, layers)
     return Execution(bridge, model) if is_eager else CompiledExecution(bridge, model, config)
