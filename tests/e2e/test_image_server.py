@@ -8,6 +8,8 @@ import os
 import random
 import re
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.server import start_server
+from tests.e2e.server import ROOT, START_TIMEOUT_S, start_server
 from tests.tiny_images import draw_image, make_tiny_images
 
 pillow = pytest.importorskip("PIL.Image", reason="images need Pillow")
@@ -57,13 +59,23 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(folder):
-    (folder / "file.png").write_bytes(FILE)
-    with start_server(
+def flags(folder, tmp_path_factory):
+    """Return flags of engines that store KV blocks in one folder."""
+    extra = {"shared_storage_path": str(tmp_path_factory.mktemp("blocks"))}
+    transfer = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
+    return (
         *("--model", str(folder), "--served-model-name", "tiny", "--dtype", "float32"),
-        *("--max-model-len", "512", "--num-gpu-blocks-override", "100", "--enable-log-requests"),
-        *("--limit-mm-per-prompt", "image=2", "--allowed-local-media-path", str(folder)),
-    ) as server:
+        *("--max-model-len", "512", "--num-gpu-blocks-override", "100"),
+        *("--limit-mm-per-prompt", "image=2", "--enable-prompt-tokens-details"),
+        *("--kv-transfer-config", json.dumps(transfer)),
+    )
+
+
+@pytest.fixture(scope="module")
+def server(folder, flags):
+    (folder / "file.png").write_bytes(FILE)
+    local = ("--allowed-local-media-path", str(folder))
+    with start_server(*flags, *local, "--enable-log-requests") as server:
         yield server
 
 
@@ -116,6 +128,42 @@ def server_file(server):
     """Return the path of the file that requests may name."""
     command = psutil.Process(server.process.pid).cmdline()
     return Path(command[command.index("--model") + 1]) / "file.png"
+
+
+def test_replicas_of_a_batch_read_what_the_server_has_stored(server, wanted, flags, tmp_path):
+    other = part_of(file_of(draw_image(2)))
+    questions = [chat(part(URL)), chat(other), chat(part(URL), other), chat(part("data:,"))]
+    answers = [server.request("POST", CHAT, question) for question in questions]
+    lines = [
+        {"custom_id": str(index), "method": "POST", "url": CHAT, "body": body}
+        for index, body in enumerate(questions)
+    ]
+    given, written = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    given.write_text("\n".join(map(json.dumps, lines)))
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "run-batch", *flags),
+            *("-i", str(given), "-o", str(written), "--data-parallel-size", "2"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT_S,
+    )
+    assert run.returncode == 0, run.stderr
+    for line, (status, _, body) in zip(written.read_text().splitlines(), answers, strict=True):
+        record = json.loads(line)
+        assert record["response"]["status_code"] == status
+        if status == 200:
+            expected, found = json.loads(body), record["response"]["body"]
+            assert found["choices"] == expected["choices"]
+            usage = found["usage"]
+            assert usage["prompt_tokens"] == expected["usage"]["prompt_tokens"]
+            # The blocks of the image come from the folder.
+            assert usage["prompt_tokens_details"]["cached_tokens"] >= 16
+        else:
+            assert record["error"]["message"] == json.loads(body)["error"]["message"]
+    assert [status for status, _, _ in answers] == [200, 200, 200, 400]
 
 
 @pytest.mark.parametrize(
