@@ -149,5 +149,7 @@ def test_build_isolation_does_not_hide_the_vendors_software(setup_module, monkey
     folders = {"purelib": str(tmp_path), "platlib": str(tmp_path)}
     monkeypatch.setattr(setup_module.sysconfig, "get_path", folders.__getitem__)
     assert setup_module.target_device() == "cpu"
-    (tmp_path / "habana_frameworks").mkdir()
+    (tmp_path / "habana_frameworks" / "mediapipe").mkdir(parents=True)  # another package of it
+    assert setup_module.target_device() == "cpu"
+    (tmp_path / "habana_frameworks" / "torch").mkdir()
     assert setup_module.target_device() == "hpu"

@@ -66,6 +66,15 @@ FP8 = torch.float8_e4m3fn
 ROPE = torch.ones(2, 1, 4)
 
 # Method -> (how it is called, its calls of the vendor's package as (name, positional, keywords)).
+def disable_compiler(bridge) -> None:
+    before = torch._dynamo.config.disable
+    try:
+        bridge.disable_compiler()
+        assert torch._dynamo.config.disable
+    finally:
+        torch._dynamo.config.disable = before
+
+
 BRIDGE_CALLS = {
     "device": (lambda b: b.device, []),
     "device_name": (lambda b: b.device_name, [("torch.hpu.get_device_name", 0, ())]),
@@ -96,6 +105,7 @@ BRIDGE_CALLS = {
     ),
     "synchronize": (lambda b: b.synchronize(), [("torch.hpu.synchronize", 0, ())]),
     "now_s": (lambda b: b.now_s(), []),
+    "disable_compiler": (disable_compiler, []),
     "mark_step": (lambda b: b.mark_step(), [("torch.core.mark_step", 0, ())]),
     "wrap_in_hpu_graph": (
         lambda b: b.wrap_in_hpu_graph(torch.nn.Linear(2, 2)),

@@ -53,6 +53,7 @@ BODIES: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("generate", {"input": "Hi", "max_output_tokens": 2}),
         ("generate", {"input": "Hi", "max_output_tokens": 2, "stream": True, "top_logprobs": 1}),
     ],
+    "/v1/responses/input_tokens": [("generate", {"input": "Hi"})],
     "/v1/messages": [
         ("generate", {"messages": USER, "max_tokens": 2}),
         ("generate", {"messages": USER, "max_tokens": 2, "stream": True}),
