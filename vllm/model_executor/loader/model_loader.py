@@ -21,7 +21,9 @@ from vllm.config.quantization.settings_error import naming_settings_file
 from vllm.distributed import Stage, TPGroup
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.logger import init_logger
+from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ParallelLinear
+from vllm.model_executor.layers.stored.stored_experts import DeviceExperts
 from vllm.model_executor.layers.stored.stored_linear import KeepsPacked
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader.checkpoint import iterate_tensors
@@ -383,7 +385,7 @@ class _FinisherWithoutValues(_LayerFinisher):
     """Finishes layers that have memory but no values.
 
     Of the quantized layers with the same shapes, which are finished on the host, only the first one
-    is computed; the others get memory of the same shapes.
+    is computed; the others get memory of the same shapes. Experts likewise.
 
     Args:
         model: whose layers to finish.
@@ -392,6 +394,7 @@ class _FinisherWithoutValues(_LayerFinisher):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self._first: dict[Hashable, KeepsPacked] = {}
+        self._first_experts: dict[Hashable, DeviceExperts] = {}
 
     def finish(self, module: nn.Module) -> None:
         """Finish the module, or copy the memory layout of a finished one with the same shapes."""
@@ -400,6 +403,9 @@ class _FinisherWithoutValues(_LayerFinisher):
         method = module.method
         # A module that overrides `finish` does more than its method, so shapes are not enough.
         is_usual = type(module).finish is MethodLayer.finish
+        if isinstance(module, Experts) and isinstance(method, DeviceExperts):
+            self._finish_experts(module, method)
+            return
         if not isinstance(module, ParallelLinear) or not isinstance(method, KeepsPacked):
             if not (is_usual and method.finish_on_shapes(module)):
                 super().finish(module)
@@ -418,14 +424,23 @@ class _FinisherWithoutValues(_LayerFinisher):
             self._first[key] = method
             return
         for name, param in module.named_parameters(recurse=False):
-            if "scale" in name:  # a scale of 0 would be refused
-                param.copy_(torch.ones(param.shape, dtype=param.dtype))
-            else:
-                param.zero_()
+            # A scale of 0 would be refused. Values are copied from the host, as from a checkpoint:
+            # computing them would need workspace on the card.
+            value = torch.ones if "scale" in name else torch.zeros
+            param.copy_(value((), dtype=param.dtype).expand(param.shape))
         method.fill_indices(module)
         module.finish()
         if is_usual:
             self._first[key] = method
+
+    def _finish_experts(self, layer: Experts, method: DeviceExperts) -> None:
+        shapes = [(name, param.shape, param.dtype) for name, param in layer.named_parameters()]
+        key = (type(method), layer.options, *shapes)
+        first = self._first_experts.get(key)
+        if first is None or not method.finish_like(layer, first):
+            super().finish(layer)
+            self._first_experts[key] = method
+        self._finished.add(layer)
 
 
 def _model_class(arch: ModelArch, is_pooling: bool) -> type[CausalLM] | type[PoolingModel]:

@@ -17,7 +17,12 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.slice import dtype_name
-from vllm.model_executor.layers.stored.stored_linear import Kept, StoredLinear, bytes_of
+from vllm.model_executor.layers.stored.stored_linear import (
+    Kept,
+    StoredLinear,
+    bytes_of,
+    without_values,
+)
 from vllm.ops import get_ops
 from vllm.ops.expert_options import SILU_EXPERTS
 from vllm.ops.prepared import ExpertProducts, PreparedExperts
@@ -44,9 +49,32 @@ class DeviceExperts(DenseExperts):
         name: name of the module, for errors.
     """
 
+    stored_as: str | None = None
+    """Words of the log for the format in the checkpoint; None: the log has no line about it, or the
+    layer is not finished."""
+    kept: Kept | None = None
+    """Format and bytes on the device, for the log; None until the layer is finished."""
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.packed: PreparedExperts | None = None
+
+    def remove_loaded(self, layer: Experts) -> None:
+        """Remove the parameters into which the weights were loaded."""
+        layer.remove_weights()
+
+    def finish_like(self, layer: Experts, other: "DeviceExperts") -> bool:
+        """Give the layer uninitialised memory like a finished layer with the same shapes.
+
+        Return whether this is possible: the layout must have tensors of its own only.
+        """
+        if not isinstance(other.packed, nn.Module) or layer.gate_up_bias is not None:
+            return False
+        device = next(layer.parameters()).device
+        self.remove_loaded(layer)
+        self.packed = layer.packed = without_values(other.packed, device)
+        self.stored_as, self.kept = other.stored_as, other.kept
+        return True
 
     def to_device_layout(
         self,
@@ -107,9 +135,6 @@ class RoundedExperts(DeviceExperts):
     ) -> None:
         super().__init__(name)
         self.round_weights = round_weights
-        self.stored_as: str | None = None
-        """Storage format in the checkpoint; None before the layer is finished."""
-        self.kept: Kept | None = None
 
     @torch.no_grad()
     def finish(self, layer: Experts) -> None:
@@ -124,7 +149,7 @@ class RoundedExperts(DeviceExperts):
         self.stored_as = dtype_name(down.dtype)
         if self.packed is not None:
             self.kept = Kept(up[0].kind, bytes_of(self.packed))
-            layer.remove_weights()
+            self.remove_loaded(layer)
 
 
 class StoredExperts(DeviceExperts):
@@ -133,12 +158,6 @@ class StoredExperts(DeviceExperts):
     Args:
         name: name of the module, for errors.
     """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.stored_as: str | None = None
-        """Words of the log for the format in the checkpoint; None: the log has no line about it."""
-        self.kept: Kept | None = None
 
     def create_weights(self, layer: Experts) -> None:
         self.dtype = torch.get_default_dtype()
@@ -158,11 +177,7 @@ class StoredExperts(DeviceExperts):
     def finish(self, layer: Experts) -> None:
         device = next(layer.parameters()).device
         gate, up, down = self.read(layer)
-        for number in layer.expert_ids:
-            for linear in layer.get_submodule(str(number)).children():
-                assert isinstance(linear, ParallelLinear)
-                linear.remove_weights()  # the loader still has a reference to the layer
-            delattr(layer, str(number))
+        self.remove_loaded(layer)
         self.to_device_layout(layer, gate, up, down, self.dtype, device)
         if self.packed is not None:
             self.kept = Kept(up[0].kind, bytes_of(self.packed))
@@ -180,6 +195,13 @@ class StoredExperts(DeviceExperts):
         layer.gate_up = nn.Parameter(gate_up, requires_grad=False)
         layer.down = nn.Parameter(downs, requires_grad=False)
         self.kept = Kept(dtype_name(self.dtype), gate_up.nbytes + downs.nbytes)
+
+    def remove_loaded(self, layer: Experts) -> None:
+        for number in layer.expert_ids:
+            for linear in layer.get_submodule(str(number)).children():
+                assert isinstance(linear, ParallelLinear)
+                linear.remove_weights()  # the loader still has a reference to the layer
+            delattr(layer, str(number))
 
     def read(self, layer: Experts) -> tuple[list[StoredWeight], ...]:
         """Return the gate, up and down weights, each a list with one weight per expert of this

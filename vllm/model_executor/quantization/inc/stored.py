@@ -13,7 +13,11 @@ from vllm.model_executor.layers.embedding import EmbeddingMethod, VocabParallelE
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import CheckpointTensor, ParamTarget
-from vllm.model_executor.layers.stored.stored_experts import RoundedExperts, StoredExperts
+from vllm.model_executor.layers.stored.stored_experts import (
+    DeviceExperts,
+    RoundedExperts,
+    StoredExperts,
+)
 from vllm.model_executor.layers.stored.stored_linear import RoundedLinear, StoredHead, StoredLinear
 from vllm.model_executor.quantization.inc.measure import (
     MeasuredExperts,
@@ -165,6 +169,9 @@ class RoundedStoredExperts(StoredExperts):
 
 class MeasuredStoredExperts(StoredExperts):
     """Stored experts that measure their largest input and weights."""
+
+    def finish_like(self, layer: Experts, other: DeviceExperts) -> bool:
+        return False  # each layer measures its own weights
 
     def read(self, layer: Experts) -> tuple[list[StoredWeight], ...]:
         parts = super().read(layer)
