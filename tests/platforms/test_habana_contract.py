@@ -65,6 +65,7 @@ ONE = torch.ones(1)
 FP8 = torch.float8_e4m3fn
 ROPE = torch.ones(2, 1, 4)
 
+
 # Method -> (how it is called, its calls of the vendor's package as (name, positional, keywords)).
 def disable_compiler(bridge) -> None:
     before = torch._dynamo.config.disable
