@@ -1,4 +1,4 @@
-"""A disk that is full, for tests of programs that must go on."""
+"""A disk that is full, for tests of programs that must continue."""
 
 import resource
 from collections.abc import Iterator
