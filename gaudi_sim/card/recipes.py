@@ -12,6 +12,7 @@ from pathlib import Path
 
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
+from vllm.utils.files.whole_file import write_whole
 
 logger = init_logger(f"vllm.{__name__}")  # the log shows loggers of `vllm` only
 
@@ -66,14 +67,8 @@ class RecipeCache:
     def add(self, text: str) -> None:
         """Save a recipe that was just compiled. If that fails, warn once."""
         path = self._path(text)
-        # Write to another name first, so that no other process reads a partial recipe.
-        unfinished = path.with_suffix(f".{os.getpid()}")
         try:
-            try:
-                unfinished.write_text(text)
-                unfinished.replace(path)
-            finally:
-                unfinished.unlink(missing_ok=True)
+            write_whole(path, text.encode())
         except OSError as error:
             if not self._has_failed:
                 logger.warning(

@@ -6,7 +6,6 @@ entry; sizes up to 32 are exact. It knows no text, no requests and no devices.
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy.typing as npt
 from vllm.bucketing.bucket import Bucket, Phase
 from vllm.bucketing.step_limits import StepLimits
 from vllm.errors import ConfigError
+from vllm.utils.files.whole_file import write_whole
 
 MAX_CELLS = 4096
 """Maximum number of different shapes in a table."""
@@ -250,13 +250,8 @@ class TrafficTable:
         Raises:
             OSError: the folder cannot be written, or is full.
         """
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            content = self.to_json() | dict(more or {})
-            part.write_text(json.dumps(content) + "\n", encoding="utf-8")
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        content = self.to_json() | dict(more or {})
+        write_whole(path, f"{json.dumps(content)}\n".encode())
 
     @classmethod
     def load(cls, path: Path, block_size: int | None = None) -> "TrafficTable":

@@ -5,7 +5,6 @@ recipes will be read instead of compiled, for its time estimate and for the choi
 buckets. The list is a hint: a recipe that is no longer on disk is compiled. Only rank 0 writes it.
 """
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +15,7 @@ import torch
 from vllm.bucketing import Bucket, Phase
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.utils.files.whole_file import write_whole
 from vllm.version import __version__
 
 logger = init_logger(__name__)
@@ -138,13 +138,8 @@ class RecipeManifest:
         entry = _Entry(fields=self._fields, buckets=sizes)
         kept = [entry, *(each for each in entries if each is not own)][:_MOST_CONFIGURATIONS]
         content = _Content(format=_FORMAT, version=_VERSION, configurations=kept)
-        part = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
-            try:
-                part.write_bytes(msgspec.json.encode(content) + b"\n")
-                part.replace(self._path)
-            finally:
-                part.unlink(missing_ok=True)
+            write_whole(self._path, msgspec.json.encode(content) + b"\n")
         except OSError as error:
             if not self._has_failed:
                 logger.warning(
