@@ -162,7 +162,8 @@ class FusedLayers:
             last_keys=batch.last_keys,
         )
         found = dict(zip((*inner, last), (*program.tapped, result), strict=True))
-        return {0: x} | {count: each.view(x.shape) for count, each in found.items()}
+        states = {count: each.view(x.shape) for count, each in found.items()}
+        return states | {0: x} if 0 in wanted else states
 
     def _grow(self, num_tokens: int, num_items: int) -> None:
         """Make memory for keys and values of this many tokens and items, if there is less."""

@@ -5,7 +5,8 @@ from collections.abc import Callable, Collection, Iterable
 from torch import Tensor, nn
 
 RunLayers = Callable[[Tensor, Collection[int]], dict[int, Tensor] | None]
-"""Runs all layers of a stack on hidden states [B, N, C]; see `LayerStack.run`. None: it cannot."""
+"""Runs all layers of a stack on hidden states [B, N, C]; see `LayerStack.run`. Its result is None
+if it cannot run them."""
 
 
 class LayerStack(nn.ModuleList):
