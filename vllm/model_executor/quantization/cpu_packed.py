@@ -44,7 +44,7 @@ class CPUPacked(Quantization):
     stored_as: ClassVar[StoredAs] = "dense"
     head_stored_as: ClassVar[StoredAs] = "dense"
     tower_stored_as: ClassVar[StoredAs] = "dense"
-    """Of encoders of sounds."""
+    """Format of the linear layers of an encoder of sounds."""
 
     def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
         return CPULinear("dense" if layer.keeps_precision else self.stored_as)

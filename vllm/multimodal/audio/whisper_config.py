@@ -68,7 +68,7 @@ _OTHER_NAMES = {
     "encoder_attention_heads": "num_attention_heads",
     "encoder_ffn_dim": "intermediate_size",
 }
-"""Key of a config -> name of this key in other configs, such as in those of Voxtral."""
+"""Key of a config -> its name in configs of other families, such as Voxtral."""
 
 
 def read_whisper_config(
