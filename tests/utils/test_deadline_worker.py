@@ -45,6 +45,14 @@ def ends_within(pid: int, seconds: float) -> bool:
     return not is_alive(pid)
 
 
+def is_gone_within(pid: int, seconds: float) -> bool:
+    """Return whether a process ends, and its parent waits for it, within some seconds."""
+    deadline = time.monotonic() + seconds
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not os.path.exists(f"/proc/{pid}")
+
+
 def test_it_answers_one_call_after_the_other_in_the_same_process(worker):
     pid = worker.call(b"pid", 120)
     assert int(pid) != os.getpid()
@@ -164,7 +172,6 @@ def test_closing_ends_a_call_whose_process_is_forked_meanwhile(monkeypatch, is_s
 
 @pytest.mark.parametrize("command", ["pid", "sleep"])
 def test_the_process_ends_when_its_parent_is_killed(command):
-    """In the middle of a call, its own alarm ends it."""
     code = (
         "from vllm.utils.process.deadline_worker import DeadlineWorker, make_server\n"
         "worker = DeadlineWorker(make_server('tests.utils.workers:echo'))\n"
@@ -199,6 +206,47 @@ def test_the_next_process_is_forked_by_one_that_has_imported_everything():
         server.close()
     for pid in pids:
         assert ends_within(pid, 50)
+
+
+@pytest.mark.parametrize("end", ["killed while idle", "killed during a call", "too late"])
+def test_a_process_that_has_ended_leaves_no_zombie_although_nobody_calls_it_again(worker, end):
+    pid = int(worker.call(b"pid", 120))
+    if end == "killed while idle":
+        os.kill(pid, signal.SIGKILL)
+    elif end == "killed during a call":
+        threading.Timer(0.1, os.kill, (pid, signal.SIGKILL)).start()
+        with pytest.raises(WorkerDied):
+            worker.call(b"sleep", 120)
+    else:
+        with pytest.raises(DeadlineExceeded):
+            worker.call(b"sleep", 0.1)
+    assert is_gone_within(pid, 50)
+    assert worker.call(b"x", 120) == b"<x"
+    assert worker._server.num_starts == 1
+
+
+def test_the_children_of_a_closed_fork_server_end_although_they_work(monkeypatch):
+    server = make_server("tests.utils.workers:echo")
+    worker = DeadlineWorker(server)
+    pid = int(worker.call(b"pid", 120))
+    exchange, is_called, errors = worker._exchange, threading.Event(), []
+    monkeypatch.setattr(worker, "_exchange", lambda *given: (is_called.set(), exchange(*given))[1])
+
+    def call():
+        try:
+            worker.call(b"sleep", 120)
+        except WorkerDied as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    is_called.wait()
+    started = time.monotonic()
+    server.close()
+    thread.join()
+    assert len(errors) == 1
+    assert time.monotonic() - started < 50, "it sleeps for 60 s"
+    assert is_gone_within(pid, 50)
 
 
 def test_a_fork_server_that_died_is_replaced():

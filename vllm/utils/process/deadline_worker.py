@@ -9,7 +9,8 @@ template. The process answers one call at a time; input and output are bytes, no
 
 A child is forked by a `ForkServer` that has imported everything already, so after a process was
 killed, the next call does not wait for imports. A child does not outlive its parent or its call: it
-exits when its connection is closed, and a kernel alarm ends it if the parent exits during a call.
+exits when its connection is closed, and the fork server kills it when the parent exits. If the
+fork server has exited too, a kernel alarm ends the call.
 """
 
 import contextlib

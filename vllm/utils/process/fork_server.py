@@ -8,7 +8,11 @@ its memory until they write to it.
     start   {module:function, setup}           ->       handler = module.function(setup)
     fork    one end of a socket pair           ->       os.fork(): the child answers calls there
             process id                         <-
-    reap    process id                         ->       os.waitpid()
+    kill    process id                         ->       os.kill() if this child is alive
+                                                        os.waitpid() as soon as a child exits
+
+Only the fork server kills children. Only it knows whether a process id still belongs to a child:
+it waits for children that exit, and the system may then give their ids to other processes.
 
 Independent of the work of the children: `serve_child` of the caller gets handler and socket.
 """
@@ -18,6 +22,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import struct
@@ -47,12 +52,14 @@ ALARM_GRACE_S = 2.0
 """The parent's deadline comes first; the alarm is for when there is no parent."""
 
 _COMMAND = struct.Struct("<cQ")
-"""Fork, or reap with the id of a process."""
-_FORK, _REAP = b"F", b"R"
+"""Fork, or kill the child with this process id."""
+_FORK, _KILL = b"F", b"K"
 _FORK_TIMEOUT_S = 30.0
 _END_TIMEOUT_S = 1.0
-"""Maximum number of seconds from the end of a connection to the end of the process that has closed
-it."""
+"""Maximum number of seconds from the end of a connection to the end of the process at one of its
+ends."""
+_MAX_SIGNALS = 4096
+"""Signals that are read at once; each is one byte."""
 _TOO_LONG = "the call took too long"
 _ENDED = "the worker process has ended: out of memory, or a crash"
 _BOOT = (
@@ -89,8 +96,7 @@ class Child:
     """A process that answers calls.
 
     Attributes:
-        pid: process id of the child, which no other process gets before
-            `ForkServer.kill_and_remove`.
+        pid: process id of the child. After the child has exited, another process may get it.
         connection: socket to it. Closing it ends an idle child.
     """
 
@@ -125,7 +131,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._release: weakref.finalize[..., ForkServer] | None = None
-        self._dead: list[int] = []
+        self._is_ready = False
 
     @property
     def is_running(self) -> bool:
@@ -160,8 +166,6 @@ class ForkServer:
             ours, theirs = blocking_pair()
             deadline = time.monotonic() + _FORK_TIMEOUT_S
             try:
-                while self._dead:
-                    send(control, _COMMAND.pack(_REAP, self._dead.pop()), deadline)
                 socket.send_fds(control, [_COMMAND.pack(_FORK, 0)], [theirs.fileno()])
                 _, pid = _COMMAND.unpack(_receive(control, _COMMAND.size, deadline))
             except BaseException as error:
@@ -176,22 +180,22 @@ class ForkServer:
 
     def kill(self, child: Child) -> None:
         """Kill a child, even during a call. The waiting caller gets WorkerDied."""
-        # If the fork server has exited, init has reaped the child, and the id may belong to another
-        # process. The child then exits by itself: when its connection closes, or by its alarm.
-        if self.is_running:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, signal.SIGKILL)
+        # Without the lock, because finalizers call this too; the system does not divide so short a
+        # message. If the fork server has exited, the child exits by itself: when its connection
+        # closes, or by its alarm.
+        if (control := self._control) is not None:
+            with contextlib.suppress(OSError):
+                control.send(_COMMAND.pack(_KILL, child.pid))
 
     def kill_and_remove(self, child: Child) -> None:
-        """Kill a child and release its process id and connection. Call this once per child."""
+        """Kill a child and close its connection. Call this once per child."""
         self.kill(child)
-        self._dead.append(child.pid)
         child.connection.close()
 
     def close(self) -> None:
-        """Kill the process, even while it starts. A later fork starts a new one."""
-        if (process := self._process) is not None:
-            process.kill()  # also ends a running start, which holds the lock
+        """End the process and its children, even while it starts. A later fork starts a new one."""
+        if (process := self._process) is not None and not self._is_ready:
+            process.kill()  # ends a running start, which holds the lock
         with self._lock:
             self._kill()
 
@@ -227,13 +231,14 @@ class ForkServer:
         if status == FAILED:
             self._kill()
             raise CallFailed(answer.decode())
+        self._is_ready = True
         return control
 
     def _kill(self) -> None:
         if self._release is not None:
             self._release()
         self._process = self._control = self._release = None
-        self._dead.clear()
+        self._is_ready = False
 
 
 def _how_ended(process: "subprocess.Popen[bytes]") -> str:
@@ -247,9 +252,12 @@ def _how_ended(process: "subprocess.Popen[bytes]") -> str:
 
 
 def _end(process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
-    control.close()
-    process.kill()
-    process.wait()
+    control.close()  # the process then kills its children and exits
+    try:
+        process.wait(_END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def send(
@@ -349,20 +357,66 @@ def _serve() -> None:
     gc.collect()
     gc.freeze()
     control.sendall(frame(OK, b""))
-    while True:
-        data, descriptors, _, _ = socket.recv_fds(control, _COMMAND.size, 1)
-        if not data:
-            return
-        command, pid = _COMMAND.unpack(data)
-        if command == _REAP:
-            with contextlib.suppress(ChildProcessError):  # a child of an earlier server
-                os.waitpid(pid, 0)
-        elif (child := os.fork()) == 0:
-            control.close()
-            _run_child(serve_child, handler, descriptors[0])
-        else:
-            os.close(descriptors[0])
-            control.sendall(_COMMAND.pack(_FORK, child))
+    _Children(control, lambda connection: serve_child(handler, connection)).serve()
+
+
+class _Children:
+    """The children of a fork server: forks, kills, and waits for them.
+
+    Args:
+        control: connection to the parent.
+        run: what a child does with its connection.
+    """
+
+    def __init__(self, control: socket.socket, run: "Callable[[socket.socket], object]") -> None:
+        self._control, self._run = control, run
+        self._alive: set[int] = set()
+
+    def serve(self) -> None:
+        """Follow the commands of the parent until it closes the connection; then kill all."""
+        exits, notify = os.pipe()
+        for end in (exits, notify):
+            os.set_blocking(end, False)
+        # Without a handler, the signal would be ignored and wake up nothing.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(notify, warn_on_full_buffer=False)
+        waiting = select.poll()
+        for file in (exits, self._control.fileno()):
+            waiting.register(file, select.POLLIN)
+        while True:
+            ready = dict(waiting.poll())
+            if exits in ready:
+                os.read(exits, _MAX_SIGNALS)
+                self._wait_exited()
+            if self._control.fileno() in ready:
+                data, descriptors, _, _ = socket.recv_fds(self._control, _COMMAND.size, 1)
+                if not data:
+                    break
+                command, pid = _COMMAND.unpack(data)
+                if command == _FORK:
+                    self._fork(descriptors[0], (exits, notify))
+                elif pid in self._alive:
+                    os.kill(pid, signal.SIGKILL)
+        for pid in self._alive:
+            os.kill(pid, signal.SIGKILL)
+
+    def _fork(self, connection: int, signals: Sequence[int]) -> None:
+        if (pid := os.fork()) == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for file in signals:
+                os.close(file)
+            self._control.close()
+            _run_child(self._run, connection)
+        os.close(connection)
+        self._alive.add(pid)
+        self._control.sendall(_COMMAND.pack(_FORK, pid))
+
+    def _wait_exited(self) -> None:
+        """Take the exit codes of all children that have exited, so that no zombies remain."""
+        with contextlib.suppress(ChildProcessError):  # there are no children left
+            while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+                self._alive.discard(pid)
 
 
 def _find(place: str) -> Callable[..., Any]:
@@ -371,10 +425,10 @@ def _find(place: str) -> Callable[..., Any]:
     return found
 
 
-def _run_child(serve_child: "Callable[..., object]", handler: Handler, descriptor: int) -> None:
+def _run_child(run: "Callable[[socket.socket], object]", descriptor: int) -> None:
     status = 1
     try:
-        serve_child(handler, socket.socket(fileno=descriptor))
+        run(socket.socket(fileno=descriptor))
         status = 0
     finally:
         os._exit(status)  # skip exit handlers: they belong to the fork server
