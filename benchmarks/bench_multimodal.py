@@ -267,6 +267,7 @@ def measure(args: argparse.Namespace, folder: Path, config: LlavaConfig) -> dict
         "max_model_len": 4096,
         "max_num_seqs": 16,
         "max_num_batched_tokens": args.max_num_batched_tokens,
+        "max_step_ms": args.max_step_ms,
         "num_gpu_blocks_override": 400,
     }
     llm = LLM(str(folder), **settings)
@@ -381,6 +382,7 @@ def main() -> None:
     add("--tower-layers", type=int, default=24)
     add("--image-side", type=int, default=336, help="pixels, a multiple of 14")
     add("--max-num-batched-tokens", type=int, default=2048)
+    add("--max-step-ms", type=int, default=300, help="limit of a step, as in a server")
     add("--repetitions", type=int, default=3)
     add("--no-peer", action="store_true", help="leave transformers out")
     args = parser.parse_args()

@@ -34,6 +34,7 @@ class Machine:
     request_s: float = 0.001
     token_s: float = 0.002
     pair_s: float = 0.0
+    image_s: float = 0.0
     noise: random.Random | None = None
     now: float = 0.0
     times: list[tuple[float, int, bool]] = field(default_factory=list)
@@ -41,6 +42,7 @@ class Machine:
 
     def run(self, step: SchedulerOutput, num_prompts: dict[int, int]) -> None:
         seconds, num_tokens, has_stream = self.base_s, 0, False
+        seconds += self.image_s * len(step.encoded_media)
         rows = zip(
             step.rows.tolist(),
             step.num_computed_tokens.tolist(),
@@ -318,6 +320,47 @@ def test_a_step_with_streams_encodes_one_image_at_a_time():
         encoded.append(loop.num_encoded - before)
     assert sum(encoded) == 4
     assert max(encoded) == 1
+
+
+def chunks_of_images(image_s: float, most_whole: int | None = None) -> tuple[Machine, list[int]]:
+    """Run prompts with images while a request generates.
+
+    Return the machine, and the prompt tokens of each step of the last prompt.
+    """
+    machine = Machine(image_s=image_s)
+    media = EncoderCache(5000, budget=5000, most_whole=most_whole)
+    loop = TimedLoop(machine, StepBound(BOUND_S), media=media)
+    loop.add(make_request("a", 600, 3000))
+    for _ in range(3):
+        loop.step()
+    chunks: list[int] = []
+    for number in range(6):
+        name, chunks = f"image {number}", []
+        loop.add(make_request(name, 700, 2, media=[(60, 576, name)]))
+        machine.times.clear()
+        while not loop.results[name].token_ids:
+            chunks.append(loop.step().get(name, 0))
+    return machine, chunks
+
+
+def test_a_step_has_the_prompt_tokens_for_which_its_encoder_leaves_time():
+    machine, chunks = chunks_of_images(image_s=0.1)
+    assert sum(chunks) == 700
+    assert max(machine.bounded()) <= BOUND_S
+    assert max(machine.bounded()) >= 0.6 * BOUND_S
+
+
+def test_few_prompt_tokens_run_with_an_encoder_that_takes_all_of_the_time():
+    machine, chunks = chunks_of_images(image_s=0.5)
+    assert chunks[:2] == [60, 16], "the text before the image, then the image"
+    longest, *others = sorted(machine.bounded(), reverse=True)
+    assert longest <= 0.5 + machine.base_s + machine.request_s + 16 * machine.token_s + 1e-9
+    assert max(others) <= BOUND_S
+
+
+def test_an_image_that_runs_whole_runs_in_the_step_of_its_encoder():
+    _, chunks = chunks_of_images(image_s=0.5, most_whole=600)
+    assert chunks[:2] == [60, 576]
 
 
 def test_an_image_that_runs_whole_is_not_divided():

@@ -105,7 +105,9 @@ class Admission:
             media = MediaPlan()
             if request.spec.media and self._media is not None:
                 num_tokens = self._media.with_whole_item(request, start, num_tokens, most)
-                num_tokens = self._media.limit(request, start, num_tokens, media)
+                num_tokens = self._media.limit(
+                    request, start, num_tokens, media, plan.prompt_budget
+                )
             if not num_tokens:
                 break
             is_partial = num_tokens < want
@@ -133,7 +135,7 @@ class Admission:
             num_long += is_long
             plan.budget -= num_tokens
             if plan.prompt_budget is not None:
-                plan.prompt_budget.spend(start, num_tokens)
+                plan.prompt_budget.spend(start, num_tokens, media.num_encoded)
             counts.append(num_tokens)
             self._enter(waiting.pop(), shared, num_tokens, plan)
         for request in passed_over:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm.core.pacing.step_bound import PromptBudget
 from vllm.errors import CapacityError
 from vllm.inputs import singular
 from vllm.messages import END_OF_REQUEST, EngineRequest, MediaItem, MediaStats
@@ -38,6 +39,11 @@ class MediaPlan:
     """(request, item): the tokens of the step need its embeddings."""
     encoded: dict[str, int] = field(default_factory=dict)
     """Key of each image to encode -> its embeddings."""
+
+    @property
+    def num_encoded(self) -> int:
+        """Number of embeddings that must be computed."""
+        return sum(self.encoded.values())
 
 
 class EncoderCache:
@@ -77,13 +83,17 @@ class EncoderCache:
         self._num_kept = 0
         self._encoded: list[tuple[Request, int]] = []
         self._num_encoded = 0
-        """Embeddings that the step makes which is being planned."""
         self._dropped: list[str] = []
         self._step_budget = budget
 
     def stats(self) -> MediaStats:
         """Return the counters of queries and hits."""
         return MediaStats(num_queries=self.num_queries, num_hits=self.num_hits)
+
+    @property
+    def num_encoded(self) -> int:
+        """Number of embeddings that the step computes which is being planned."""
+        return self._num_encoded
 
     @property
     def num_kept(self) -> int:
@@ -166,7 +176,14 @@ class EncoderCache:
             num_tokens = max(num_tokens, min(item.end - start, most))
         return num_tokens
 
-    def limit(self, request: Request, start: int, num_tokens: int, plan: MediaPlan) -> int:
+    def limit(
+        self,
+        request: Request,
+        start: int,
+        num_tokens: int,
+        plan: MediaPlan,
+        budget: PromptBudget | None = None,
+    ) -> int:
         """Return how many tokens of a request can run in this step, and add the images that they
         need to the plan.
 
@@ -175,16 +192,32 @@ class EncoderCache:
             start: index of the first token.
             num_tokens: number of tokens to run if no image prevents it.
             plan: images of the step.
+            budget: time of the step, which encoders need too; None: unlimited.
         """
+        before = plan.num_encoded
         if _is_held_whole(request.spec):
-            return num_tokens if self._may_hold(request, start, plan) else 0
-        end = start + num_tokens
-        for index, item in _items_between(request, start, end):
-            is_cut = self._most_whole is not None and end < item.end
+            if not self._may_hold(request, start, plan):
+                return 0
+            num_new = plan.num_encoded - before
+            return num_tokens if budget is None else budget.most(start, num_tokens, num_new)
+        for index, item in _items_between(request, start, start + num_tokens):
+            if item.start >= start + num_tokens:
+                break
+            is_cut = self._most_whole is not None and start + num_tokens < item.end
             if is_cut or not self._may_use(item, plan):
                 return max(item.start - start, 0)
+            is_new = item.key not in self._entries and item.key not in plan.encoded
+            if is_new and budget is not None:
+                num_new = plan.num_encoded - before + item.num_embeddings
+                most = budget.most(start, num_tokens, num_new)
+                least = item.end - start if self._most_whole else max(item.start - start, 0) + 1
+                if most < least and item.start > start:
+                    return item.start - start  # there is time for the text before it only
+                if not most:
+                    return 0
+                num_tokens = max(most, least)
             plan.used.append((request, index))
-            if item.key not in self._entries:
+            if is_new:
                 plan.encoded[item.key] = item.num_embeddings
         return num_tokens
 
@@ -196,7 +229,7 @@ class EncoderCache:
         found = {request.spec.media[index].key for request, index in plan.used}
         if entry is not None and item.key in found:
             return True
-        num_encoded = sum(plan.encoded.values())
+        num_encoded = plan.num_encoded
         # Kept images that this step uses must not be dropped to make room for new ones.
         kept = (self._entries[key] for key in found if key in self._entries)
         num_kept = sum(each.size for each in kept if not each.holders)

@@ -239,9 +239,11 @@ class Scheduler:
         moves = kept_states = None
         encoded: list[tuple[int, int]] = []
         dropped: list[str] = []
+        num_encoded = 0
         tokens = RowTokens(num_computed, num_scheduled, num_drafts)
         if len(rows):
             if self.media is not None:
+                num_encoded = self.media.num_encoded
                 encoded, dropped = self.media.take_step()
             if self._drafts is not None:
                 tokens = self._drafts.update_settled(rows, tokens)
@@ -249,7 +251,7 @@ class Scheduler:
                 kept_states = self._state_keeper.keep(rows, tokens)
             has_freed = bool(self._freed_rows or self._shortened)
             moves = compact_blocks(plan, self.running, self.cache, has_freed)
-            work = self._work_of(tokens, plan, is_measured=not encoded)
+            work = self._work_of(tokens, plan, num_encoded)
             self._launch(step_id, rows, tokens, plan, work)
             freed_rows, self._freed_rows = self._freed_rows, []
             if self._shortened:
@@ -431,29 +433,31 @@ class Scheduler:
         found = num_tokens
         for index in np.flatnonzero(has_media | is_timed).tolist():
             start, most = int(computed[index]), int(num_tokens[index])
-            count = most
+            count, num_encoded = most, 0
             if budget is not None and is_timed[index]:
                 count = budget.most(start, most)
             if has_media[index]:
                 assert self.media is not None
                 request = self.running.at(rows[index : index + 1])[0]
                 count = self.media.with_whole_item(request, start, count, most)
-                count = self.media.limit(request, start, count, plan)
+                before = plan.num_encoded
+                count = self.media.limit(request, start, count, plan, budget)
+                num_encoded = plan.num_encoded - before
             # A prompt that waits for its image leaves the time to the prompts after it.
             if budget is not None and is_timed[index] and count:
-                budget.spend(start, count)
+                budget.spend(start, count, num_encoded)
             if count < most:
                 found = found.copy() if found is num_tokens else found
                 found[index] = count
         return found
 
-    def _work_of(self, tokens: RowTokens, plan: Plan, *, is_measured: bool) -> StepWork | None:
-        """Return the work of a step, to which its time is assigned; None if its time must not be
+    def _work_of(self, tokens: RowTokens, plan: Plan, num_encoded: int) -> StepWork | None:
+        """Return the work of a step, to which its time is assigned; None if no time is
         measured.
         """
-        if self._step_bound is None or not is_measured:
+        if self._step_bound is None:
             return None
-        if plan.only_decodes:
+        if plan.only_decodes and not num_encoded:
             return ONLY_DECODES
         counts = tokens.num_scheduled
         num_new = counts if tokens.num_drafts is None else counts - tokens.num_drafts
@@ -465,6 +469,7 @@ class Scheduler:
             num_prompt_tokens=int(counts[is_prompt].sum()),
             num_pairs=sum(num_pairs(start, count) for start, count in prompts),
             has_decodes=not is_prompt.all(),
+            num_encoded=num_encoded,
         )
 
     def _remember_prefills(self, plan: Plan) -> None:

@@ -1,4 +1,7 @@
-"""Limit the prompt tokens of a step, so that running requests do not wait too long for a token."""
+"""Limit the prompt tokens of a step, so that running requests do not wait too long for a token.
+
+Images are encoded within the same time.
+"""
 
 import math
 
@@ -32,24 +35,38 @@ class PromptBudget:
         self._least = least_tokens if times.token_s > 0 else _FIRST_FACTOR * least_tokens
         self._most = max(self._least, _LARGEST_GROWTH * times.largest)
 
-    def most(self, start: int, num_tokens: int) -> int:
+    def most(self, start: int, num_tokens: int, num_encoded: int = 0) -> int:
         """Return how many of the remaining tokens of a prompt may run.
 
         Args:
             start: index of the first remaining token.
             num_tokens: number of remaining tokens.
+            num_encoded: embeddings of images that must be computed for these tokens.
         """
         times = self._times
         most = self._most
-        if times.token_s > 0:
-            most = min(most, _most_in(self._seconds, times.token_s, times.pair_s, start))
+        seconds = self._seconds - self._encoder_s(num_encoded)
+        if seconds <= 0:
+            most = 0
+        elif times.token_s > 0:
+            most = min(most, _most_in(seconds, times.token_s, times.pair_s, start))
         return min(num_tokens, max(most, self._least))
 
-    def spend(self, start: int, num_tokens: int) -> None:
-        """Subtract the time of `num_tokens` tokens of a prompt, from index `start` on."""
+    def spend(self, start: int, num_tokens: int, num_encoded: int = 0) -> None:
+        """Subtract the time of `num_tokens` tokens of a prompt from index `start` on, and of the
+        embeddings of their images.
+        """
+        self._seconds -= self._encoder_s(num_encoded)
         self._seconds -= self._times.prompt_s(num_tokens, num_pairs(start, num_tokens))
         self._most -= num_tokens
         self._least = 0
+
+    def _encoder_s(self, num_encoded: int) -> float:
+        """Return the seconds that an encoder needs; all of the time while that is not known."""
+        if not num_encoded:
+            return 0.0
+        known = self._times.encoded_s
+        return self._seconds if known is None else known * num_encoded
 
 
 class StepBound:

@@ -32,6 +32,8 @@ class StepWork:
     num_pairs: float = 0.0
     """Pairs of a query and a key in the attention of prompts."""
     has_decodes: bool = True
+    num_encoded: int = 0
+    """Embeddings of images, or hidden states of sounds, that the step computes."""
 
 
 ONLY_DECODES = StepWork()
@@ -45,13 +47,18 @@ class StepTimes:
     factor follows the last few steps and covers what the fit ignores, such as other programs on the
     machine.
 
+    Encoders of images take `encoded_s` for each embedding. This is a moving average of what steps
+    with them took longer than expected of their decodes and prompts.
+
     Attributes:
         decode_s: seconds of a decode step; 0 before the first one.
+        encoded_s: seconds for one more embedding of an image; None before the first one.
         largest: prompt tokens of the largest step so far.
     """
 
     def __init__(self) -> None:
         self.decode_s = 0.0
+        self.encoded_s: float | None = None
         self.largest = 0
         self._has_begun = False
         self._token_s = self._pair_s = 0.0
@@ -77,6 +84,8 @@ class StepTimes:
         """Record how many seconds a step took."""
         if not self._has_begun:  # the first step of a process pays for all that is made once
             self._has_begun = True
+        elif work.num_encoded:
+            self._record_encoder(work, seconds)
         elif work.num_prompt_tokens:
             self._record_prompts(work, seconds)
         elif self.decode_s:
@@ -84,6 +93,17 @@ class StepTimes:
             self.decode_s += _NEW_WEIGHT * (usual - self.decode_s)
         else:
             self.decode_s = seconds
+
+    def _record_encoder(self, work: StepWork, seconds: float) -> None:
+        others = self.prompt_s(work.num_prompt_tokens, work.num_pairs)
+        if work.has_decodes:
+            others += self.decode_s
+        found = max(seconds - others, 0.0) / work.num_encoded
+        if self.encoded_s is None:
+            self.encoded_s = found
+            return
+        change = min(found, _LARGEST_SURPRISE * self.encoded_s) - self.encoded_s
+        self.encoded_s += (_SLOWER if change > 0 else _FASTER) * change
 
     def _record_prompts(self, work: StepWork, seconds: float) -> None:
         num_tokens, num_pairs = work.num_prompt_tokens, work.num_pairs
