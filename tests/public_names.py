@@ -11,6 +11,7 @@ PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
     ),
     "vllm.sampling_params": (
         *("SamplingParams", "GuidedDecodingParams", "BeamSearchParams", "RequestOutputKind"),
+        "StructuredOutputsParams",
     ),
     "vllm.pooling_params": ("PoolingParams",),
     "vllm.lora.request": ("LoRARequest",),
@@ -25,7 +26,9 @@ PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.engine.llm_engine": ("LLMEngine",),
     "vllm.v1.engine.async_llm": ("AsyncLLM",),
     "vllm.v1.engine.llm_engine": ("LLMEngine",),
+    "vllm.usage.usage_lib": ("UsageContext",),
     "vllm.utils": ("FlexibleArgumentParser", "Counter", "random_uuid"),
+    "vllm.utils.argparse_utils": ("FlexibleArgumentParser",),
     "vllm.entrypoints.llm": ("LLM",),
     "vllm.entrypoints.api_server": ("main",),
     "vllm.entrypoints.cli.main": ("main",),
@@ -47,9 +50,10 @@ PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.multimodal.utils": (
         *("fetch_image", "fetch_audio", "encode_image_base64", "encode_audio_base64"),
     ),
-    "vllm.distributed": ("cleanup_dist_env_and_memory",),
+    "vllm.distributed": ("cleanup_dist_env_and_memory", "destroy_model_parallel"),
     "vllm.distributed.parallel_state": (
         *("cleanup_dist_env_and_memory", "destroy_distributed_environment"),
+        "destroy_model_parallel",
     ),
     "vllm.platforms": ("current_platform",),
     "vllm.transformers_utils.tokenizer": ("get_tokenizer",),

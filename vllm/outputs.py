@@ -65,6 +65,19 @@ class RequestMetrics:
     """When the engine began to compute it."""
     last_token_time: float | None = None
 
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds between arrival and the first step."""
+        return self._since_arrival(self.first_scheduled_time)
+
+    @property
+    def first_token_latency(self) -> float | None:
+        """Seconds between arrival and the first token."""
+        return self._since_arrival(self.first_token_time)
+
+    def _since_arrival(self, time: float | None) -> float | None:
+        return None if time is None else time - self.arrival_time
+
 
 class RequestOutput:
     """The state of one request as the user sees it.

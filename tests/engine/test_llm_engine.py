@@ -224,11 +224,59 @@ def test_the_settings_of_the_engine_can_be_asked_for():
     assert engine.get_parallel_config() is config.parallel
     assert engine.get_decoding_config() is config.structured_output
     assert engine.get_lora_config() is None and engine.list_loras() == set()
-    assert engine.get_tokenizer_group() is engine.get_tokenizer()
     assert engine.reset_mm_cache() and not engine.is_tracing_enabled()
     for refused in (engine.remove_lora, engine.pin_lora):
         with pytest.raises(RequestError, match="started without LoRA"):
             refused(1)
+
+
+def test_the_tokenizer_is_where_programs_for_each_release_look_for_it():
+    engine = make_engine()
+    tokenizer = engine.get_tokenizer()
+    for group in (engine.tokenizer, engine.get_tokenizer_group()):
+        assert group.tokenizer is group.get_lora_tokenizer() is tokenizer
+        assert group.encode("a b") == tokenizer.encode("a b")
+        assert group("a b") == tokenizer("a b") and len(group) == len(tokenizer)
+    other = byte_level()
+    engine.tokenizer.tokenizer = other
+    assert engine.get_tokenizer() is other
+    without = make_engine(tokenizer=False)
+    assert without.tokenizer is None
+    with pytest.raises(RequestError, match="runs without a tokenizer"):
+        without.get_tokenizer_group()
+
+
+def test_the_configs_have_the_names_that_programs_read():
+    engine = make_engine()
+    config = engine.vllm_config
+    assert config.model_config is config.model and config.cache_config is engine.cache_config
+    assert config.scheduler_config is config.scheduler
+    assert config.parallel_config is config.parallel
+    assert config.device_config is config.device and config.load_config is config.load
+    assert config.decoding_config is config.structured_outputs_config is config.structured_output
+    assert config.observability_config is config.observability
+    assert config.lora_config is config.speculative_config is config.kv_transfer_config is None
+    assert engine.cache_config.num_gpu_blocks == 100 and engine.cache_config.num_cpu_blocks == 0
+    assert engine.cache_config.cache_dtype == "auto"
+
+
+@pytest.mark.parametrize("part", ["model_executor", "model_executor.driver_worker"])
+def test_a_program_may_end_the_engine_by_deleting_its_workers(part):
+    engine = make_engine()
+    owner, _, name = f"engine.{part}".rpartition(".")
+    delattr(eval(owner), name)
+    with pytest.raises(EngineDeadError):
+        engine.check_health()
+
+
+def test_the_model_of_a_worker_is_an_error_that_names_the_method_to_use():
+    engine = make_engine()
+    with pytest.raises(AttributeError, match=r"driver_worker.*LLM\.apply_model"):
+        _ = engine.model_executor.driver_worker.model_runner.model
+    assert engine.model_executor.collective_rpc(lambda worker: 7) == [7]
+    engine.model_executor.shutdown()
+    with pytest.raises(EngineDeadError):
+        engine.check_health()
 
 
 def test_an_engine_that_is_shut_down_cannot_be_controlled():

@@ -52,6 +52,22 @@ class CacheConfig:
     memory. 0: no prefix caching for these models. On a Gaudi card, each recurrent state needs one
     more forward pass of its prompt."""
 
+    num_gpu_blocks: int | None = field(default=None, metadata={"cli": False})
+    """Number of KV blocks on the device, in the config of a running `LLMEngine`; None: not measured
+    yet."""
+
+    @property
+    def num_cpu_blocks(self) -> int:
+        """Number of KV blocks in host memory: none, because a preempted request is computed again
+        instead of being swapped out.
+        """
+        return 0
+
+    @property
+    def cache_dtype(self) -> CacheDType:
+        """The value of `kv_cache_dtype`, under the name of vLLM's config."""
+        return self.kv_cache_dtype
+
     def __post_init__(self) -> None:
         check_at_least(self, 1, "block_size")
         if self.block_size & (self.block_size - 1):

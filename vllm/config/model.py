@@ -2,14 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from vllm.config.arch.config_object import config_object
 from vllm.config.arch.model_arch import ModelArch
 from vllm.config.fields import check_at_least, check_one_of
+from vllm.config.parallel import ParallelConfig
 from vllm.config.pooler import ModelTask, PoolerConfig
 from vllm.config.quantization.inc import IncConfig
 from vllm.errors import ConfigError
 from vllm.utils.text.patterns import compile_pattern
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 ModelDType = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 TokenizerMode = Literal["auto", "slow", "mistral"]
@@ -184,6 +189,72 @@ class ModelConfig:
         MEASURE).
         """
         return self.inc is not None and self.inc.mode == "MEASURE"
+
+    # ---- names of vLLM's config, which programs read -----------------------------------------
+
+    @property
+    def hf_config(self) -> "PretrainedConfig":
+        """A new config object of transformers for the model; changes of it have no effect."""
+        return config_object(self.resolved_arch)
+
+    @property
+    def hf_text_config(self) -> "PretrainedConfig":
+        """A new config object of transformers for the language model."""
+        return self.hf_config.get_text_config()
+
+    @property
+    def architectures(self) -> list[str]:
+        """The classes of the model that config.json names."""
+        names = self.resolved_arch.hf_config.get("architectures")
+        return list(names or [self.resolved_arch.architecture])
+
+    @property
+    def architecture(self) -> str:
+        """The class of the model in config.json."""
+        return self.resolved_arch.architecture
+
+    @property
+    def is_multimodal_model(self) -> bool:
+        """Whether the model also reads images, sounds or videos."""
+        return self.resolved_arch.media_config is not None
+
+    def get_vocab_size(self) -> int:
+        """Return the number of tokens in the vocabulary."""
+        return self.resolved_arch.vocab_size
+
+    def get_hidden_size(self) -> int:
+        """Return the size of the hidden states."""
+        return self.resolved_arch.hidden_size
+
+    def get_inputs_embeds_size(self) -> int:
+        """Return the size of the embeddings that the model reads."""
+        return self.resolved_arch.embedding_size
+
+    def get_head_size(self) -> int:
+        """Return the size of an attention head."""
+        return self.resolved_arch.head_size
+
+    def get_sliding_window(self) -> int | None:
+        """Return the smallest sliding window of the layers; None if there is none."""
+        windows = [each for each in self.resolved_arch.layer_windows if each is not None]
+        return min(windows, default=None)
+
+    def get_total_num_kv_heads(self) -> int:
+        """Return the number of key/value heads of the model."""
+        return self.resolved_arch.num_kv_heads
+
+    def get_num_kv_heads(self, parallel_config: ParallelConfig) -> int:
+        """Return the number of key/value heads of one worker."""
+        size = parallel_config.tensor_parallel_size
+        return max(1, self.resolved_arch.num_kv_heads // size)
+
+    def get_num_attention_heads(self, parallel_config: ParallelConfig) -> int:
+        """Return the number of attention heads of one worker."""
+        return self.resolved_arch.num_heads // parallel_config.tensor_parallel_size
+
+    def get_num_layers(self, parallel_config: ParallelConfig) -> int:
+        """Return the number of layers, divided by the number of pipeline stages and rounded up."""
+        return -(-self.resolved_arch.num_layers // parallel_config.pipeline_parallel_size)
 
     @property
     def dtype_name(self) -> str:

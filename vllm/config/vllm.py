@@ -6,7 +6,7 @@ from typing import Literal
 from vllm.config.cache import CacheConfig
 from vllm.config.fields import check_one_of
 from vllm.config.hpu import HPUConfig
-from vllm.config.kv_transfer import ConnectorConfig
+from vllm.config.kv_transfer import ConnectorConfig, KVTransferConfig
 from vllm.config.load import LoadConfig
 from vllm.config.lora import LoRAConfig
 from vllm.config.model import ModelConfig
@@ -81,6 +81,70 @@ class VllmConfig:
             f"at most {self.scheduler.max_num_seqs} requests and "
             f"{self.scheduler.max_num_batched_tokens} tokens per step"
         )
+
+    # ---- names of vLLM's config, which programs read -----------------------------------------
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The settings of the model."""
+        return self.model
+
+    @property
+    def cache_config(self) -> CacheConfig:
+        """The settings of the KV cache."""
+        return self.cache
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        """The limits of a step."""
+        return self.scheduler
+
+    @property
+    def parallel_config(self) -> ParallelConfig:
+        """The settings of parallelism."""
+        return self.parallel
+
+    @property
+    def device_config(self) -> DeviceConfig:
+        """The settings of the device."""
+        return self.device
+
+    @property
+    def load_config(self) -> LoadConfig:
+        """The settings of loading."""
+        return self.load
+
+    @property
+    def lora_config(self) -> LoRAConfig | None:
+        """The settings of adapters; None if they are off."""
+        return self.lora if self.lora.enable_lora else None
+
+    @property
+    def speculative_config(self) -> SpeculativeConfig | None:
+        """The settings of speculative decoding; None if it is off."""
+        return self.speculative if self.speculative.method is not None else None
+
+    @property
+    def decoding_config(self) -> StructuredOutputConfig:
+        """The settings of structured output."""
+        return self.structured_output
+
+    @property
+    def structured_outputs_config(self) -> StructuredOutputConfig:
+        """The settings of structured output, under the newer name."""
+        return self.structured_output
+
+    @property
+    def observability_config(self) -> ObservabilityConfig:
+        """The settings of logs and metrics."""
+        return self.observability
+
+    @property
+    def kv_transfer_config(self) -> KVTransferConfig | None:
+        """The settings of KV blocks outside of the KV cache; None if they are off."""
+        return self.connector.kv_transfer
+
+    # ---- derived values -----------------------------------------------------------------------
 
     @property
     def has_dense_cache(self) -> bool:

@@ -12,6 +12,13 @@ def destroy_distributed_environment() -> None:
         torch.distributed.destroy_process_group()
 
 
+def destroy_model_parallel() -> None:
+    """Destroy nothing: the groups of the workers belong to their engine, which destroys them.
+
+    Programs call it before they delete an `LLM`.
+    """
+
+
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     """Destroy the process groups and free the memory that is no longer referenced.
 

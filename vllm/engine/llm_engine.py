@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -22,6 +23,7 @@ from vllm.engine.metrics.engine_metrics import EngineMetrics
 from vllm.engine.metrics.reader import Metric, read_metrics
 from vllm.engine.metrics.stats_log import StatsLog
 from vllm.engine.metrics.traffic_metrics import TrafficFile
+from vllm.engine.older_names import ModelExecutor, TokenizerGroup
 from vllm.engine.output.output_processor import OutputProcessor
 from vllm.engine.output.stats_recorder import StatsRecorder
 from vllm.engine.unavailable import refuse
@@ -83,7 +85,9 @@ class LLMEngine:
         tokenizer: "PreTrainedTokenizerBase | None",
         generation_defaults: Mapping[str, Any],
     ) -> None:
-        self.vllm_config = config
+        # The number of blocks is only known now; the core and its workers do not read it here.
+        cache = replace(config.cache, num_gpu_blocks=core.stats().num_kv_blocks)
+        self.vllm_config = config = replace(config, cache=cache)
         self.model_config = config.model
         self.cache_config = config.cache
         self.scheduler_config = config.scheduler
@@ -303,13 +307,15 @@ class LLMEngine:
         """Return the config of LoRA; None if it is off."""
         return self.vllm_config.lora if self.vllm_config.lora.enable_lora else None
 
-    def get_tokenizer_group(self) -> "PreTrainedTokenizerBase":
-        """Return the tokenizer, which is used for all requests, with and without adapters.
+    def get_tokenizer_group(self) -> TokenizerGroup:
+        """Return an object with the tokenizer, which is used for all requests, with and without
+        adapters.
 
         Raises:
             RequestError: the engine runs without a tokenizer.
         """
-        return self.get_tokenizer()
+        self.get_tokenizer()
+        return TokenizerGroup(self)
 
     def is_tracing_enabled(self) -> bool:
         """Return False, because the server creates the traces of requests."""
@@ -427,9 +433,20 @@ class LLMEngine:
     # ---- the engine itself ----------------------------------------------------------------
 
     @property
-    def tokenizer(self) -> "PreTrainedTokenizerBase | None":
-        """The tokenizer, or None."""
-        return self.input_processor.tokenizer
+    def tokenizer(self) -> TokenizerGroup | None:
+        """The tokenizer as in vLLM: itself and also its attribute `tokenizer`. None: there is
+        none.
+        """
+        return None if self.input_processor.tokenizer is None else TokenizerGroup(self)
+
+    @property
+    def model_executor(self) -> ModelExecutor:
+        """An object for programs that end the engine by deleting it, or by its `shutdown`."""
+        return ModelExecutor(self)
+
+    @model_executor.deleter
+    def model_executor(self) -> None:
+        self.shutdown()
 
     def get_tokenizer(self, lora_request: Any = None) -> "PreTrainedTokenizerBase":
         """Return the tokenizer, which is the same for every adapter.
@@ -437,9 +454,10 @@ class LLMEngine:
         Raises:
             RequestError: the engine runs without a tokenizer.
         """
-        if self.tokenizer is None:
+        tokenizer = self.input_processor.tokenizer
+        if tokenizer is None:
             raise RequestError("this engine runs without a tokenizer (skip_tokenizer_init)")
-        return self.tokenizer
+        return tokenizer
 
     def set_tokenizer(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Use another tokenizer for new requests."""

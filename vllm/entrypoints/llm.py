@@ -277,7 +277,7 @@ class LLM:
             run,
             end_tokens=frozenset() if params.ignore_eos else end_tokens,
             max_model_len=self.llm_engine.scheduler_config.max_model_len,
-            tokenizer=self.llm_engine.tokenizer,
+            tokenizer=self.llm_engine.input_processor.tokenizer,
         )
 
     # ---- pooling --------------------------------------------------------------------------

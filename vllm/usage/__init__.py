@@ -1,0 +1,1 @@
+"""Keep the module names of vLLM's usage statistics, which this package does not collect."""
