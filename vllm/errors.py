@@ -13,6 +13,7 @@
     |- CollectiveError        an exchange between the workers failed; the engine stops
     |- WorkerCallError        a call to the workers failed; the engine keeps serving (500)
     `- EngineDeadError        the engine core has died (500; health fails)
+       `- EngineStoppedError  the engine was shut down on purpose (503)
 
 A failed `assert` is a bug in this package. Bad input is never an `assert`.
 """
@@ -144,3 +145,7 @@ class CollectiveError(VllmError, RuntimeError):
 
 class EngineDeadError(VllmError, RuntimeError):
     """The engine core has failed; no request can be served until a restart."""
+
+
+class EngineStoppedError(EngineDeadError):
+    """The engine was shut down on purpose, so the same request may succeed on another server."""

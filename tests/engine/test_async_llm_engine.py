@@ -23,6 +23,7 @@ from vllm.errors import (
     CapacityError,
     ConfigError,
     EngineDeadError,
+    EngineStoppedError,
     RequestError,
     RequestTimeoutError,
     TextTooLongError,
@@ -314,6 +315,35 @@ def test_a_dead_core_ends_every_request_and_tells_once(run):
         with pytest.raises(EngineDeadError):
             await engine.reset_prefix_cache()
         assert len(deaths) == 1 and engine.errored
+
+    run(check)
+
+
+def test_a_stopped_engine_ends_every_request_wherever_it_is(run):
+    """Check requests in the core, in the thread of long texts, in its queue, and later ones."""
+    started, release = threading.Event(), threading.Event()
+
+    def work(processor):
+        started.set()
+        release.wait()
+
+    async def check(engine, client):
+        client.is_held = True
+        tasks = [asyncio.create_task(collect(engine, "r"))]
+        await until(lambda: client.received)
+        busy = asyncio.create_task(engine.run_in_background(work))
+        await asyncio.to_thread(started.wait)
+        tasks.append(asyncio.create_task(engine.run_in_background(work)))
+        await asyncio.sleep(0)
+        engine.shutdown()
+        release.set()
+        tasks += [asyncio.create_task(engine.run_in_background(work))]
+        for task in tasks:
+            with pytest.raises(EngineStoppedError, match="before this request had finished"):
+                await task
+        await busy
+        with pytest.raises(EngineStoppedError):
+            await collect(engine, "later")
 
     run(check)
 

@@ -16,6 +16,7 @@ from collections.abc import (
     Callable,
     Coroutine,
     Iterable,
+    Iterator,
     Mapping,
     Sequence,
 )
@@ -48,9 +49,10 @@ from vllm.engine.requests_in_flight import RequestsInFlight
 from vllm.engine.unavailable import refuse
 from vllm.errors import (
     ConfigError,
-    EngineDeadError,
+    EngineStoppedError,
     RequestError,
     RequestTimeoutError,
+    VllmError,
 )
 from vllm.executor import Worker
 from vllm.inputs import PromptType
@@ -73,6 +75,10 @@ logger = init_logger(__name__)
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
+_STOPPED = (
+    "the server was stopped before this request had finished. Send it again when the server runs "
+    "again, or to another server"
+)
 _GRAMMAR_THREADS = 8
 """Threads for requests whose grammar is being compiled or waits for a compiler."""
 
@@ -199,14 +205,13 @@ class AsyncLLM:
             await self.startup.wait()
 
     def shutdown(self) -> None:
-        """End the core process now; running requests fail with EngineDeadError."""
+        """End the core process now; running requests fail with EngineStoppedError."""
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        error = EngineDeadError("the engine was shut down")
-        self._core.stop(error)
+        self._core.stop(EngineStoppedError("the engine was shut down"))
         if self.is_loaded:
-            self._requests.lose_all(error)
+            self._requests.lose_all(EngineStoppedError(_STOPPED))
         for task in self._tasks:
             task.cancel()
         if self._traffic_file is not None:
@@ -346,21 +351,22 @@ class AsyncLLM:
             await self._find_adapter(lora_request)
         # The core reads the media files of the request until the request ends.
         async with self._preparation.media.shared(prompt) as prompt:
-            text, request = await self._preparation.process(
-                prompt,
-                sampling_params,
-                lambda prompt, processor: processor.process(
-                    request_id,
+            with self._preparing():
+                text, request = await self._preparation.process(
                     prompt,
                     sampling_params,
-                    arrival_time=arrival_time,
-                    priority=priority,
-                    lora_request=lora_request,
-                ),
-            )
-            stream = self._requests.submit(
-                text, await self._with_grammar(request), data_parallel_rank
-            )
+                    lambda prompt, processor: processor.process(
+                        request_id,
+                        prompt,
+                        sampling_params,
+                        arrival_time=arrival_time,
+                        priority=priority,
+                        lora_request=lora_request,
+                    ),
+                )
+                stream = self._requests.submit(
+                    text, await self._with_grammar(request), data_parallel_rank
+                )
             try:
                 while True:
                     output = await stream.get()
@@ -392,14 +398,19 @@ class AsyncLLM:
         arrival_time = time.time()
         await self.wait_ready()
         async with self._preparation.media.shared(prompt) as prompt:
-            text, request = await self._preparation.process(
-                prompt,
-                pooling_params,
-                lambda prompt, processor: processor.process_pooling(
-                    request_id, prompt, pooling_params, arrival_time=arrival_time, priority=priority
-                ),
-            )
-            stream = self._requests.submit(text, request)
+            with self._preparing():
+                text, request = await self._preparation.process(
+                    prompt,
+                    pooling_params,
+                    lambda prompt, processor: processor.process_pooling(
+                        request_id,
+                        prompt,
+                        pooling_params,
+                        arrival_time=arrival_time,
+                        priority=priority,
+                    ),
+                )
+                stream = self._requests.submit(text, request)
             try:
                 yield await stream.get()
             finally:
@@ -415,11 +426,13 @@ class AsyncLLM:
         self, prompt: PromptType, *, is_long: bool = False, max_tokens: int | None = None
     ) -> TokenizedPrompt:
         """Return the token ids of a prompt. For the arguments see `Preparation.tokenize`."""
-        return await self._preparation.tokenize(prompt, is_long=is_long, max_tokens=max_tokens)
+        with self._preparing():
+            return await self._preparation.tokenize(prompt, is_long=is_long, max_tokens=max_tokens)
 
     async def read_sound(self, source: MediaSource, sampling_rate: int) -> Samples:
         """Read an audio file and return its samples. For the arguments see `SoundLane.read`."""
-        return await self._preparation.sound.read(source, sampling_rate)
+        with self._preparing():
+            return await self._preparation.sound.read(source, sampling_rate)
 
     async def run_in_background(
         self, work: Callable[[InputProcessor], _Result], num_chars: int = 0
@@ -427,7 +440,18 @@ class AsyncLLM:
         """Run slow work that needs a tokenizer in a background thread. See
         `Preparation.run_in_background`.
         """
-        return await self._preparation.run_in_background(work, num_chars)
+        with self._preparing():
+            return await self._preparation.run_in_background(work, num_chars)
+
+    @contextlib.contextmanager
+    def _preparing(self) -> Iterator[None]:
+        """Convert errors of threads and processes that `shutdown` has ended meanwhile."""
+        try:
+            yield
+        except (Exception, asyncio.CancelledError) as error:
+            if self._is_shut_down and not isinstance(error, VllmError):
+                raise EngineStoppedError(_STOPPED) from error
+            raise
 
     async def _with_grammar(self, request: EngineRequest) -> EngineRequest:
         """Return the request with its compiled grammar, if it asks for structured output."""
@@ -466,6 +490,11 @@ class AsyncLLM:
         """Config of the engine; available after the start has read the model's config."""
         assert self._config is not None, "the engine has not started"
         return self._config
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """Config of the model; available after the start has read the model's config."""
+        return self.vllm_config.model
 
     @property
     def num_unfinished_requests(self) -> int:

@@ -13,6 +13,7 @@ from vllm.entrypoints.shared.sse import ClientDisconnected
 from vllm.errors import (
     CapacityError,
     EngineDeadError,
+    EngineStoppedError,
     NotFoundError,
     PromptTooLongError,
     RequestError,
@@ -31,6 +32,7 @@ CASES = [
     (CapacityError("no", status=503), 503, "service_unavailable_error", None, None),
     (RequestTimeoutError("no"), 504, "timeout_error", None, None),
     (EngineDeadError("no"), 500, "server_error", None, "engine_dead"),
+    (EngineStoppedError("no"), 503, "service_unavailable_error", None, None),
     (GenerationError("no"), 500, "server_error", None, "request_failed"),
     (HTTPException(405, "no"), 405, "invalid_request_error", None, None),
     (HTTPException(429, "no"), 429, "rate_limit_error", None, None),

@@ -21,7 +21,7 @@ from vllm.entrypoints.server import tls, uvicorn_server
 from vllm.entrypoints.server.tls import check_certificates, refresh_certificate
 from vllm.entrypoints.server.uvicorn_server import bind, serve
 from vllm.entrypoints.shared.server_args import ServerArgs
-from vllm.errors import ConfigError, EngineDeadError
+from vllm.errors import ConfigError, EngineDeadError, EngineStoppedError
 
 LOCAL = {"host": "127.0.0.1", "port": 0}
 
@@ -86,6 +86,12 @@ class Life:
             while not self.may_end.is_set():
                 await asyncio.sleep(0.01)
             return {}
+
+        @app.get("/running")
+        async def running():
+            while not self.engine.is_shut_down:
+                await asyncio.sleep(0.01)
+            raise EngineStoppedError("stopped")
 
         self.loop_engine = context.engine
         return context, app
@@ -156,6 +162,25 @@ def test_a_second_signal_ends_with_its_own_exit_code():
             life.get("/slow")
 
     assert Life(act).run() == 128 + signal.SIGTERM
+
+
+def test_a_second_signal_leaves_time_for_the_errors_of_running_requests():
+    answers = []
+
+    def act(life):
+        life.wait_ready()
+        running = threading.Thread(target=lambda: answers.append(life.get("/running")))
+        running.start()
+        while json.loads(life.get("/load")[1])["server_load"] == 0:
+            time.sleep(0.01)
+        life.send(signal.SIGTERM)
+        life.wait_closing()
+        life.send(signal.SIGTERM)
+        running.join()
+
+    assert Life(act).run() == 128 + signal.SIGTERM
+    ((status, body),) = answers
+    assert (status, json.loads(body)["error"]["message"]) == (503, "stopped")
 
 
 def test_an_engine_that_dies_ends_the_server_with_its_error():

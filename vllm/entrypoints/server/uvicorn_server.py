@@ -38,6 +38,8 @@ logger = init_logger(__name__)
 _BACKLOG = 4096
 _ANSWER_TIME_S = 2.0
 """Seconds to send responses after the engine has ended: running requests get their error."""
+_FAST_ANSWER_TIME_S = 0.5
+"""Seconds to send errors after a second signal."""
 _POLL_S = 0.05
 _CERTIFICATE_CHECK_S = 2.0
 
@@ -218,11 +220,13 @@ class _Server(uvicorn.Server):
 
     def _on_signal(self, signum: int) -> None:
         name = signal.Signals(signum).name
+        if self._exit_code:
+            self.should_exit = self.force_exit = True
+            return
         if self._is_draining:
             logger.warning("%s received again: stopping now, without waiting for requests", name)
             self._exit_code = 128 + signum
-            self._shut_engine_down()
-            self.should_exit = self.force_exit = True
+            self._spawn(self._stop_now())
             return
         self._is_draining = True
         self._spawn(self._drain(name))
@@ -247,6 +251,13 @@ class _Server(uvicorn.Server):
             await _wait_idle(context, _ANSWER_TIME_S)
         self._early.close()
         self.should_exit = True
+
+    async def _stop_now(self) -> None:
+        """Fail all requests and exit. Their clients get errors, but only a short time for them."""
+        self._shut_engine_down()
+        if self._context is not None:
+            await _wait_idle(self._context, _FAST_ANSWER_TIME_S)
+        self.should_exit = self.force_exit = True
 
     def _on_death(self, error: BaseException) -> None:
         known = isinstance(error, Exception)

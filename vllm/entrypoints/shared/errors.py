@@ -4,6 +4,7 @@
 RequestError          its own (400, 404)      its own, such as context_length_exceeded
 CapacityError         its own (400, 409, 503)
 RequestTimeoutError   504
+EngineStoppedError    503
 EngineDeadError       500                     engine_dead
 WorkerCallError       500                     request_failed
 GenerationError       500                     request_failed
@@ -32,6 +33,7 @@ from vllm.entrypoints.shared.validation_text import describe_validation
 from vllm.errors import (
     CapacityError,
     EngineDeadError,
+    EngineStoppedError,
     RequestError,
     RequestTimeoutError,
     VllmError,
@@ -112,6 +114,8 @@ def describe_error(error: BaseException) -> ErrorInfo:
         return ErrorInfo(error.status, message, headers=headers)
     if isinstance(error, RequestTimeoutError):
         return ErrorInfo(error.status, message)
+    if isinstance(error, EngineStoppedError):
+        return ErrorInfo(503, message, headers={"Retry-After": _RETRY_AFTER_S})
     if isinstance(error, EngineDeadError):
         return ErrorInfo(500, message, code="engine_dead")
     if isinstance(error, (GenerationError, WorkerCallError)):
