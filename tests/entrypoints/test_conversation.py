@@ -115,7 +115,7 @@ NINE = each(
     "{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}"
     "[{{ c.id }}]{% endfor %}"
     "{% if m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('nine') }}"
-    "{% endif %}<{{ m.tool_call_id }}>{% endif %}"
+    "{% endif %}<{{ m.tool_call_id }}>{{ m.content }}{% endif %}"
 )
 SINGLE = each(
     "{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}{{ raise_exception('single') }}"
@@ -232,6 +232,18 @@ CASES = {
         [USER, called(call("{}")), result("r")],
         "user=u;assistant=;<r>",
     ),
+    "results of a template without tools": (
+        KNOWN_ROLES,
+        [USER, called(call('{"x": 1}')), result("r"), result("t", "call_2"), USER],
+        'user=u;assistant={"name": "f", "arguments": {"x": 1}};'
+        "user=Result of the tool f:\n\nr;user=Result of the tool:\n\nt;user=u;",
+    ),
+    "calls of a template that refuses them without tools": (
+        "{% if not tools and messages|selectattr('role', 'equalto', 'tool')|list %}"
+        "{{ raise_exception('no tools') }}{% endif %}" + CALLS,
+        [USER, called(call('{"x')), result("r")],
+        'user=u;assistant={"name": "f", "arguments": "{\\"x"};user=Result of the tool f:\n\nr;',
+    ),
     "the API before tools": (
         CALLS,
         [
@@ -269,7 +281,7 @@ CASES = {
             called(call("{}", "call_abc123"), call("{}", "abcdefghi")),
             result("r", "abcdefghi"),
         ],
-        "[xyHvf1Sfj][abcdefghi]<abcdefghi>",
+        "[xyHvf1Sfj][abcdefghi]<abcdefghi>r",
     ),
     "several calls": (
         SINGLE,

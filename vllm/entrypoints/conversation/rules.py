@@ -164,6 +164,39 @@ def _join_group(group: Sequence[Message]) -> Message:
 # ---- calls ------------------------------------------------------------------------------------
 
 
+def spell_out_calls(messages: list[Message], template: Template) -> list[Message]:
+    """Write calls and their results as ordinary text if the template would drop or refuse them.
+
+    Templates of models without tools drop results (Phi-3 and others), and some templates refuse
+    calls of earlier turns in a request without tools, which clients send to get a title or a
+    summary. The text of a client is never dropped in silence.
+    """
+    has_results = any(message["role"] == "tool" for message in messages)
+    if not has_results and not any("tool_calls" in message for message in messages):
+        return messages
+    is_refused = template.refuses_calls_without_tools()
+    if not is_refused and not (has_results and template.hides_results()):
+        return messages
+    hides_calls = is_refused or template.hides_calls()
+    for message in messages:
+        if message["role"] == "tool":
+            name = message.get("name")
+            heading = "Result of the tool:" if name is None else f"Result of the tool {name}:"
+            message.update(role="user", content=join_contents([heading, message["content"]]))
+            message.pop("tool_call_id", None)
+            message.pop("name", None)
+        elif "tool_calls" in message and hides_calls:
+            calls = [_as_text_call(call["function"]) for call in message.pop("tool_calls")]
+            message["content"] = join_contents([message["content"], "\n".join(calls)])
+    return messages
+
+
+def _as_text_call(function: Mapping[str, Any]) -> str:
+    parsed = _parse_object(function["arguments"] or {})
+    arguments = function["arguments"] if parsed is None else parsed
+    return _as_json({"name": function["name"], "arguments": arguments})
+
+
 def answer_calls(messages: list[Message], template: Template) -> list[Message]:
     """Add an empty result after a call without a result, if the template requires one.
 
@@ -434,6 +467,7 @@ def _fit_tool(tool: Tool, template: Template) -> Tool:
 
 _RULES: tuple[Callable[[list[Message], Template], list[Message]], ...] = (
     rename_developer,
+    spell_out_calls,
     answer_calls,
     split_calls,
     rename_results,

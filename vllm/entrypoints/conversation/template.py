@@ -196,6 +196,50 @@ class Template:
 
         return self._ask("calls", ask)
 
+    def hides_results(self) -> bool:
+        """Return whether the template shows results of tools under none of the names of their
+        role.
+        """
+        kinds = [
+            MessageKind(role, has_calls=False, is_first=False, is_last=is_last)
+            for role in ("tool", "function", "ipython", "observation")
+            for is_last in (True, False)
+        ]
+        return self._ask(
+            "results",
+            lambda: self._can_be_probed() and all(self.content_form(k) is None for k in kinds),
+        )
+
+    def hides_calls(self) -> bool:
+        """Return whether the template shows the arguments of a call neither as an object nor as
+        text.
+        """
+        words = " ".join(_WORDS)
+        given = ({"key": words}, f'{{"key": "{words}"}}')
+        return self._ask(
+            "hidden calls",
+            lambda: (
+                not any(words in (self._try(_call_of(each, result="r")) or "") for each in given)
+            ),
+        )
+
+    def refuses_calls_without_tools(self) -> bool:
+        """Return whether the template refuses calls and results in a request without tools, and
+        accepts them in a request with tools.
+        """
+
+        def ask() -> bool:
+            probe = _call_of({"key": "value"}, result="r")
+            try:
+                self.render(probe, None)
+            except MemoryError:
+                raise
+            except Exception:  # a template may raise anything
+                return self._renders(probe)
+            return False
+
+        return not self._has_tools and self._ask("no tools", ask)
+
     def refuses_unanswered_calls(self) -> bool:
         """Return whether the template refuses a user message after a call without a result."""
         answered = [*_call_of({}, result="r"), _MIDDLE_ANSWER, _MIDDLE_USER]
