@@ -127,6 +127,11 @@ def test_the_image_starts_with_the_entry_script_and_serves_by_default(instructio
         (["hpu-check"], ["hpu-check"]),
         (["--help"], ["--help"]),
         (["--version"], ["--version"]),
+        (["vllm", "serve", "a"], ["serve", "a"]),
+        (["org/model", "--port", "1"], ["serve", "org/model", "--port", "1"]),
+        (["/models/a"], ["serve", "/models/a"]),
+        (["sh", "-c", "vllm generate --chat"], ["generate", "--chat"]),
+        (["/bin/sh", "-c", "vllm serve"], ["serve"]),
     ],
 )
 def test_flags_alone_start_the_server_and_a_subcommand_is_run(tmp_path, arguments, command):
