@@ -63,6 +63,20 @@ def read_header(stream: TextStream, start: str) -> Wait[Header | None]:
     return Header(channel[0] if channel else "", recipient[1] if recipient else "")
 
 
+def drop_cut_header(stream: TextStream) -> bool:
+    """Drop the text since the start of a header that the end of a cut output interrupted, because
+    half of a header is no content. Returns whether this was the case.
+    """
+    rest = stream.text[stream.position :]
+    if not stream.is_cut or not any(
+        part.startswith(rest) for part in (MESSAGE, CHANNEL, CONSTRAIN)
+    ):
+        return False
+    stream.consume(len(rest))
+    stream.pop_read()
+    return True
+
+
 def read_end(stream: TextStream) -> Wait[None]:
     """Read the end marker of a message, if it is next."""
     for end in (END, CALL, RETURN):
@@ -110,6 +124,8 @@ class HarmonyReasoningParser(ReasoningParser):
         """Read a message whose start marker was just read."""
         stream = self._stream
         header = yield from read_header(stream, start)
+        if header is None and drop_cut_header(stream):
+            return
         is_text = header is not None and not header.recipient
         if header is None or not (is_text and header.channel in ("analysis", *TEXT_CHANNELS)):
             self._add_content(stream.pop_read())

@@ -124,9 +124,13 @@ class ReasoningParser:
         next(self._steps, None)
         return self._take()
 
-    def finish(self) -> tuple[str | None, str | None]:
-        """End the text, and return the parts that were held back, in the form of `feed`."""
-        self._stream.is_complete = True
+    def finish(self, *, is_cut: bool = False) -> tuple[str | None, str | None]:
+        """End the text, and return the parts that were held back, in the form of `feed`.
+
+        Args:
+            is_cut: the model did not end the text itself.
+        """
+        self._stream.is_complete, self._stream.is_cut = True, is_cut
         next(self._steps, None)
         return self._take()
 
@@ -139,9 +143,17 @@ class ReasoningParser:
         first, last = parser.feed(text), parser.finish()
         return _join(first[0], last[0]), _join(first[1], last[1])
 
-    def read_whole(self, text: str, token_ids: Sequence[int] = ()) -> tuple[str | None, str | None]:
-        """Return the (reasoning, answer) of a complete output, read by this parser."""
-        first, last = self.feed(text, token_ids), self.finish()
+    def read_whole(
+        self, text: str, token_ids: Sequence[int] = (), *, is_cut: bool = False
+    ) -> tuple[str | None, str | None]:
+        """Return the (reasoning, answer) of a complete output, read by this parser.
+
+        Args:
+            text: the output.
+            token_ids: its tokens; no built-in parser needs them.
+            is_cut: see `finish`.
+        """
+        first, last = self.feed(text, token_ids), self.finish(is_cut=is_cut)
         return _join(first[0], last[0]), _join(first[1], last[1])
 
     def extract_reasoning_content(

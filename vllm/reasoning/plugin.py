@@ -109,9 +109,12 @@ class ForeignReasoningParser:
         self._thoughts.append(reasoning or "")
         return reasoning, delta.content
 
-    def finish(self) -> tuple[str | None, str | None]:
+    def finish(self, *, is_cut: bool = False) -> tuple[str | None, str | None]:
         """End the text. Only a parser that is derived from this package's class may have held text
         back.
+
+        Args:
+            is_cut: not used.
         """
         held_back: tuple[str | None, str | None] = self._parser.finish()
         self._thoughts.append(held_back[0] or "")
@@ -131,7 +134,9 @@ class ForeignReasoningParser:
         """Return the output tokens after the end of the reasoning."""
         return list(self._parser.extract_content_ids(list(token_ids)))
 
-    def read_whole(self, text: str, token_ids: Sequence[int] = ()) -> tuple[str | None, str | None]:
+    def read_whole(
+        self, text: str, token_ids: Sequence[int] = (), *, is_cut: bool = False
+    ) -> tuple[str | None, str | None]:
         """Split a complete text into (reasoning, answer)."""
         reasoning, content = _method(self._parser, _WHOLE)(text, request=self._request)
         self._history.text, self._thoughts = text, [reasoning or ""]

@@ -116,6 +116,14 @@ def test_sound_arguments_are_the_same_in_a_stream(arguments):
     assert accumulate(events).content[0].input == json.loads(arguments or "{}")
 
 
+def test_a_call_that_was_cut_before_its_arguments_is_not_a_call_without_arguments():
+    writer = MessageWriter("msg_1", "m")
+    parts = ("call", call(0, "", id="t1", name="add"))
+    events = write(writer, parts, stop=("max_tokens", None))
+    assert writer.message["content"][0]["input"] == {"INVALID_JSON": ""}
+    assert accumulate(events).content[0].input == {"INVALID_JSON": ""}
+
+
 @pytest.mark.parametrize(
     ("finish", "stop", "has_calls", "wanted"),
     [

@@ -110,7 +110,7 @@ class MessageWriter:
         events: list[Event] = []
         if not self.message["content"]:
             events = self._enter({"type": "text", "text": ""})
-        events += self._close()
+        events += self._close(is_cut=stop_reason == "max_tokens")
         end = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
         self.message.update(end, usage=usage)
         events.append({"type": "message_delta", "delta": end, "usage": usage})
@@ -127,7 +127,7 @@ class MessageWriter:
         self.message["content"].append(block)
         return [*events, self._event("content_block_start", content_block=dict(block))]
 
-    def _close(self) -> list[Event]:
+    def _close(self, *, is_cut: bool = False) -> list[Event]:
         """Return the events that close the open block.
 
         The arguments of a tool call are sent here as one piece, because only now it is known
@@ -139,7 +139,7 @@ class MessageWriter:
         text = "".join(self._parts)
         events = []
         if block["type"] == "tool_use":
-            block["input"], text = _read_arguments(text)
+            block["input"], text = _read_arguments(text, is_cut=is_cut)
             events = [self._event_of_delta(text)] if text else []
         else:
             block[block["type"]] = text
@@ -200,7 +200,7 @@ def describe_stop(
     return "end_turn", None
 
 
-def _read_arguments(text: str) -> tuple[dict[str, Any], str]:
+def _read_arguments(text: str, *, is_cut: bool) -> tuple[dict[str, Any], str]:
     """Return the arguments of a call as an object, and the JSON text of this object.
 
     If the text is not a JSON object, because of a mistake of the model or because it was cut off,
@@ -208,7 +208,7 @@ def _read_arguments(text: str) -> tuple[dict[str, Any], str]:
     it might run with incomplete arguments.
     """
     try:
-        return msgspec.json.decode(text or "{}", type=dict[str, Any]), text
+        return msgspec.json.decode(text or ("" if is_cut else "{}"), type=dict[str, Any]), text
     except (msgspec.DecodeError, RecursionError):
         whole = {INVALID_JSON: text}
         return whole, json.dumps(whole, ensure_ascii=False)

@@ -60,6 +60,7 @@ class TextStream:
         text: holds the unread text, from `position` on.
         position: index of the next character to read.
         is_complete: no more text will be added.
+        is_cut: the text is complete only because of a limit, so more would have followed.
         num_read: number of characters that were read since the beginning of the text.
     """
 
@@ -68,6 +69,7 @@ class TextStream:
         self.position = 0
         self.num_read = 0
         self.is_complete = False
+        self.is_cut = False
         self._taken: list[str] = []
 
     def add(self, text: str) -> None:

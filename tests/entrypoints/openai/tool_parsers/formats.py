@@ -177,11 +177,12 @@ SAMPLES = {
 """One output of each parser, under one of its names."""
 
 
-def read(name, pieces, request=None):
+def read(name, pieces, request=None, *, is_cut=False):
     """Return (content, [[name, arguments], ...]) of an output that arrives in pieces."""
     parser = ToolParserManager.get(name)()
     parser.adjust_request(request)
-    deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+    deltas = [delta for piece in pieces for delta in parser.feed(piece)]
+    deltas += parser.finish(is_cut=is_cut)
     calls = []
     for delta in deltas:
         for call in delta.tool_calls:

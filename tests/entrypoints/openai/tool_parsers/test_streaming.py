@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.entrypoints.openai.tool_parsers.formats import OUTPUTS, SAMPLES, decoded, extract, read
+from tests.entrypoints.openai.tool_parsers.formats import (
+    HARMONY,
+    OUTPUTS,
+    SAMPLES,
+    decoded,
+    extract,
+    read,
+)
 from tests.entrypoints.openai.tool_parsers.writers import CALLS, WRITERS, tools_for
 from vllm.entrypoints.openai.chat.output_reader import OutputReader
 from vllm.entrypoints.openai.chat.tool_choice import merge_deltas
@@ -57,6 +64,24 @@ def test_every_beginning_is_read_the_same_in_pieces_and_as_a_whole(name):
     text = SAMPLES[name]
     for end in range(len(text)):
         assert read(name, text[:end]) == extract(name, text[:end])
+        assert_no_call_is_made_up(name, text, end)
+
+
+def assert_no_call_is_made_up(name, text, end):
+    """Check the calls of an output that was cut: their arguments are right, or no JSON."""
+    _, found = read(name, text[:end], is_cut=True)
+    for (_, arguments), (_, wanted) in zip(found, extract(name, text)[1], strict=False):
+        assert is_no_json(arguments) or json.loads(arguments) == json.loads(wanted)
+
+
+@pytest.mark.parametrize("has_parser", [False, True])
+def test_half_of_a_header_of_gpt_oss_is_no_content(has_parser):
+    header = HARMONY.partition("<|message|>")[0]
+    for end in range(len("<|channel|>"), len(header) + 5):
+        reasoning = ReasoningParserManager.get("openai_gptoss")() if has_parser else None
+        reader = OutputReader(reasoning, ToolParserManager.get("openai")())
+        delta = reader.feed(HARMONY[:end], is_last=True, is_cut=True)
+        assert (delta.reasoning, delta.content, delta.tool_calls) == ("", "", [])
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -101,13 +126,11 @@ def test_any_calls_come_back_and_a_cut_output_makes_up_no_arguments(
     assert decoded(found) == calls
     assert content == before
     text = text[: int(share * len(text))]
-    content, found = read(name, cut(text, size), request)
-    assert (content, found) == extract(name, text, request)
+    content, found = read(name, cut(text, size), request, is_cut=True)
+    assert (content, found) == read(name, [text], request, is_cut=True)
     for call, (function, arguments) in zip(calls, found, strict=False):
         assert function == call.name
-        # GPT-OSS leaves the arguments out if there are none, so a call may end anywhere.
-        if arguments != "{}" or name != "openai":
-            assert is_no_json(arguments) or json.loads(arguments) == call.arguments
+        assert is_no_json(arguments) or json.loads(arguments) == call.arguments
 
 
 def is_no_json(text):
@@ -162,11 +185,13 @@ def test_calls_after_thoughts_come_back(
     name, write = WRITERS[form]
     request = SimpleNamespace(tools=tools_for(calls))
 
-    def split(pieces):
+    def split(pieces, is_cut=False):
         tools = ToolParserManager.get(name)()
         tools.adjust_request(request)
         reader = OutputReader(ReasoningParserManager.get(reasoning)(), tools)
-        parts = [reader.feed(each, is_last=i == len(pieces) - 1) for i, each in enumerate(pieces)]
+        *before, last = pieces
+        parts = [reader.feed(each) for each in before]
+        parts.append(reader.feed(last, is_last=True, is_cut=is_cut))
         found = merge_deltas([call for part in parts for call in part.tool_calls])
         functions = [(call["function"]["name"], call["function"]["arguments"]) for call in found]
         texts = ("".join(getattr(p, kind) for p in parts) for kind in ("reasoning", "content"))
@@ -177,7 +202,7 @@ def test_calls_after_thoughts_come_back(
     assert found_thoughts.strip() == thoughts and not content.strip()
     assert decoded(found) == calls
     text = text[: 1 + int(share * (len(text) - 1))]
-    assert split(cut(text, size)) == split([text])
+    assert split(cut(text, size), is_cut=True) == split([text], is_cut=True)
 
 
 LARGE = 8_000

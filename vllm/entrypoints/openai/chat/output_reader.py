@@ -116,6 +116,7 @@ class OutputReader:
         self._has_answer = False
         """Whether there was content, or calls that had to be made."""
         self._has_begun = False
+        self._is_cut = False
         self._tokens: ThoughtTokens | None = None
         self._early_ids: list[int] | None = []
         """The tokens so far, until the answer begins; then None."""
@@ -125,17 +126,27 @@ class OutputReader:
         """Whether all text is content, because there are no parsers."""
         return self._reasoning is None and self._tools is None and self._forced is None
 
-    def feed(self, text: str, token_ids: Sequence[int] = (), *, is_last: bool = False) -> ReadDelta:
+    def feed(
+        self,
+        text: str,
+        token_ids: Sequence[int] = (),
+        *,
+        is_last: bool = False,
+        is_cut: bool = False,
+    ) -> ReadDelta:
         """Read new output, and return its parts.
 
         Args:
             text: the new text.
             token_ids: tokens of this text.
             is_last: the output is complete, so text that was held back is returned.
+            is_cut: it is complete only because of a limit or a stop string, so that a call may be
+                incomplete.
         """
         if self.is_plain:
             return ReadDelta(content=text)
         delta = ReadDelta()
+        self._is_cut = is_cut
         is_whole = is_last and not self._has_begun
         self._has_begun = True
         content = text
@@ -249,11 +260,11 @@ class OutputReader:
         """Split new text into reasoning and answer."""
         assert self._reasoning is not None
         if is_whole:
-            parts = [self._reasoning.read_whole(text, token_ids)]
+            parts = [self._reasoning.read_whole(text, token_ids, is_cut=self._is_cut)]
         else:
             parts = [self._reasoning.feed(text, token_ids)]
             if is_last:
-                parts.append(self._reasoning.finish())
+                parts.append(self._reasoning.finish(is_cut=self._is_cut))
         thoughts, answers = zip(*parts, strict=True)
         return "".join(each or "" for each in thoughts), "".join(each or "" for each in answers)
 
@@ -280,11 +291,11 @@ class OutputReader:
     ) -> None:
         assert self._tools is not None
         if is_whole:
-            self._add(delta, self._tools.read_whole(content, token_ids))
+            self._add(delta, self._tools.read_whole(content, token_ids, is_cut=self._is_cut))
             return
         self._add(delta, self._tools.feed(content, token_ids))
         if is_last:
-            self._add(delta, self._tools.finish())
+            self._add(delta, self._tools.finish(is_cut=self._is_cut))
 
     @staticmethod
     def _add(delta: ReadDelta, found: "Sequence[ParsedDelta]") -> None:

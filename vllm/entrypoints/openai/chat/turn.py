@@ -231,7 +231,12 @@ class ChatTurn:
         refuse_failed(sample)
         reader = self._readers[sample.index]
         is_last = sample.finish_reason is not None
-        read = reader.feed(sample.text, sample.token_ids, is_last=is_last)
+        ends_itself = sample.finish_reason == "stop" and (
+            not isinstance(sample.stop_reason, str) or sample.stop_reason in reader.markers
+        )
+        read = reader.feed(
+            sample.text, sample.token_ids, is_last=is_last, is_cut=is_last and not ends_itself
+        )
         if self._body.hides_reasoning:
             read.reasoning = ""
         self._usage.completion_tokens += len(sample.token_ids)

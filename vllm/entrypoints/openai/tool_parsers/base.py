@@ -149,15 +149,27 @@ class ToolParser:
         next(self._steps, None)
         return self._take_parts()
 
-    def finish(self) -> list[ParsedDelta]:
-        """End the text, and return the parts that were held back."""
-        self.stream.is_complete = True
+    def finish(self, *, is_cut: bool = False) -> list[ParsedDelta]:
+        """End the text, and return the parts that were held back.
+
+        Args:
+            is_cut: the model did not end the text itself, so the last call may be incomplete.
+        """
+        self.stream.is_complete, self.stream.is_cut = True, is_cut
         next(self._steps, None)
         return self._take_parts()
 
-    def read_whole(self, text: str, token_ids: Sequence[int] = ()) -> list[ParsedDelta]:
-        """Read a complete text. It must be the only call of this parser."""
-        return [*self.feed(text, token_ids), *self.finish()]
+    def read_whole(
+        self, text: str, token_ids: Sequence[int] = (), *, is_cut: bool = False
+    ) -> list[ParsedDelta]:
+        """Read a complete text. It must be the only call of this parser.
+
+        Args:
+            text: the text.
+            token_ids: its tokens; no built-in parser needs them.
+            is_cut: see `finish`.
+        """
+        return [*self.feed(text, token_ids), *self.finish(is_cut=is_cut)]
 
     def extract_tool_calls(
         self, model_output: str, request: object = None

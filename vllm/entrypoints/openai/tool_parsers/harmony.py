@@ -15,6 +15,7 @@ from vllm.reasoning.harmony import (
     RETURN,
     START,
     TEXT_CHANNELS,
+    drop_cut_header,
     read_end,
     read_header,
 )
@@ -49,6 +50,7 @@ class HarmonyToolParser(ToolParser):
             return
         header = yield from read_header(stream, marker or RECIPIENT)
         if header is None:
+            drop_cut_header(stream)
             return
         if header.recipient:
             yield from self._read_call(header.recipient)
@@ -71,7 +73,8 @@ class HarmonyToolParser(ToolParser):
             self.add_arguments('{"code": "')
         yield from stream.read_until(BODY_ENDS, self._add_code if is_code else self._add_json)
         # The end marker of a call is a stop token, so the text of a complete call may lack it.
-        self.add_arguments('"}' if is_code else "{}" if self._is_empty else "")
+        if not stream.is_cut or (yield from stream.peek()):
+            self.add_arguments('"}' if is_code else "{}" if self._is_empty else "")
 
     def _add_json(self, piece: str) -> None:
         self._is_empty = False

@@ -85,8 +85,13 @@ class VllmToolParserAdapter:
         calls = [self._note(_as_dict(call)) for call in delta.tool_calls or ()]
         return [ParsedDelta(delta.content, calls)]
 
-    def finish(self) -> list[ParsedDelta]:
-        """End the text, and return the rest of the last call's arguments that was not sent."""
+    def finish(self, *, is_cut: bool = False) -> list[ParsedDelta]:
+        """End the text, and return the rest of the last call's arguments that was not sent.
+
+        Args:
+            is_cut: the model did not end the text itself.
+        """
+        self._parser.stream.is_cut = is_cut
         held_back: list[ParsedDelta] = self._parser.finish()
         if held_back:  # a built-in parser, from which this parser is derived, held text back
             for delta in held_back:
@@ -105,7 +110,9 @@ class VllmToolParserAdapter:
                 return [ParsedDelta(tool_calls=[self._note(rest)])]
         return []
 
-    def read_whole(self, text: str, token_ids: Sequence[int] = ()) -> list[ParsedDelta]:
+    def read_whole(
+        self, text: str, token_ids: Sequence[int] = (), *, is_cut: bool = False
+    ) -> list[ParsedDelta]:
         """Read a complete text. It must be the only call of this parser."""
         found = self._parser.extract_tool_calls(text, request=self._request)
         calls = [
