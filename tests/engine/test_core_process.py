@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.hpu import SMALL_ENGINE, needs_simulated_device
+from tests.shared_memory import assert_no_new_files, named_files
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.async_llm_engine import AsyncLLM
@@ -78,9 +79,11 @@ def test_it_computes_what_the_engine_in_process_does_and_leaves_nothing():
 
 
 @needs_simulated_device
-def test_a_core_that_is_killed_in_its_warm_up_may_be_started_again(tmp_path, monkeypatch):
-    """The death is noticed at once. The second core reuses the recipes that the first one has
-    compiled.
+def test_a_core_that_is_stopped_or_killed_in_its_warm_up_may_be_started_again(
+    tmp_path, monkeypatch
+):
+    """A stopped engine leaves only its recipes, which the next one reuses. The death of a core is
+    noticed at once.
     """
     variables = {
         "VLLM_HPU_SIM": "gaudi2",
@@ -101,19 +104,41 @@ def test_a_core_that_is_killed_in_its_warm_up_may_be_started_again(tmp_path, mon
         [entry] = json.loads((tmp_path / FILE_NAME).read_text())["configurations"]
         return len(entry["buckets"])
 
+    async def some_are_warm(engine) -> None:
+        """Return when buckets have been warmed up that the start has left out."""
+        num_first = engine.stats.warm_up.num_warm
+        while engine.stats.warm_up.num_warm <= num_first:
+            await asyncio.sleep(0.01)
+
     async def main():
-        engine = AsyncLLM(
-            EngineArgs(**settings, ready_when="first", first_buckets=1), num_restarts=1
-        )
+        args = EngineArgs(**settings, ready_when="first", first_buckets=1)
+        shared = named_files()
+        engine = AsyncLLM(args)
         await engine.start()
         try:
             expected = await generate(engine, "before", max_tokens=5)
+            core = psutil.Process(engine.core_pid)
+            await some_are_warm(engine)
+            core.send_signal(signal.SIGTERM)  # a service manager sends it to all processes
+            assert await generate(engine, "after the signal", max_tokens=5) == expected
+            assert engine.stats.warm_up.is_warming
+        finally:
+            engine.shutdown()
+        assert not core.is_running()
+        assert_no_new_files(shared)
+        stopped, num_stopped = recipes(), listed()
+        assert num_stopped and {path.suffix for path in tmp_path.iterdir()} == {".recipe", ".json"}
+
+        engine = AsyncLLM(args, num_restarts=1)
+        await engine.start()
+        try:
+            assert await generate(engine, "second start", max_tokens=5) == expected
             core, first = psutil.Process(engine.core_pid), engine.stats.warm_up
-            while engine.stats.warm_up.num_warm <= first.num_warm:
-                await asyncio.sleep(0.01)
+            await some_are_warm(engine)
             core.suspend()  # the request cannot end before its core is killed
             compiled, num_listed = recipes(), listed()
-            assert 0 < num_listed < first.num_wanted, "the core is in its warm-up"
+            assert num_stopped <= num_listed < first.num_wanted, "the core is in its warm-up"
+            assert compiled.items() >= stopped.items(), "recipes were reused"
             task = asyncio.create_task(generate(engine, "lost", max_tokens=200))
             while not engine.num_unfinished_requests:
                 await asyncio.sleep(0.01)

@@ -35,7 +35,7 @@ from vllm.planning.fit import planned_or_nearest
 from vllm.planning.host import start_on_host
 from vllm.planning.plan import describe
 from vllm.planning.start import ShapeCosts, plan_start
-from vllm.planning.text import plan_lines
+from vllm.planning.text import plan_lines, wrapped
 from vllm.planning.worker import on_planned_card
 from vllm.platforms.habana.trials import TRIALS
 from vllm.platforms.hpu import PlannedPlatform, create_hpu_platform
@@ -45,6 +45,7 @@ from vllm.worker.hpu.memory.memory_profile import used_bytes
 from vllm.worker.hpu.worker import HPUWorker
 
 GIB, MIB = 2**30, 2**20
+ROOT = Path(__file__).parents[2]
 
 DENSE = (
     *("llama", "qwen2", "gemma2", "opt", "mixtral", "gpt_oss", "deepseek_v2", "bamba"),
@@ -76,6 +77,13 @@ LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128256,
 }
 """As published with Llama-3.1-8B."""
+
+
+def example_of(page: str, heading: str) -> list[str]:
+    """Return the lines of the first example, indented by four spaces, below a heading of a page."""
+    blocks = re.findall(r"(?:^(?:    .+)?\n)+", page.partition(f"\n{heading}\n")[2], re.MULTILINE)
+    first = next(block for block in blocks if block.strip())
+    return [line[4:] for line in first.splitlines() if line]
 
 
 @pytest.fixture(scope="module")
@@ -335,7 +343,9 @@ def test_the_stage_with_the_fewest_kv_blocks_decides_on_a_pipeline(checkpoint):
 
 def test_llama_8b_takes_what_published_logs_say(tmp_path):
     """Published logs have 14.97 to 15.05 GiB of weights, and 4,107 blocks in 64.17 GiB."""
-    args = EngineArgs(model=write_config(tmp_path), max_model_len=8192, skip_tokenizer_init=True)
+    folder = tmp_path / "Llama-3.1-8B"
+    folder.mkdir()
+    args = EngineArgs(model=write_config(folder), max_model_len=8192, skip_tokenizer_init=True)
     plan = make_engine_plan(args, "gaudi2")
     parameters = sum(p.nbytes for p in plan.worker.model.parameters())
     assert parameters == int(14.9575 * GIB) + parameters % MIB - int(14.9575 * GIB) % MIB
@@ -362,6 +372,15 @@ def test_llama_8b_takes_what_published_logs_say(tmp_path):
     captured = 15 * costs.capture_s(prompts[0]) + 48 * costs.capture_s(decodes[0])
     assert compiled == pytest.approx(28, rel=0.15)
     assert captured == pytest.approx(21, rel=0.15)
+
+    # The page has two examples, which show parts of this plan.
+    page = (ROOT / "docs" / "planning.md").read_text("utf-8")
+    printed = [line for line in wrapped(plan_lines(describe(plan, "gaudi2"))) if line]
+    start = next(i for i, line in enumerate(printed) if line.startswith("Throughput by"))
+    assert printed[:start] == example_of(page, "## An example")
+    header, *lines = example_of(page, "## Throughput")
+    assert printed[start + 1] == header
+    assert len(lines) > 2 and set(lines) < set(printed[start:])
 
 
 def test_a_model_that_is_too_large_is_told_the_nearest_that_fits(tmp_path):

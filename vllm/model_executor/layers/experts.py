@@ -5,7 +5,9 @@ Shazeer et al. 2017 (arXiv 1701.06538). The weight method decides how weights ar
 """
 
 from abc import abstractmethod
+from copy import copy
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,7 @@ from vllm.config.parallel import sizes_that_fit
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.linear import ColumnParallelLinear
-from vllm.model_executor.layers.slice import ExpertSlice
+from vllm.model_executor.layers.slice import ExpertSlice, SlicedModule
 from vllm.model_executor.layers.weight_method import MethodLayer, WeightMethod
 from vllm.ops import get_ops
 from vllm.ops.expert_options import (
@@ -63,7 +65,7 @@ class DenseExperts(ExpertsMethod):
     """
 
     def create_weights(self, layer: "Experts") -> None:
-        ids, size, hidden = layer.expert_ids, layer.intermediate_size, layer.hidden_size
+        ids, size, hidden = layer.built_ids, layer.intermediate_size, layer.hidden_size
         width = layer.options.first_width(size)
         gate_up = torch.empty(len(ids), width, hidden)
         layer.gate_up = nn.Parameter(gate_up, requires_grad=False)
@@ -141,6 +143,9 @@ class Experts(MethodLayer):
         """The ranks that share an expert."""
         self.expert_ids = _ids_of_rank(num_experts, tp)
         """Ids of the experts of this rank."""
+        self.built_ids = self.expert_ids
+        """Ids of the experts that have parameters: all, or fewer in a plan of memory, until the
+        layer is finished."""
         names = (str(expert) for expert in range(num_experts) if expert not in self.expert_ids)
         self.elsewhere = frozenset(names)
         if intermediate_size % self.tp.size:
@@ -185,8 +190,35 @@ class Experts(MethodLayer):
         """
         return ExpertBiases(self.gate_up_bias, self.down_bias if self.tp.rank == 0 else None)
 
+    def of_first(self, count: int) -> "Experts":
+        """Return a layer of the first `count` experts of this one, before it is finished.
+
+        It shares their parameters, and may be finished without changes to this layer.
+        """
+        part = _copied(self)
+        part.method = copy(self.method)
+        part.expert_ids = part.built_ids = self.expert_ids[:count]
+        for name, param in self.named_parameters(recurse=False):
+            part.register_parameter(name, nn.Parameter(param[:count], requires_grad=False))
+        for name in map(str, self.built_ids[count:]):
+            part._modules.pop(name, None)
+        return part
+
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return self.group.all_reduce(self.method.apply(self, x, ids, weights))
+
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def _copied(module: _Module) -> _Module:
+    """Copy a tree of modules, but not its tensors."""
+    new = copy(module)
+    new._parameters, new._buffers = dict(module._parameters), dict(module._buffers)
+    new._modules = {name: part and _copied(part) for name, part in module._modules.items()}
+    if isinstance(new, SlicedModule):
+        new.slices = dict(new.slices)
+    return new
 
 
 def _ids_of_rank(num_experts: int, tp: TPGroup) -> range:

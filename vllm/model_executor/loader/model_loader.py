@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +26,8 @@ from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.stored.stored_experts import DeviceExperts
 from vllm.model_executor.layers.stored.stored_linear import KeepsPacked
-from vllm.model_executor.layers.weight_method import MethodLayer
+from vllm.model_executor.layers.stored.without_values import without_values
+from vllm.model_executor.layers.weight_method import MethodLayer, WeightMethod
 from vllm.model_executor.loader.checkpoint import iterate_tensors
 from vllm.model_executor.loader.gguf_file import stored_format
 from vllm.model_executor.loader.outer_names import find_outer_names
@@ -108,7 +110,7 @@ def load_model(
             stage=stage,
             last_embeds=last_embeds,
         )
-        model = build()
+        model = build(has_values=has_values)
         if device.type == "cpu" and has_values:
             _check_memory(model, build, config.model.quantization is not None)
         on_host = [] if choose_host_layers is None else list(choose_host_layers(model))
@@ -287,6 +289,7 @@ def build_model(
     files: list[Path] | None = None,
     stage: Stage | None = None,
     last_embeds: bool = False,
+    has_values: bool = True,
 ) -> CausalLM | PoolingModel:
     """Build the model in eval mode with parameters on the meta device: shapes without memory.
 
@@ -300,6 +303,7 @@ def build_model(
         files: files of the checkpoint, for formats that depend on which tensors exist.
         stage: the pipeline stage to build; None: the whole model.
         last_embeds: see `keep_stage`.
+        has_values: False: only a few of the experts that are alike are built.
 
     Raises:
         ConfigError: the architecture is not supported, or cannot be split over tp.
@@ -312,7 +316,7 @@ def build_model(
             keep_stage(model, stage, last_embeds=last_embeds)
         if files and files[0].suffix != SUFFIX:
             find_outer_names(model, _names_in(files[:1]), partial(_names_in, files[1:]))
-        _use_formats(model, formats, files or [])
+        _use_formats(model, formats, files or [], has_values=has_values)
     return model.eval()
 
 
@@ -320,7 +324,13 @@ def _names_in(files: list[Path]) -> frozenset[str]:
     return frozenset(name for name, _ in iterate_tensors(files, show_progress=False))
 
 
-def _use_formats(model: LoadableModel, formats: Sequence[Quantization], files: list[Path]) -> None:
+def _use_formats(
+    model: LoadableModel,
+    formats: Sequence[Quantization],
+    files: list[Path],
+    *,
+    has_values: bool = True,
+) -> None:
     """Give each layer the weight method of the first format that supports it."""
 
     @cache
@@ -334,12 +344,48 @@ def _use_formats(model: LoadableModel, formats: Sequence[Quantization], files: l
     )
     for format_ in formats:
         format_.use_names(names)
+
+    def method_of(name: str, layer: MethodLayer) -> WeightMethod[Any] | None:
+        methods = (format_.method_of(name, layer) for format_ in formats)
+        return next((method for method in methods if method is not None), None)
+
     for name, layer in model.named_modules():
         if isinstance(layer, MethodLayer):
-            methods = (format_.method_of(name, layer) for format_ in formats)
-            method = next((m for m in methods if m is not None), None)
-            if method is not None:
+            method = method_of(name, layer)
+            if method is None:
+                continue
+            if not has_values and isinstance(layer, Experts) and isinstance(method, DeviceExperts):
+                layer.built_ids = layer.expert_ids[:_MOST_BUILT]
                 layer.use_method(method)
+                if _are_alike(name, layer, method_of):
+                    continue
+                layer.built_ids = layer.expert_ids
+            layer.use_method(method)
+
+
+_MOST_BUILT = 2
+"""Experts of a layer that a plan of memory builds; the sizes of more experts follow from these."""
+
+
+def _are_alike(
+    name: str,
+    layer: Experts,
+    method_of: Callable[[str, MethodLayer], WeightMethod[Any] | None],
+) -> bool:
+    """Return whether the experts of a layer, of which some are built, all have the same format."""
+    parts = layer._modules.get(str(layer.built_ids.start))
+    for part, linear in [] if parts is None else parts.named_children():
+        assert isinstance(linear, MethodLayer)
+        names = (f"{name}.{number}.{part}" for number in layer.expert_ids)
+        if len({_settings_of(method_of(each, linear)) for each in names}) > 1:
+            return False
+    return True
+
+
+def _settings_of(method: WeightMethod[Any] | None) -> Hashable:
+    """Return the type and the settings of a method, without the name of its layer."""
+    settings = {} if method is None else vars(method)
+    return type(method), repr({key: value for key, value in settings.items() if key != "name"})
 
 
 class _LayerFinisher:
@@ -385,7 +431,8 @@ class _FinisherWithoutValues(_LayerFinisher):
     """Finishes layers that have memory but no values.
 
     Of the quantized layers with the same shapes, which are finished on the host, only the first one
-    is computed; the others get memory of the same shapes. Experts likewise.
+    is computed; the others get memory of the same shapes. A layer of experts that are alike is
+    computed with one expert and with two: the sizes of more experts follow from these.
 
     Args:
         model: whose layers to finish.
@@ -394,7 +441,9 @@ class _FinisherWithoutValues(_LayerFinisher):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self._first: dict[Hashable, KeepsPacked] = {}
-        self._first_experts: dict[Hashable, DeviceExperts] = {}
+        self._few_experts: dict[Hashable, tuple[Experts, Experts]] = {}
+        """Kind of a layer -> finished layers with one such expert, and with two; on the meta
+        device."""
 
     def finish(self, module: nn.Module) -> None:
         """Finish the module, or copy the memory layout of a finished one with the same shapes."""
@@ -414,8 +463,7 @@ class _FinisherWithoutValues(_LayerFinisher):
         self._finished.add(module)
         if module.is_held:
             return
-        shapes = [(n, p.shape, p.dtype) for n, p in module.named_parameters(recurse=False)]
-        key = (type(method), *shapes)
+        key = (type(method), *_shapes_of(module.named_parameters(recurse=False)))
         first = self._first.get(key) if is_usual else None
         if first is not None:
             method.finish_like(module, first)
@@ -434,13 +482,33 @@ class _FinisherWithoutValues(_LayerFinisher):
             self._first[key] = method
 
     def _finish_experts(self, layer: Experts, method: DeviceExperts) -> None:
-        shapes = [(name, param.shape, param.dtype) for name, param in layer.named_parameters()]
-        key = (type(method), layer.options, *shapes)
-        first = self._first_experts.get(key)
-        if first is None or not method.finish_like(layer, first):
-            super().finish(layer)
-            self._first_experts[key] = method
         self._finished.add(layer)
+        if len(layer.built_ids) > _MOST_BUILT:
+            layer.finish()
+            return
+        methods = [type(part.method) for part in layer.modules() if isinstance(part, MethodLayer)]
+        shapes = _shapes_of(layer.named_parameters())
+        key = (layer.options, len(layer.expert_ids), *methods, *shapes)
+        few = self._few_experts.get(key)
+        if few is None:
+            few = _finished_part(layer, 1), _finished_part(layer, len(layer.built_ids))
+            self._few_experts[key] = few
+        method.finish_like(layer, *few)
+
+
+def _shapes_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Hashable]:
+    return [(name, param.shape, param.dtype) for name, param in parameters]
+
+
+def _finished_part(layer: Experts, count: int) -> Experts:
+    """Finish some experts of a layer, and return a copy of the result on the meta device."""
+    part = layer.of_first(count)
+    part.finish()
+    copied: Any = without_values(part, torch.device("meta"))
+    if isinstance(copied.method.packed, nn.Module):
+        copied.method.packed = copied.packed
+    layer_on_meta: Experts = copied
+    return layer_on_meta
 
 
 def _model_class(arch: ModelArch, is_pooling: bool) -> type[CausalLM] | type[PoolingModel]:
@@ -534,18 +602,18 @@ def _parameter_bytes(model: LoadableModel) -> int:
 
 
 def _check_memory(
-    model: LoadableModel, build: Callable[[], LoadableModel], is_quantized_here: bool
+    model: LoadableModel, build: Callable[..., LoadableModel], is_quantized_here: bool
 ) -> None:
     """Check that the weights fit the machine's memory, before any of it is allocated.
 
     Args:
         model: the model on the meta device.
-        build: builds another model like it.
+        build: builds another model like it; takes `has_values`.
         is_quantized_here: weights are quantized as they are loaded, a layer at a time.
     """
     num_bytes, total = _parameter_bytes(model), machine_memory_bytes()
     if num_bytes > total and is_quantized_here:
-        loaded = build()
+        loaded = build(has_values=False)
         # The memory is never written, so the system does not allocate pages for it.
         _allocate(loaded, torch.device("cpu"))
         num_bytes = sum(map(len, model_storages(loaded)))

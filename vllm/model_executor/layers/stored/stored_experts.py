@@ -21,8 +21,8 @@ from vllm.model_executor.layers.stored.stored_linear import (
     Kept,
     StoredLinear,
     bytes_of,
-    without_values,
 )
+from vllm.model_executor.layers.stored.without_values import without_values
 from vllm.ops import get_ops
 from vllm.ops.expert_options import SILU_EXPERTS
 from vllm.ops.prepared import ExpertProducts, PreparedExperts
@@ -63,18 +63,34 @@ class DeviceExperts(DenseExperts):
         """Remove the parameters into which the weights were loaded."""
         layer.remove_weights()
 
-    def finish_like(self, layer: Experts, other: "DeviceExperts") -> bool:
-        """Give the layer uninitialised memory like a finished layer with the same shapes.
+    def finish_like(self, layer: Experts, first: Experts, second: Experts) -> None:
+        """Give the layer uninitialised memory like finished layers with fewer experts.
 
-        Return whether this is possible: the layout must have tensors of its own only.
+        Sizes grow by the same amount with each further expert.
+
+        Args:
+            layer: layer with parameters in the format of the checkpoint.
+            first: a finished layer with one expert that is like the experts of `layer`.
+            second: a finished layer with two such experts, or with one if `layer` has no more.
         """
-        if not isinstance(other.packed, nn.Module) or layer.gate_up_bias is not None:
-            return False
-        device = next(layer.parameters()).device
+        methods = first.method, second.method
+        one, two = (each for each in methods if isinstance(each, DeviceExperts))
+        device, growth = next(layer.parameters()).device, len(layer.expert_ids) - 1
+        own = [(first._parameters[name], layer._parameters[name]) for name in layer.own_parameters]
+        shared: dict[int, Tensor] = {id(theirs): ours for theirs, ours in own if ours is not None}
         self.remove_loaded(layer)
-        self.packed = layer.packed = without_values(other.packed, device)
-        self.stored_as, self.kept = other.stored_as, other.kept
-        return True
+        finished = without_values(first, device, second, growth, shared)
+        layer._parameters, layer._buffers = finished._parameters, finished._buffers
+        layer._modules = finished._modules
+        self.stored_as = one.stored_as
+        if one.kept is not None and two.kept is not None:
+            more = growth * (two.kept.num_bytes - one.kept.num_bytes)
+            self.kept = Kept(one.kept.kind, one.kept.num_bytes + more)
+        if isinstance(one.packed, nn.Module):
+            self.packed = finished.packed
+        elif one.packed is not None:
+            assert self.kept is not None, "the other layers are finished"
+            self.packed = _ExpertsWithoutValues(self.kept.num_bytes, device)
 
     def to_device_layout(
         self,
@@ -114,6 +130,27 @@ class DeviceExperts(DenseExperts):
         if self.packed is None:
             return super().products(layer)
         return self.packed if isinstance(self.packed, ExpertProducts) else None
+
+
+class _ExpertsWithoutValues:
+    """Memory of prepared experts that have no parameters of their own; it computes nothing.
+
+    Args:
+        num_bytes: size of the memory.
+        device: device of the memory.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        raise AssertionError("the weights have no values")
+
+    def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
+        raise AssertionError("the weights have no values")
+
+    def multiply_down(self, expert: int, x: Tensor) -> Tensor:
+        raise AssertionError("the weights have no values")
 
 
 class RoundedExperts(DeviceExperts):
@@ -162,7 +199,7 @@ class StoredExperts(DeviceExperts):
     def create_weights(self, layer: Experts) -> None:
         self.dtype = torch.get_default_dtype()
         total, hidden, tp = layer.intermediate_size * layer.tp.size, layer.hidden_size, layer.tp
-        for number in layer.expert_ids:
+        for number in layer.built_ids:
             expert = nn.Module()
             *first, second = layer.options.parts
             for part in first:
@@ -197,7 +234,7 @@ class StoredExperts(DeviceExperts):
         self.kept = Kept(dtype_name(self.dtype), gate_up.nbytes + downs.nbytes)
 
     def remove_loaded(self, layer: Experts) -> None:
-        for number in layer.expert_ids:
+        for number in layer.built_ids:
             for linear in layer.get_submodule(str(number)).children():
                 assert isinstance(linear, ParallelLinear)
                 linear.remove_weights()  # the loader still has a reference to the layer
@@ -215,7 +252,7 @@ class StoredExperts(DeviceExperts):
         )
 
     def _weights(self, layer: Experts, part: str) -> Iterator[StoredWeight]:
-        for number in layer.expert_ids:
+        for number in layer.built_ids:
             linear = layer.get_submodule(f"{number}.{part}")
             assert isinstance(linear, ParallelLinear)
             if not isinstance(linear.method, StoredLinear):

@@ -6,7 +6,6 @@ to multiply (`NativeOps.prepare_weight`). Independent of files, formats and mode
 
 from abc import abstractmethod
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from vllm.model_executor.layers.embedding import (
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear, UnquantizedLinear
 from vllm.model_executor.layers.slice import WORD_BITS, CheckpointTensor, ParamTarget, dtype_name
 from vllm.model_executor.layers.stored.stored_scales import checked_scales
+from vllm.model_executor.layers.stored.without_values import without_values
 from vllm.ops import get_ops
 from vllm.ops.native.operators import DenseWeight, RoundedInputs
 from vllm.ops.prepared import PreparedTable, PreparedWeight
@@ -89,22 +89,6 @@ class KeepsPacked(LinearMethod):
     def apply(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
         assert self.packed is not None, "the weights are not loaded"
         return apply_prepared(self.packed, x, bias)
-
-
-def without_values(module: nn.Module, device: torch.device) -> Any:
-    """Return a copy of a module with uninitialised parameters and buffers on `device`."""
-    new: Any = copy(module)
-    new._modules = {name: without_values(part, device) for name, part in module.named_children()}
-
-    def like(x: Tensor) -> Tensor:
-        return torch.empty(x.shape, dtype=x.dtype, device=device)
-
-    new._buffers = {name: like(x) for name, x in module.named_buffers(recurse=False)}
-    new._parameters = {
-        name: None if x is None else nn.Parameter(like(x), requires_grad=False)
-        for name, x in module._parameters.items()
-    }
-    return new
 
 
 class StoredLinear(KeepsPacked):

@@ -14,7 +14,6 @@ from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import CheckpointTensor, ParamTarget
 from vllm.model_executor.layers.stored.stored_experts import (
-    DeviceExperts,
     RoundedExperts,
     StoredExperts,
 )
@@ -169,9 +168,6 @@ class RoundedStoredExperts(StoredExperts):
 
 class MeasuredStoredExperts(StoredExperts):
     """Stored experts that measure their largest input and weights."""
-
-    def finish_like(self, layer: Experts, other: DeviceExperts) -> bool:
-        return False  # each layer measures its own weights
 
     def read(self, layer: Experts) -> tuple[list[StoredWeight], ...]:
         parts = super().read(layer)
