@@ -91,75 +91,29 @@ class HPUModelRunner(ModelRunner):
             batch, sampling.sampler, head, lambda width: class_of(width, most), bridge.mark_step
         )
 
-        self.items = items = card_items(config, model, bridge, self.encoder)
-        media = None
-        if items is None and self.encoder is not None and self.encoder.is_here:
-            assert model.media_encoder is not None
-            dtype, width = model.media_encoder.dtype, embedding_width(model)
-            media = EncodedMedia(self.encoder, width, agree=self.encoder.agree, dtype=dtype)
-
-        def rows() -> Iterator[RowPart]:
-            yield from sampling_rows(config, model, sampling.state, grammars)
-            yield self._prompt_logprobs
-            if items is not None:
-                yield items
-            if config.model.enable_prompt_embeds or (items is None and takes_embeddings(config)):
-                # Done on every pipeline stage, because all stages plan the same launches.
-                first = model if model.stage.is_first else None
-                yield DeviceEmbeddings(first, config, bridge, media)
-            if model.arch.num_positions:
-                yield PositionRows(model.arch, config.scheduler.max_num_seqs, bridge.device)
-            if model.arch.media_sees_ahead:
-                yield ImageSight(config.scheduler.max_num_seqs)
-            if config.lora.enable_lora:
-                # No adapters for experts: they would make every launch slower, even without an
-                # adapter.
-                reader = adapter_reader(config, model, has_experts=False)
-                yield DeviceRows(config, reader, bridge)
-
-        head.parts = parts = RowParts(rows())
-        embeddings, adapters = parts.find(DeviceEmbeddings), parts.find(DeviceRows)
-        positions = parts.find(PositionRows)
-        num_positions = 0 if positions is None else positions.num_positions
-        sees_ahead = model.arch.media_sees_ahead
-        block_size = config.cache.block_size
+        self.items = card_items(config, model, bridge, self.encoder)
+        head.parts = parts = RowParts(self._row_parts(config, model, grammars))
         # In a pipeline, the stage that makes the drafts is not the stage that verifies them.
         has_drafter = config.speculative.draft_model is not None and model.stage.count == 1
         max_drafts = config.scheduler.max_draft_tokens if has_drafter else 0
-        limits = config.scheduler
-        self.resident = DeviceTokens(
-            limits.max_num_seqs, bridge.device, max_drafts, num_positions, sees_ahead=sees_ahead
-        )
-        padded = HPUModel(
-            model,
-            block_size,
-            kernel,
-            softmax_normaliser(config.hpu, bridge.kernels),
-            self.resident,
-            None if adapters is None else adapters.slots,
-            getattr(torch, config.model.dtype_name),
-            num_positions,
-            sees_ahead=sees_ahead,
-        )
-        padded.inner_layers = InnerLayers.of(config, model.stage)
-        padded.embeddings = None if embeddings is None else embeddings.table
-        padded.items = None if items is None else items.table
+        padded = self._padded_model(config, model, parts, max_drafts)
+        adapters = parts.find(DeviceRows)
         inputs = HPUInputBuilder(
             batch,
-            block_size,
+            config.cache.block_size,
             None if adapters is None else adapters.slot_of_row,
             has_resident_drafts=max_drafts > 0,
-            embeddings=embeddings,
-            positions=positions,
+            embeddings=parts.find(DeviceEmbeddings),
+            positions=parts.find(PositionRows),
             sight=parts.find(ImageSight),
         )
         layers = layers_with_cache(model)
         with_states = [layer for layer in layers if isinstance(layer, StateLayer)]
-        layers = [layer for layer in layers if not isinstance(layer, StateLayer)]
-        self._mover = BlockMover(bridge, layers, block_size)
+        with_blocks = [layer for layer in layers if not isinstance(layer, StateLayer)]
+        self._mover = BlockMover(bridge, with_blocks, config.cache.block_size)
         state_mover = None
         if with_states and config.cache.enable_prefix_caching:
-            state_mover = StateMover(bridge, with_states, limits.max_num_seqs)
+            state_mover = StateMover(bridge, with_states, config.scheduler.max_num_seqs)
             padded.keeps_states = True
         launches = PaddedLaunches(
             config,
@@ -169,11 +123,71 @@ class HPUModelRunner(ModelRunner):
             batch,
             parts,
             mover=self._mover if config.has_dense_cache else None,
-            items=items,
+            items=self.items,
             state_mover=state_mover,
         )
         made = RunnerParts(cache_layout=layout, batch=batch, rows=parts, launches=launches)
         super().__init__(config, model, made, PaddedTokens(sampling, launches))
+
+    def _row_parts(
+        self, config: VllmConfig, model: CausalLM, grammars: GrammarMatchers
+    ) -> Iterator[RowPart]:
+        """Yield what requests bring into a batch."""
+        yield from sampling_rows(config, model, self.card_sampling.state, grammars)
+        yield self._prompt_logprobs
+        if self.items is not None:
+            yield self.items
+        if config.model.enable_prompt_embeds or (self.items is None and takes_embeddings(config)):
+            # Done on every pipeline stage, because all stages plan the same launches.
+            first = model if model.stage.is_first else None
+            yield DeviceEmbeddings(first, config, self.bridge, self._encoded_media(model))
+        if model.arch.num_positions:
+            yield PositionRows(model.arch, config.scheduler.max_num_seqs, self.bridge.device)
+        if model.arch.media_sees_ahead:
+            yield ImageSight(config.scheduler.max_num_seqs)
+        if config.lora.enable_lora:
+            # No adapters for experts: they would make every launch slower, even without an adapter.
+            reader = adapter_reader(config, model, has_experts=False)
+            yield DeviceRows(config, reader, self.bridge)
+
+    def _encoded_media(self, model: CausalLM) -> EncodedMedia | None:
+        """Return the embeddings of images that replace tokens; None if there are none here."""
+        if self.items is not None or self.encoder is None or not self.encoder.is_here:
+            return None
+        assert model.media_encoder is not None
+        dtype, width = model.media_encoder.dtype, embedding_width(model)
+        return EncodedMedia(self.encoder, width, agree=self.encoder.agree, dtype=dtype)
+
+    def _padded_model(
+        self, config: VllmConfig, model: CausalLM, parts: RowParts, max_drafts: int
+    ) -> HPUModel:
+        """Return the model as it runs in padded forward passes; sets `resident`."""
+        embeddings, adapters = parts.find(DeviceEmbeddings), parts.find(DeviceRows)
+        positions = parts.find(PositionRows)
+        num_positions = 0 if positions is None else positions.num_positions
+        sees_ahead = model.arch.media_sees_ahead
+        self.resident = DeviceTokens(
+            config.scheduler.max_num_seqs,
+            self.bridge.device,
+            max_drafts,
+            num_positions,
+            sees_ahead=sees_ahead,
+        )
+        padded = HPUModel(
+            model,
+            config.cache.block_size,
+            self.kernel,
+            softmax_normaliser(config.hpu, self.bridge.kernels),
+            self.resident,
+            None if adapters is None else adapters.slots,
+            getattr(torch, config.model.dtype_name),
+            num_positions,
+            sees_ahead=sees_ahead,
+        )
+        padded.inner_layers = InnerLayers.of(config, model.stage)
+        padded.embeddings = None if embeddings is None else embeddings.table
+        padded.items = None if self.items is None else self.items.table
+        return padded
 
     # ---- steps ----------------------------------------------------------------------------
 

@@ -193,32 +193,12 @@ class Program:
             MemoryError: there is no scratch memory.
             CollectiveError: another rank has failed, or has not come in time.
         """
-        num_tokens, num_requests = len(inputs), len(seq_lens)
-        if self.given_width:
-            _check_dense("inputs", inputs, self.dtype, num_tokens, self.given_width)
-        else:
-            _check_dense("input_ids", inputs, torch.int64, num_tokens)
-        num_positions = len(positions)
-        _check_dense("positions", positions, torch.int64, num_positions, num_tokens)
-        if num_positions not in (1, self.num_positions):
-            raise ValueError(
-                f"positions must have 1 or {self.num_positions} entries for each token, got "
-                f"{num_positions}"
-            )
         if slot_mapping.dim() == 1:
             slot_mapping, block_tables = slot_mapping[None], block_tables[None]
-        num_groups = max(self.num_groups, 1)
-        _check_dense("slot_mapping", slot_mapping.flatten(), torch.int64, num_groups * num_tokens)
-        _check_dense("seq_lens", seq_lens, torch.int32, num_requests)
-        _check_dense("query_start_loc", query_start_loc, torch.int32, num_requests + 1)
-        _check_tables(block_tables, num_groups, num_requests)
-        if not 0 <= num_decodes <= min(num_requests, num_tokens) or (
-            num_decodes == num_requests != num_tokens
-        ):
-            raise ValueError(
-                f"{num_decodes} decodes among {num_requests} requests with {num_tokens} tokens: "
-                "each decode must be a request with one token"
-            )
+        self._check(
+            inputs, positions, slot_mapping, block_tables, seq_lens, query_start_loc, num_decodes
+        )
+        num_tokens, num_requests = len(inputs), len(seq_lens)
         num_threads = _num_threads()
         out = torch.empty(num_tokens, self._out_width, dtype=self.dtype)
         launch = self._launch
@@ -236,7 +216,7 @@ class Program:
         launch.seq_lens = seq_lens.data_ptr()
         launch.query_start_loc = query_start_loc.data_ptr()
         launch.out = out.data_ptr()
-        launch.num_positions = num_positions
+        launch.num_positions = len(positions)
         launch.num_tokens, launch.num_requests = num_tokens, num_requests
         launch.num_decodes = num_decodes
         launch.group_stride, launch.table_stride = block_tables.stride()[:2]
@@ -272,6 +252,42 @@ class Program:
         if status != self._status.kDone:
             self._refuse(status, inputs, positions, slot_mapping, block_tables, seq_lens)
         return out if self.width == self._out_width else out[:, : self.width]
+
+    def _check(
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        num_decodes: int,
+    ) -> None:
+        """Raise ValueError if the arguments of `forward` do not fit together."""
+        num_tokens, num_requests = len(inputs), len(seq_lens)
+        if self.given_width:
+            _check_dense("inputs", inputs, self.dtype, num_tokens, self.given_width)
+        else:
+            _check_dense("input_ids", inputs, torch.int64, num_tokens)
+        num_positions = len(positions)
+        _check_dense("positions", positions, torch.int64, num_positions, num_tokens)
+        if num_positions not in (1, self.num_positions):
+            raise ValueError(
+                f"positions must have 1 or {self.num_positions} entries for each token, got "
+                f"{num_positions}"
+            )
+        num_groups = max(self.num_groups, 1)
+        _check_dense("slot_mapping", slot_mapping.flatten(), torch.int64, num_groups * num_tokens)
+        _check_dense("seq_lens", seq_lens, torch.int32, num_requests)
+        _check_dense("query_start_loc", query_start_loc, torch.int32, num_requests + 1)
+        _check_tables(block_tables, num_groups, num_requests)
+        if not 0 <= num_decodes <= min(num_requests, num_tokens) or (
+            num_decodes == num_requests != num_tokens
+        ):
+            raise ValueError(
+                f"{num_decodes} decodes among {num_requests} requests with {num_tokens} tokens: "
+                "each decode must be a request with one token"
+            )
 
     def take_taps(self, num_tokens: int) -> ctypes.Array[ctypes.c_void_p]:
         """Allocate `tapped` for a forward pass; return the addresses.
