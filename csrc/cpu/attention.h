@@ -70,8 +70,8 @@ class DecodeScratch {
     work.scores = states + heads * (kHeader + work.padded_values);
     work.weights = reinterpret_cast<uint32_t*>(work.scores + 4 * kTileKeys);
     query_columns = work.weights + 4 * kTileKeys;
-    row_copy = reinterpret_cast<T*>(query_columns + column_words(call, heads));
-    keys_ = row_copy + copy_bytes(call) / int64_t{sizeof(T)};
+    key_copies = reinterpret_cast<T*>(query_columns + column_words(call, heads));
+    keys_ = key_copies + copy_bytes(call) / int64_t{sizeof(T)};
     if (call.cache_type == vllm_cpu::CacheType::kSame) return;
     T* const after_keys = keys_ + kTileKeys * padded_size;
     values_ = call.has_one_cache() ? keys_ : after_keys;
@@ -80,22 +80,22 @@ class DecodeScratch {
   }
 
   // Returns the keys and values of a tile, converted to type T if the cache has another type.
-  Tile<T> tile_of(vllm_cpu::CacheType type, const Fetch& from, int64_t num_keys,
-                  int64_t distance) const {
+  Tile<T> tile_of(vllm_cpu::CacheType type, const TileBytes& from, Fetch& fetch, int64_t distance) const {
     if (type == vllm_cpu::CacheType::kSame) {
       return {reinterpret_cast<const T*>(from.keys), reinterpret_cast<const T*>(from.values),
-              from.rows, num_keys, distance};
+              from.rows, from.num_keys, distance};
     }
     constexpr int64_t kUnit = kLanes * Dot::kInputs;
     // A multiple of the vector size: results after the last key are computed but not used.
-    const int64_t num_rows = round_up(num_keys, kLanes);
+    const int64_t num_rows = round_up(from.num_keys, kLanes);
+    const int32_t step = fetch.step(num_rows);
     widen_rows(type, num_rows, work.head_size, kUnit,
-               [&](int64_t k) { return from.keys + from.rows[k]; }, keys_);
+               [&](int64_t k) { fetch.advance(step); return from.keys + from.rows[k]; }, keys_);
     if (values_ != keys_) {
       widen_rows(type, num_rows, work.head_size, kUnit,
                  [&](int64_t k) { return from.values + from.rows[k]; }, values_);
     }
-    return {keys_, values_, rows_, num_keys, distance};
+    return {keys_, values_, rows_, from.num_keys, distance};
   }
 
   TileWork work;
@@ -103,7 +103,7 @@ class DecodeScratch {
   float* states;
   uint32_t* query_columns;  // query heads of each kv head, packed as columns of a matrix
                             // (attention_decode_matrix.h)
-  T* row_copy;              // [16][head_size] copies of keys (attention_decode_matrix.h)
+  T* key_copies;            // [kTileKeys][head_size] (attention_decode_matrix.h)
 
  private:
   static int64_t column_words(const DecodeCall<T>& call, int64_t heads) {
@@ -111,7 +111,7 @@ class DecodeScratch {
     return heads / call.group() * query_column_words(call.group(), call.head_size);
   }
   static int64_t copy_bytes(const DecodeCall<T>& call) {
-    return call.template is_on_tiles<Dot>() ? kLanes * call.head_size * int64_t{sizeof(T)} : 0;
+    return call.template is_on_tiles<Dot>() ? kTileKeys * call.head_size * int64_t{sizeof(T)} : 0;
   }
 
   T* keys_;
@@ -202,12 +202,20 @@ inline bool attend(const DecodeCall<T>& call, const Item& item, const Item* afte
   int64_t num_found = 0;
   const int64_t num_tiles = (item.end - item.begin + kTileKeys - 1) / kTileKeys;
   const int64_t num_steps = num_tiles * num_kv_heads, bytes = cache_bytes<T>(call.cache_type);
-  const auto fetch_of = [&](const DecodeRows& of_tile, int64_t g) {
+  const auto bytes_of = [&](const DecodeRows& of_tile, int64_t g) {
     const int64_t of_head = g * call.head_size * bytes;
-    return Fetch{static_cast<const char*>(call.key_cache) + of_head,
-                 static_cast<const char*>(call.value_cache) + of_head, of_tile.at, bytes,
-                 call.head_size * bytes, call.has_one_cache() ? 0 : call.head_size * bytes};
+    return TileBytes{static_cast<const char*>(call.key_cache) + of_head,
+                     static_cast<const char*>(call.value_cache) + of_head,
+                     of_tile.at,
+                     static_cast<int32_t>(of_tile.num_keys),
+                     bytes,
+                     call.head_size * bytes,
+                     call.has_one_cache() ? 0 : call.head_size * bytes};
   };
+  // Loops over a tile: one for each few query heads, and one more if it is converted.
+  const auto num_loops = static_cast<int32_t>(
+      (is_on_tiles ? (group + kLanes - 1) / kLanes : (group + 3) / 4) +
+      (call.cache_type == vllm_cpu::CacheType::kSame ? 0 : 1));
   DecodeRows rows_after;
   const bool has_after = after != nullptr && after->begin < after->end &&
                          find_rows(call, after->b, after->begin, after->end, rows_after);
@@ -221,27 +229,30 @@ inline bool attend(const DecodeCall<T>& call, const Item& item, const Item* afte
       }
     }
     const DecodeRows& of_tile = rows[tile % (kStepsAhead + 1)];
-    const Tile<T> now = scratch.tile_of(call.cache_type, fetch_of(of_tile, item.first_g + g),
-                                        of_tile.num_keys, of_tile.distance);
     const bool is_mine = ahead_tile < num_tiles;
-    const Fetch next =
-        is_mine ? fetch_of(rows[ahead_tile % (kStepsAhead + 1)], item.first_g + ahead_g)
-                : fetch_of(rows_after, has_after ? after->first_g + ahead_g : 0);
+    Fetch fetch;
+    if (is_mine) {
+      fetch = Fetch(bytes_of(rows[ahead_tile % (kStepsAhead + 1)], item.first_g + ahead_g), num_loops);
+    } else if (has_after) {
+      fetch = Fetch(bytes_of(rows_after, after->first_g + ahead_g), num_loops);
+    }
+    const Tile<T> now = scratch.tile_of(call.cache_type, bytes_of(of_tile, item.first_g + g), fetch,
+                                        of_tile.distance);
     options.scale = call.scale * cache_scale(call.key_scales, item.first_g + g);
-    const Fetch* const to_fetch = is_mine || has_after ? &next : nullptr;
 #ifdef VLLM_MATRIX_TILES
     if constexpr (kAttendsOnTiles<Dot>) {
       if (is_on_tiles && now.num_keys == kTileKeys) {
         attend_full_tile<Dot>(work, g * group, group, scratch.query_columns + g * column_words, now,
-                              to_fetch, options, scratch.row_copy);
+                              fetch, options, scratch.key_copies);
       } else {
-        attend_tile<Dot>(work, g * group, group, now, to_fetch, options);
+        attend_tile<Dot>(work, g * group, group, now, fetch, options);
       }
     } else
 #endif
     {
-      attend_tile<Dot>(work, g * group, group, now, to_fetch, options);
+      attend_tile<Dot>(work, g * group, group, now, fetch, options);
     }
+    fetch.finish();
     if (++g == num_kv_heads) g = 0, ++tile;
     if (++ahead_g == num_kv_heads) ahead_g = 0, ++ahead_tile;
   }

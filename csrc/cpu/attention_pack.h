@@ -45,14 +45,13 @@ VLLM_INLINE int64_t cache_bytes(vllm_cpu::CacheType type) {
 template <typename T, typename RowAt>
 inline void widen_rows(vllm_cpu::CacheType type, int64_t num_rows, int64_t head_size, int64_t unit,
                        RowAt row_at, T* to) {
-  const int64_t stride = round_up(head_size, unit);
-  for (int64_t k = 0; k < num_rows; ++k) {
-    const uint8_t* const row = reinterpret_cast<const uint8_t*>(row_at(k));
-    if (type == vllm_cpu::CacheType::kE4m3) {
-      widen_row<E4m3>(row, head_size, unit, to + k * stride);
-    } else {
-      widen_row<E5m2>(row, head_size, unit, to + k * stride);
-    }
+  const auto bytes_at = [&](int64_t k) __attribute__((always_inline)) {
+    return reinterpret_cast<const uint8_t*>(row_at(k));
+  };
+  if (type == vllm_cpu::CacheType::kE4m3) {
+    widen_rows<E4m3>(num_rows, head_size, unit, bytes_at, to);
+  } else {
+    widen_rows<E5m2>(num_rows, head_size, unit, bytes_at, to);
   }
 }
 

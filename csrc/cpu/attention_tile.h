@@ -35,13 +35,52 @@ struct Tile {
   int64_t distance;  // number of positions from the first key to the query
 };
 
-// A tile to prefetch: key k has key_bytes bytes and begins element_bytes * rows[k] bytes after
-// `keys`; likewise for values. If values are part of the keys, value_bytes is 0.
-struct Fetch {
+// Where the keys and values of a kv head are in the cache: key k has key_bytes bytes and begins
+// element_bytes * rows[k] bytes after `keys`; likewise for values. If values are part of the keys,
+// value_bytes is 0.
+struct TileBytes {
   const char* keys;
   const char* values;
   const int64_t* rows;
+  int32_t num_keys;
   int64_t element_bytes, key_bytes, value_bytes;
+};
+
+// Prefetches the keys and values of a later tile, a few at a time during the whole computation of
+// a tile: after about sixteen lines, a core waits until memory has answered.
+class Fetch {
+ public:
+  Fetch() : tile_{}, end_(0), num_loops_(1) {}
+  // num_loops: number of loops over the tile that is computed; each prefetches its part.
+  Fetch(const TileBytes& tile, int32_t num_loops)
+      : tile_(tile), end_((tile.value_bytes == 0 ? 1 : 2) * tile.num_keys), num_loops_(num_loops) {}
+
+  // Returns the number of keys and values to prefetch in each of `num_calls` calls of `advance`.
+  // It is the same in each call: otherwise the processor could not predict the branches.
+  VLLM_INLINE int32_t step(int64_t num_calls) const {
+    const int32_t calls = static_cast<int32_t>(num_calls) * num_loops_;
+    return (end_ + calls - 1) / calls;
+  }
+  // Prefetches the next `count` keys or values.
+  VLLM_INLINE void advance(int32_t count) {
+    int32_t next = next_;
+    const int32_t end = end_ - next < count ? end_ : next + count;
+    for (; next < end && next < tile_.num_keys; ++next) {
+      prefetch_row(tile_.keys + tile_.rows[next] * tile_.element_bytes, tile_.key_bytes);
+    }
+    for (; next < end; ++next) {
+      const int64_t row = tile_.rows[next - tile_.num_keys];
+      prefetch_row(tile_.values + row * tile_.element_bytes, tile_.value_bytes);
+    }
+    next_ = next;
+  }
+  // Prefetches what is left.
+  void finish() { advance(end_); }
+
+ private:
+  TileBytes tile_;
+  int32_t end_, num_loops_;
+  int32_t next_ = 0;  // index of the next key, or number of keys + index of the next value
 };
 
 // Returns the dot products of kLanes / kHeads keys, from key `first` on, with kHeads query heads:
@@ -74,16 +113,14 @@ VLLM_INLINE Vec dot_products(const uint32_t* query, int64_t query_stride, const 
   return sum_each(sums);
 }
 
-// Computes the dot products scores[h][k] of kHeads heads with all keys of a tile. Prefetches the
-// keys of `next` meanwhile, unless it is null; add_values prefetches the values.
+// Computes the dot products scores[h][k] of kHeads heads with all keys of a tile.
 template <class Dot, int kHeads, typename T>
 inline void score_tile(const uint32_t* query, int64_t query_stride, const Tile<T>& tile,
-                       const Fetch* next, int64_t head_size, float* scores) {
+                       Fetch& fetch, int64_t head_size, float* scores) {
   constexpr int kKeys = kLanes / kHeads;
+  const int32_t step = fetch.step(2 * ((tile.num_keys + kKeys - 1) / kKeys));
   for (int64_t k = 0; k < tile.num_keys; k += kKeys) {
-    for (int j = 0; next != nullptr && j < kKeys; ++j) {
-      prefetch_row(next->keys + next->rows[k + j] * next->element_bytes, next->key_bytes);
-    }
+    fetch.advance(step);
     const Vec products = dot_products<Dot, kHeads>(query, query_stride, tile, k, head_size);
     float block[kLanes];
     store(block, products);
@@ -130,7 +167,7 @@ VLLM_INLINE void natural(Vec (&parts)[Dot::kInputs]) {
 // out[h] += sum over keys of weights[h][k] * values[k], for kParts * kLanes * kInputs elements of
 // the head from `offset` on. The last part has `left` elements.
 template <class Dot, int kHeads, int kParts, typename T>
-VLLM_INLINE void add_values(const uint32_t* weights, const Tile<T>& tile, const Fetch* next,
+VLLM_INLINE void add_values(const uint32_t* weights, const Tile<T>& tile, Fetch& fetch, int32_t step,
                             int64_t offset, int64_t left, float* out, int64_t out_stride) {
   constexpr int kInputs = Dot::kInputs, kVectors = kParts * kInputs;
   Vec sums[kHeads][kVectors];
@@ -142,9 +179,7 @@ VLLM_INLINE void add_values(const uint32_t* weights, const Tile<T>& tile, const 
     }
   }
   for (int64_t k = 0; k < tile.num_keys; k += kInputs) {
-    for (int j = 0; next != nullptr && j < kInputs; ++j) {
-      prefetch_row(next->values + next->rows[k + j] * next->element_bytes, next->value_bytes);
-    }
+    fetch.advance(step);
     typename Dot::Splat weight[kHeads];
 #pragma GCC unroll 16
     for (int h = 0; h < kHeads; ++h) {
@@ -175,21 +210,23 @@ VLLM_INLINE void add_values(const uint32_t* weights, const Tile<T>& tile, const 
 }
 
 template <class Dot, int kHeads, typename T>
-inline void add_tile(const uint32_t* weights, const Tile<T>& tile, const Fetch* next,
+inline void add_tile(const uint32_t* weights, const Tile<T>& tile, Fetch& fetch,
                      int64_t value_size, float* out, int64_t out_stride) {
   constexpr int64_t kElements = kLanes * Dot::kInputs;
   // Number of vectors of sums for each head, in registers.
   constexpr int kVectors = kLanes < 16 && kHeads > 2 ? 2 : 4;
   constexpr int kParts = kVectors / Dot::kInputs;
+  const int64_t num_loops = (value_size + kParts * kElements - 1) / (kParts * kElements);
+  const int32_t step = fetch.step(2 * num_loops * ((tile.num_keys + Dot::kInputs - 1) / Dot::kInputs));
   int64_t i = 0;
-  for (; i + kParts * kElements <= value_size; i += kParts * kElements, next = nullptr) {
-    add_values<Dot, kHeads, kParts>(weights, tile, next, i, kElements, out, out_stride);
+  for (; i + kParts * kElements <= value_size; i += kParts * kElements) {
+    add_values<Dot, kHeads, kParts>(weights, tile, fetch, step, i, kElements, out, out_stride);
   }
-  for (; i + kElements <= value_size; i += kElements, next = nullptr) {
-    add_values<Dot, kHeads, 1>(weights, tile, next, i, kElements, out, out_stride);
+  for (; i + kElements <= value_size; i += kElements) {
+    add_values<Dot, kHeads, 1>(weights, tile, fetch, step, i, kElements, out, out_stride);
   }
   if (i < value_size) {
-    add_values<Dot, kHeads, 1>(weights, tile, next, i, value_size - i, out, out_stride);
+    add_values<Dot, kHeads, 1>(weights, tile, fetch, step, i, value_size - i, out, out_stride);
   }
 }
 
@@ -276,10 +313,10 @@ struct TileWork {
 // values.
 template <class Dot, int kHeads, typename T>
 inline void attend_heads(const TileWork& work, int64_t head, const Tile<T>& tile,
-                         const Fetch* next, const ScoreOptions& options) {
+                         Fetch& fetch, const ScoreOptions& options) {
   const int64_t state_stride = kHeader + work.padded_values;
   float* const states = work.states + head * state_stride;
-  score_tile<Dot, kHeads>(work.query + head * work.query_stride, work.query_stride, tile, next,
+  score_tile<Dot, kHeads>(work.query + head * work.query_stride, work.query_stride, tile, fetch,
                           work.head_size, work.scores);
   for (int h = 0; h < kHeads; ++h) {
     float* const scores = work.scores + h * kTileKeys;
@@ -288,23 +325,23 @@ inline void attend_heads(const TileWork& work, int64_t head, const Tile<T>& tile
     weigh_tile<Dot>(scores, tile.num_keys, largest, states + h * state_stride, work.padded_values,
                     work.weights + h * kTileKeys);
   }
-  add_tile<Dot, kHeads>(work.weights, tile, next, work.value_size, states + kHeader, state_stride);
+  add_tile<Dot, kHeads>(work.weights, tile, fetch, work.value_size, states + kHeader, state_stride);
 }
 
 // Attends to one tile with `num_heads` query heads of its kv head. Each step takes as many heads as
 // the registers hold.
 template <class Dot, typename T>
 inline void attend_tile(const TileWork& work, int64_t head, int64_t num_heads,
-                        const Tile<T>& tile, const Fetch* next, const ScoreOptions& options) {
-  for (const int64_t end = head + num_heads; head < end; next = nullptr) {
+                        const Tile<T>& tile, Fetch& fetch, const ScoreOptions& options) {
+  for (const int64_t end = head + num_heads; head < end;) {
     if (kLanes >= 8 && end - head >= 4) {
-      attend_heads<Dot, (kLanes >= 8 ? 4 : 1)>(work, head, tile, next, options);
+      attend_heads<Dot, (kLanes >= 8 ? 4 : 1)>(work, head, tile, fetch, options);
       head += 4;
     } else if (kLanes >= 8 && end - head >= 2) {
-      attend_heads<Dot, (kLanes >= 8 ? 2 : 1)>(work, head, tile, next, options);
+      attend_heads<Dot, (kLanes >= 8 ? 2 : 1)>(work, head, tile, fetch, options);
       head += 2;
     } else {
-      attend_heads<Dot, 1>(work, head, tile, next, options);
+      attend_heads<Dot, 1>(work, head, tile, fetch, options);
       head += 1;
     }
   }

@@ -92,28 +92,60 @@ VLLM_INLINE __m512i tiny_halves() {
   return _mm512_load_si512(tiny);
 }
 
-// Converts bytes, one in each lane of 16 bits, to bf16. Without kHasSpecial, all bytes must be
-// finite values.
-template <class Format, bool kHasSpecial>
-VLLM_INLINE __m512i widen_halves(__m512i bytes, __m512i tiny) {
+// Converts bytes, sign-extended to 16 bits, to bf16. All bytes must be finite values.
+template <class Format>
+VLLM_INLINE __m512i widen_finite(__m512i bytes, __m512i tiny) {
   const auto set = [](uint32_t x) { return _mm512_set1_epi16(static_cast<int16_t>(x)); };
   constexpr int kShift = 7 - Format::kMantissa;
-  const __m512i magnitude = _mm512_and_si512(bytes, set(0x7f));
-  __m512i bits = _mm512_add_epi16(_mm512_slli_epi16(magnitude, kShift),
-                                  set(uint32_t{Format::kRebias} << 7));
-  const auto is_tiny = _mm512_cmplt_epu16_mask(magnitude, set(1u << Format::kMantissa));
-  bits = _mm512_mask_permutexvar_epi16(bits, is_tiny, magnitude, tiny);
-  if constexpr (kHasSpecial) {
-    const auto is_special = _mm512_cmpge_epu16_mask(magnitude, set(Format::kFirstSpecial));
-    if (__builtin_expect(is_special != 0, 0)) {
-      const __m512i special = Format::kMantissa == 3
-                                  ? set(0x7fc0)
-                                  : _mm512_add_epi16(bits, set(uint32_t{Format::kRebias} << 7));
-      bits = _mm512_mask_mov_epi16(bits, is_special, special);
+  const __m512i normal = _mm512_add_epi16(
+      _mm512_and_si512(_mm512_slli_epi16(bytes, kShift), set(0x7f << kShift)),
+      set(uint32_t{Format::kRebias} << 7));
+  const auto is_tiny = _mm512_testn_epi16_mask(bytes, set(0x7f >> Format::kMantissa << Format::kMantissa));
+  const __m512i magnitude = _mm512_mask_permutexvar_epi16(normal, is_tiny, bytes, tiny);
+  return _mm512_ternarylogic_epi32(magnitude, bytes, set(0x8000), 0xf8);  // magnitude | (bytes & sign)
+}
+
+// Returns in each byte the largest magnitude so far, with the sign bit set.
+VLLM_INLINE __m512i largest_byte(__m512i before, __m512i bytes) {
+  return _mm512_max_epu8(before, _mm512_or_si512(bytes, _mm512_set1_epi8(static_cast<int8_t>(0x80))));
+}
+
+// Returns whether all values are finite, given their `largest_byte`.
+template <class Format>
+VLLM_INLINE bool is_finite(__m512i largest) {
+  const auto special = static_cast<int8_t>(0x80 | Format::kFirstSpecial);
+  return _mm512_cmpge_epu8_mask(largest, _mm512_set1_epi8(special)) == 0;
+}
+
+// Converts rows of a multiple of 32 finite values to bf16. Returns false, with undefined results, if a
+// value is not finite. row_at(k): the beginning of row k.
+template <class Format, typename RowAt>
+inline bool widen_finite_rows(int64_t num_rows, int64_t head_size, RowAt row_at, void* to) {
+  const __m512i tiny = tiny_halves<Format>();
+  __m512i largest = _mm512_setzero_si512();
+  char* out = static_cast<char*>(to);
+  const auto widen = [&](__m256i bytes) __attribute__((always_inline)) {
+    _mm512_storeu_si512(out, widen_finite<Format>(_mm512_cvtepi8_epi16(bytes), tiny));
+    out += 64;
+  };
+  const auto load_half = [](const uint8_t* from) __attribute__((always_inline)) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  };
+  for (int64_t k = 0; k < num_rows; ++k) {
+    const uint8_t* const row = row_at(k);
+    int64_t i = 0;
+    for (; i + 64 <= head_size; i += 64) {
+      largest = largest_byte(largest, _mm512_loadu_si512(row + i));
+      widen(load_half(row + i));
+      widen(load_half(row + i + 32));
+    }
+    if (i < head_size) {
+      const __m256i bytes = load_half(row + i);
+      largest = largest_byte(largest, _mm512_zextsi256_si512(bytes));
+      widen(bytes);
     }
   }
-  const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(bytes, set(0x80)), 8);
-  return _mm512_or_si512(bits, sign);
+  return is_finite<Format>(largest);
 }
 #endif
 
@@ -158,9 +190,9 @@ inline void widen_row(const uint8_t* from, int64_t head_size, int64_t unit, T* t
   if constexpr (sizeof(T) == 2) {
     const __m512i tiny = tiny_halves<Format>();
     for (; done + 32 <= head_size; done += 32) {
-      const __m512i bytes = _mm512_cvtepu8_epi16(
-          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + done)));
-      _mm512_storeu_si512(to + done, widen_halves<Format, true>(bytes, tiny));
+      const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + done));
+      if (!is_finite<Format>(largest_byte(__m512i{}, _mm512_zextsi256_si512(bytes)))) break;
+      _mm512_storeu_si512(to + done, widen_finite<Format>(_mm512_cvtepi8_epi16(bytes), tiny));
     }
   }
 #elif defined(__AVX2__)
@@ -178,6 +210,21 @@ inline void widen_row(const uint8_t* from, int64_t head_size, int64_t unit, T* t
   const int64_t padded_size = (head_size + unit - 1) / unit * unit;
   if (padded_size > head_size) {
     __builtin_memset(to + head_size, 0, (padded_size - head_size) * sizeof(T));
+  }
+}
+
+// Converts rows of a cache to rows of T, whose distance is a multiple of `unit` elements. row_at(k):
+// the beginning of row k.
+template <class Format, typename T, typename RowAt>
+inline void widen_rows(int64_t num_rows, int64_t head_size, int64_t unit, RowAt row_at, T* to) {
+#if defined(__AVX512BW__)
+  if constexpr (sizeof(T) == 2) {
+    if (head_size % 32 == 0 && widen_finite_rows<Format>(num_rows, head_size, row_at, to)) return;
+  }
+#endif
+  const int64_t stride = (head_size + unit - 1) / unit * unit;
+  for (int64_t k = 0; k < num_rows; ++k) {
+    widen_row<Format>(row_at(k), head_size, unit, to + k * stride);
   }
 }
 

@@ -209,26 +209,42 @@ using Tiles = PortableTiles;
 
 #endif
 
-// The shape of the tiles of this thread, as packed by `configure_tiles`; 0: they have no shape.
+// The shapes of the tiles of this thread, packed into a number that differs for each set of shapes;
+// 0: they have no shape.
 static thread_local uint32_t tile_shape = 0;
+constexpr uint32_t kIsDecodeShape = 1u << 31;  // a bit of the shapes of attention_decode_matrix.h
 
-// Sets the shapes of the tiles for c += a @ b (matrix_product.h): sum tiles 0 and 1 and tile 4 (of
-// a) get first_rows rows; sum tiles 2 and 3 and tile 5 (of a) get last_rows. Each row of a has
-// num_words words. If the shapes change, the content of all tiles becomes undefined.
-inline void configure_tiles(int64_t first_rows, int64_t last_rows, int64_t num_words) {
+struct TileSize {
+  int64_t rows, row_bytes;
+};
+
+// Sets the shapes of all tiles, unless they are packed as `shape` already. If they change, the
+// content of all tiles becomes undefined. size_of(tile): the size of a tile.
+template <class SizeOf>
+inline void configure_tiles_as(uint32_t shape, SizeOf size_of) {
   uint32_t& current = tile_shape;
-  const uint32_t shape = static_cast<uint32_t>(first_rows | last_rows << 8 | num_words << 16);
   if (shape == current) return;
   current = shape;
   TileConfig config = {};
   config.palette = 1;
   for (int tile = 0; tile < 8; ++tile) {
-    const bool is_last = tile == 2 || tile == 3 || tile == 5;
-    config.rows[tile] = static_cast<uint8_t>(tile >= 6 ? num_words : is_last ? last_rows : first_rows);
-    const bool is_of_a = tile == 4 || tile == 5;
-    config.row_bytes[tile] = static_cast<uint16_t>(is_of_a ? 4 * num_words : kTileBytes);
+    const TileSize size = size_of(tile);
+    config.rows[tile] = static_cast<uint8_t>(size.rows);
+    config.row_bytes[tile] = static_cast<uint16_t>(size.row_bytes);
   }
   Tiles::configure(config);
+}
+
+// Sets the shapes of the tiles for c += a @ b (matrix_product.h): sum tiles 0 and 1 and tile 4 (of
+// a) get first_rows rows; sum tiles 2 and 3 and tile 5 (of a) get last_rows. Each row of a has
+// num_words words.
+inline void configure_tiles(int64_t first_rows, int64_t last_rows, int64_t num_words) {
+  const uint32_t shape = static_cast<uint32_t>(first_rows | last_rows << 8 | num_words << 16);
+  configure_tiles_as(shape, [&](int tile) {
+    const bool is_last = tile == 2 || tile == 3 || tile == 5, is_of_a = tile == 4 || tile == 5;
+    return TileSize{tile >= 6 ? num_words : is_last ? last_rows : first_rows,
+                    is_of_a ? 4 * num_words : kTileBytes};
+  });
 }
 
 // Releases the tiles of a thread when it leaves a loop (parallel.h). Otherwise the system would

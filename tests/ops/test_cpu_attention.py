@@ -379,11 +379,11 @@ def test_prefill_survives_large_scores(ops):
 
 
 @loop_over("dtype", DTYPES)
-@loop_over("size, block_size", [(40, 16), (64, 20)])
+@loop_over("group, size, block_size", [(7, 40, 16), (7, 64, 20), (3, 64, 20), (20, 64, 20)])
 @loop_over("option", OPTIONS[4:])
-def test_decode_is_the_formula_for_all_options(all_ops, option, size, block_size, dtype):
-    prompts = Prompts([300, 1, 65, 256, 31], Heads(14, 2, size, block_size, dtype))
-    options = options_of(option, 14)
+def test_decode_is_the_formula_for_all_options(all_ops, option, group, size, block_size, dtype):
+    prompts = Prompts([300, 1, 65, 256, 31], Heads(2 * group, 2, size, block_size, dtype))
+    options = options_of(option, 2 * group)
     want = prompts.last_of_formula(options)
     for implementation in chain(all_ops, [NativeOps()]):
         got = prompts.decode(implementation, options)

@@ -2,6 +2,8 @@
 read them alike.
 """
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -185,9 +187,19 @@ def test_scales_of_other_heads_are_refused(ops):
 
 @pytest.mark.parametrize("fp8", FP8_DTYPES)
 @loop_over("dtype", DTYPES)
-def test_all_numbers_are_read_as_torch_reads_them(ops, dtype, fp8):
+@loop_over("head_size", [None, 64, 192])  # None: all numbers at once
+def test_all_numbers_are_read_as_torch_reads_them(ops, head_size, dtype, fp8):
     codes = torch.arange(256, dtype=torch.uint8)
-    numbers = codes[codes.view(fp8).float().isfinite()].view(fp8)
+    codes = codes[codes.view(fp8).float().isfinite()]
+    if head_size:
+        for first in range(0, len(codes), head_size):
+            check_numbers(ops, codes.roll(-first)[:head_size].view(fp8), dtype)
+    else:
+        check_numbers(ops, codes.view(fp8), dtype)
+
+
+def check_numbers(ops, numbers, dtype):
+    fp8 = numbers.dtype
     values = numbers[None, None, None]  # there is only one key, so its value is the result
     keys = torch.zeros_like(values, dtype=torch.uint8).view(fp8)
     query, tables = torch.ones(1, 1, len(numbers), dtype=dtype), torch.zeros(1, 1).int()
@@ -199,8 +211,8 @@ def test_all_numbers_are_read_as_torch_reads_them(ops, dtype, fp8):
 
 
 def test_not_a_number_is_not_hidden(ops):
-    for fp8 in FP8_DTYPES:
-        launch = Launch([40], 2, (1, 32), fp8)
+    for fp8, head_size in product(FP8_DTYPES, (32, 64)):
+        launch = Launch([40], 2, (1, head_size), fp8)
         bits(launch.keys)[launch.tables[0, 0], 3] = 0x7F
         for dtype in DTYPES:
             assert launch.decode(ops, dtype).isnan().all()
