@@ -18,7 +18,7 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.server import ROOT, START_TIMEOUT_S, start_server
+from tests.e2e.server import ROOT, START_TIMEOUT_S, start_server, wait_until
 from tests.tiny_images import draw_image, make_tiny_images
 
 pillow = pytest.importorskip("PIL.Image", reason="images need Pillow")
@@ -124,6 +124,10 @@ def test_clients_of_all_apis_get_the_same_answer(server, wanted):
             assert usage.input_tokens + usage.cache_read_input_tokens == num_tokens
 
 
+def test_the_process_that_answers_http_does_not_import_torch(server, wanted):
+    assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+
+
 def server_file(server):
     """Return the path of the file that requests may name."""
     command = psutil.Process(server.process.pid).cmdline()
@@ -213,6 +217,12 @@ def kill_readers(server, engine):
     return num_killed
 
 
+def is_zombie(process):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return False
+
+
 def num_files(server):
     folder = Path(f"/proc/{server.process.pid}/fd")
     found = []
@@ -254,6 +264,8 @@ def test_many_requests_and_killed_processes_leave_nothing(server, wanted):
     server.wait_until_idle()
     assert answer_of(server, chat(part(URL))) == wanted.choices[0].message.content
     assert num_files(server) <= files
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    wait_until(lambda: not any(is_zombie(each) for each in children))
     assert set(os.listdir("/dev/shm")) <= shared
     log = server.log_text()
     assert not re.search("[A-Za-z0-9+/]{80}", log) and "Traceback" not in log

@@ -183,6 +183,13 @@ def test_limits_have_two_spellings():
         assert found.process(images((300, 300))[0]).grid == (1, 6, 6)
 
 
+def test_limits_by_name_have_no_effect_in_glm_4_1v_as_in_transformers():
+    known = grid_model("glm4v")
+    (image,) = images((100, 300))
+    usual = known.make_family().process(image).grid
+    assert known.make_family(min_pixels=784, max_pixels=784).process(image).grid == usual
+
+
 def test_an_override_of_the_size_replaces_both_spellings():
     known = grid_model("qwen2_vl")
     named = {"image_processor_type": "Qwen2_5_VLImageProcessor", "max_pixels": 9999}

@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import asdict
 from importlib import import_module
+from pkgutil import iter_modules
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tests.multimodal.grid_models import image_processor_class
 from tests.multimodal.tiled_models import LLAMA, PINPOINTS, SIDE, TOWER
 from vllm.errors import ConfigError, RequestError
 from vllm.model_executor.media.vision.layers import normalize
+from vllm.multimodal import families
 from vllm.multimodal.families import idefics3 as idefics3_family
 from vllm.multimodal.families import internvl as internvl_family
 from vllm.multimodal.families import mllama as mllama_family
@@ -28,6 +30,8 @@ from vllm.multimodal.images.settings import (
 )
 from vllm.multimodal.images.tower_config import read_tower_config
 from vllm.multimodal.interface.family import PlacedItem
+from vllm.multimodal.job import family_class
+from vllm.multimodal.processor_settings import read_settings
 from vllm.transformers_utils.transformers_version import is_version_4
 
 pytest.importorskip("PIL", reason="image processors need Pillow")
@@ -412,6 +416,30 @@ def test_image_processors_that_cannot_be_made(name, settings, message):
         make_hf_processor(name, settings)
 
 
+def test_a_null_is_a_switch_that_is_off_or_a_default():
+    found = with_defaults({**CLIP, "do_center_crop": None, "size": None, "other": None})
+    assert (found["do_center_crop"], found["other"]) == (False, None)
+    assert found["size"] == {"shortest_edge": 224}
+
+
+def test_settings_that_name_no_class_are_those_of_the_model(tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_std": 0.25}))
+    known = [family_class(each.name) for each in iter_modules(families.__path__)]
+    for family in (each for each in known if "image" in each.modalities):
+        found = read_settings(family, tmp_path)
+        assert found["image_processor_type"] == family.image_processor, family
+        assert (found["image_std"], found["do_resize"]) == (0.25, True), family
+
+
+def test_an_integer_is_a_square_size_also_where_transformers_scales_one_side():
+    family, _ = llava(
+        {**SIGLIP, "size": SIDE},
+        vision_config={"model_type": "siglip_vision_model", **TOWER},
+        vision_feature_select_strategy="full",
+    )
+    assert family.process(make_pixels(50, 40)).tensors["pixels"].shape == (1, 3, SIDE, SIDE)
+
+
 def test_without_pillow_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ConfigError, match=r"pip install .vllm\[image\]"):
@@ -432,6 +460,7 @@ def test_overrides_replace_settings_and_unknown_ones_are_refused():
     ("settings", "message"),
     [
         ({"crop_size": {"height": 30, "width": 28}}, "crop_size is .*must be 28 x 28 pixels"),
+        ({"size": {"shortest_edge": 28.5}}, "size is .*each from 1 to"),
         ({"crop_size": "large"}, "crop_size is 'large'.*height and width"),
         ({"crop_size": {"height": 28}}, "crop_size is .*height and width"),
         ({"do_center_crop": False}, "size is {'shortest_edge': 28}.*must be 28 x 28 pixels"),

@@ -1,11 +1,14 @@
-"""Test pausing the garbage collector, even if other threads pause it too."""
+"""Test pausing the garbage collector, even if other threads pause it too, and hiding torch."""
 
 import gc
+import logging
+import sys
 import threading
 
 import pytest
 
-from vllm.utils.imports import without_collections
+from vllm.utils import imports
+from vllm.utils.imports import leave_torch_out, without_collections, without_torch
 
 
 @pytest.fixture(autouse=True)
@@ -51,3 +54,22 @@ def test_threads_may_be_inside_at_the_same_time(first_out):
         leave[number].set()
         threads[number].join(120)
     assert gc.isenabled()
+
+
+def test_torch_is_hidden_only_from_a_process_that_leaves_it_out(monkeypatch, caplog):
+    monkeypatch.setattr(imports, "_leaves_torch_out", False)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    with without_torch():
+        assert "torch" not in sys.modules
+    leave_torch_out()
+    with without_torch():
+        with pytest.raises(ImportError):
+            import torch  # noqa: F401
+        logger = logging.getLogger("transformers")
+        monkeypatch.setattr(logger, "propagate", True)
+        logger.warning("PyTorch was not found")
+    assert "torch" not in sys.modules
+    assert not caplog.records
+    monkeypatch.setitem(sys.modules, "torch", sys)
+    with without_torch():
+        assert sys.modules["torch"] is sys, "it is imported already"

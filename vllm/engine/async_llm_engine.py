@@ -279,7 +279,7 @@ class AsyncLLM:
 
         # First, because their imports take longest. They run while the core loads its weights, so
         # that no request waits for them.
-        self._preparation.media.prepare(MediaInput(config))
+        media_started = self._preparation.media.prepare(MediaInput(config))
         began = time.monotonic()
         tokenizer = load_tokenizer(config.model)
         if tokenizer is not None:
@@ -296,7 +296,7 @@ class AsyncLLM:
         self.output_processor = OutputProcessor(tokenizer, recorder)
         self._preparation.prepare()
         if tokenizer is not None and config.model.pooler is None:
-            self.input_processor.grammar_compiler.start()
+            self.input_processor.grammar_compiler.start(after=media_started)
         self._requests = RequestsInFlight(
             self._core,
             self.output_processor,

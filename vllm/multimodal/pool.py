@@ -13,13 +13,12 @@ their description is sent through the connection.
 
 import asyncio
 import importlib
-import logging
 import math
 import os
 import queue
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -33,6 +32,7 @@ from vllm.logger import init_logger
 from vllm.multimodal.images.image import load_decoders
 from vllm.multimodal.interface.family import EncoderInput
 from vllm.multimodal.interface.source import MediaSource, refuse
+from vllm.utils.imports import hide_torch, show_torch
 from vllm.utils.process.deadline_worker import (
     CallFailed,
     DeadlineExceeded,
@@ -54,8 +54,6 @@ _MAX_REASON_CHARS = 200
 """Longest part of an unexpected error that is shown: it may have content of the item in it."""
 _LOOK_S = 0.05
 """Seconds between two attempts to stop the items that are being processed."""
-_IMPORT_TORCH = ("torch", "transformers")
-"""Packages that are imported once more if torch is needed."""
 _KINDS = "biuf"
 """Accepted kinds of dtypes: booleans, integers and floats. An object would be an address."""
 
@@ -147,11 +145,11 @@ class MediaWorkers:
                 return
             raise ConfigError(f"the processes that decode media cannot start: {error}") from error
 
-    def start_in_background(self) -> None:
-        """Begin to import the job, and return at once. An error is logged; each item reports it
-        again.
+    def start_in_background(self) -> "Future[None]":
+        """Begin to import the job, and return a future that is done after that. An error is logged;
+        each item reports it again.
         """
-        self._threads.submit(self._start_or_log)
+        return self._threads.submit(self._start_or_log)
 
     async def run(self, source: MediaSource) -> EncoderInput:
         """Run the job for an item and return its result.
@@ -371,13 +369,11 @@ def _without_torch(make: Callable[[], Job]) -> Job:
     """
     if "torch" in sys.modules:
         return make()
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    logging.disable(logging.WARNING)  # transformers warns of the missing torch
+    hide_torch()
     try:
         return make()
     except (ImportError, ConfigError):
-        for name in [name for name in sys.modules if name.partition(".")[0] in _IMPORT_TORCH]:
+        show_torch()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
             del sys.modules[name]
-    finally:
-        logging.disable(logging.NOTSET)
     return make()

@@ -17,7 +17,7 @@ def read_settings(family: type[MediaFamily], folder: Path | str) -> dict[str, An
         ConfigError: there are none, or they cannot be used.
     """
     if _has_images(family):
-        settings = images.read_processor_settings(folder)
+        settings = images.read_processor_settings(folder, family.image_processor)
         if "video" in family.modalities:
             settings |= read_video_settings(folder)
         return settings

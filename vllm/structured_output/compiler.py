@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections import OrderedDict
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -112,10 +112,14 @@ class GrammarCompiler:
         result = self._known(spec.key)
         return None if result is None else _grammar_of(result, field)
 
-    def start(self) -> None:
+    def start(self, after: "Future[None] | None" = None) -> None:
         """Start the processes in the background, so that the first request does not wait for
-        them."""
-        start_in_time_slices(self._start_first, "grammar-start")
+        them.
+
+        Args:
+            after: work that more requests need, and that has the processor cores first.
+        """
+        start_in_time_slices(lambda: self._start_first(after), "grammar-start")
 
     def close(self) -> None:
         """End the processes, even while they start. Running compilations fail."""
@@ -189,7 +193,11 @@ class GrammarCompiler:
                 for worker in self._workers:
                     self._idle.put(worker)
 
-    def _start_first(self) -> None:
+    def _start_first(self, after: "Future[None] | None") -> None:
+        if after is not None:
+            wait([after])
+        if self._is_closed:
+            return
         try:
             self._make_workers()
             for worker in self._workers:

@@ -27,6 +27,7 @@ from vllm.transformers_utils.plain_config import complete_plain_config
 from vllm.transformers_utils.transformers_version import is_version_4
 from vllm.transformers_utils.weight_files import CONSOLIDATED
 from vllm.utils.files.json_file import read_json_object
+from vllm.utils.imports import without_torch
 
 _OF_THE_WHOLE = (
     *("architectures", "quantization_config", SETTINGS_FILES, "dtype", "torch_dtype"),
@@ -164,9 +165,9 @@ def complete_hf_config(
     plain = complete_plain_config(raw)
     if plain is not None:
         return plain
+    classes = _config_classes()
     from transformers import __version__
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type = raw.get("model_type")
     has_own_code = "AutoConfig" in (raw.get("auto_map") or {})
@@ -180,13 +181,13 @@ def complete_hf_config(
                 token=token,
             )
             return {**config_class.from_dict(dict(raw)).to_dict(), **raw}
-        if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
+        if isinstance(model_type, str) and model_type in classes:
             known, others = _known_to_transformers(raw, family)
-            config_class = CONFIG_MAPPING[model_type]
+            config_class = classes[model_type]
             completed = config_class.from_dict(_with_usual_types(known, config_class)).to_dict()
             return _without_default_ropes({**completed, **others}, raw)
         if family.config_class is not None:
-            config_class = CONFIG_MAPPING[family.config_class]
+            config_class = classes[family.config_class]
             completed = config_class.from_dict(_with_usual_types(raw, config_class)).to_dict()
             given = {name: value for name, value in completed.items() if name not in _POSITIONS}
             return {**given, **family.own_defaults, **raw}
@@ -200,6 +201,13 @@ def complete_hf_config(
         else f"transformers {__version__} does not support it; a newer version may"
     )
     raise ConfigError(f"model_type {model_type!r} of '{folder}': {fix}")
+
+
+def _config_classes() -> Any:
+    """Return the config classes of transformers by model type. They do not need torch."""
+    with without_torch():
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    return CONFIG_MAPPING
 
 
 def _own_words(error: Exception) -> str:
@@ -273,17 +281,16 @@ def _known_to_transformers(
     """Split a config into the values that the installed transformers accepts, and the rest. Version
     4 refuses some values that version 5 writes.
     """
-    from transformers import PretrainedConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     known, others = dict(raw), dict[str, Any]()
     if not is_version_4():
         return known, others
+    from transformers import PretrainedConfig
+
     if family.has_new_layer_types and "layer_types" in known:
         others["layer_types"] = known.pop("layer_types")
     for section in family.plain_sections:
         if isinstance(own := known.get(section), Mapping):
-            usual = CONFIG_MAPPING[family.model_type]().to_dict()[section]
+            usual = _config_classes()[family.model_type]().to_dict()[section]
             names = usual.keys() - PretrainedConfig().to_dict().keys()
             known[section] = {name: own[name] for name in names & own.keys()}
     return known, others
@@ -306,13 +313,11 @@ def _config_of_decoder(raw: Mapping[str, Any], family: Family) -> dict[str, Any]
 
     transformers uses these names for the sizes of the encoder.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     whole = dict(raw)
     for name in (*family.decoder_keys.values(), "num_key_value_heads"):
         whole.pop(name, None)
     try:
-        config_class = CONFIG_MAPPING[family.model_type]
+        config_class = _config_classes()[family.model_type]
         completed = config_class.from_dict(_with_usual_types(whole, config_class)).to_dict()
     except ConfigError:
         raise

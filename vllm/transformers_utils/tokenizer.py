@@ -15,7 +15,7 @@ from vllm.transformers_utils.tokenizer_class import (
 )
 from vllm.utils.files.json_file import read_json_object
 from vllm.utils.files.lfs import pointer_problem
-from vllm.utils.imports import without_collections
+from vllm.utils.imports import without_collections, without_torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,7 +91,8 @@ def get_tokenizer(
                 tokenizer_name, **special_tokens_of_version_5(folder)
             )
         else:
-            from transformers import AutoTokenizer
+            with without_torch():
+                from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(
                 tokenizer_name,

@@ -1,8 +1,10 @@
 """Import classes and functions by name when they are needed, and large libraries without garbage
-collection.
+collection or without torch.
 """
 
 import gc
+import logging
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +33,54 @@ def without_collections() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+_leaves_torch_out = False
+
+
+def leave_torch_out() -> None:
+    """Let `without_torch` have an effect in this process, which must not use transformers with
+    torch later.
+    """
+    global _leaves_torch_out
+    _leaves_torch_out = True
+
+
+@contextmanager
+def without_torch() -> Iterator[None]:
+    """Hide torch from transformers, which otherwise imports it: this takes seconds and 400 MB.
+
+    transformers notes at its first import that there is no torch, so the process never imports
+    torch for it later. Does nothing unless `leave_torch_out` was called, and if torch is imported
+    already.
+    """
+    if not _leaves_torch_out or "torch" in sys.modules:
+        yield
+        return
+    with IMPORT_LOCK:
+        hide_torch()
+        try:
+            yield
+        finally:
+            show_torch()
+
+
+def hide_torch() -> None:
+    """Let imports of torch fail in this process until `show_torch`; it must not be imported."""
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    logging.getLogger("transformers").addFilter(_no_advice)
+
+
+def show_torch() -> None:
+    """Let imports of torch succeed again."""
+    if sys.modules.get("torch") is None:
+        sys.modules.pop("torch", None)
+    logging.getLogger("transformers").removeFilter(_no_advice)
+
+
+def _no_advice(record: logging.LogRecord) -> bool:
+    """Drop the warning of transformers that torch is missing."""
+    return "PyTorch" not in record.getMessage()
 
 
 def load_class(name: str) -> Any:

@@ -8,7 +8,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -115,17 +115,20 @@ class MediaLane:
         self.cache = PixelCache(0)
         self._times = MediaTimes()
 
-    def prepare(self, media: MediaInput) -> None:
+    def prepare(self, media: MediaInput) -> "Future[None] | None":
         """Start the processes in the background, if the model reads media.
 
         Args:
             media: of the engine.
 
+        Returns:
+            A future that is done when they have started; None if there are none.
+
         Raises:
             ConfigError: the settings of the image processor are missing or cannot be used.
         """
         if media.family is None:
-            return
+            return None
         self.cache = PixelCache(media.cache_bytes)
         self._workers = MediaWorkers(
             _JOB,
@@ -134,7 +137,7 @@ class MediaLane:
             memory_limit_bytes=_MEMORY_LIMIT,
             timeout_s=_TIMEOUT_S,
         )
-        self._workers.start_in_background()
+        return self._workers.start_in_background()
 
     def stats(self) -> MediaReadStats | None:
         """Return the counters; None if the model reads only text."""

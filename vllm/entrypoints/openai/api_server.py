@@ -22,7 +22,7 @@ from vllm.entrypoints.server.log_setup import configure_logs
 from vllm.entrypoints.shared.replayed_traffic import with_recorded_traffic
 from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.utils import FlexibleArgumentParser
-from vllm.utils.imports import without_collections
+from vllm.utils.imports import leave_torch_out, without_collections
 from vllm.utils.process.startup_progress import process_start
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ def run_server(
         EngineDeadError: the engine has died.
     """
     configure_logs(args)
+    if not engine_args.trust_remote_code:  # the code of a model may need torch
+        leave_torch_out()
     serve_while_warming(engine_args)
     if args.headless or engine_args.data_parallel_size_local == 0:
         # This process runs no engine core. `core_host` starts cores when the server asks for them.

@@ -38,6 +38,7 @@ def tokens_per_side(config: Mapping[str, Any], tower: TowerConfig) -> int:
 class Gemma3Family(TiledFamily):
     """Images of Gemma 3; each has the same number of tokens."""
 
+    image_processor = "Gemma3ImageProcessor"
     placeholder = "<start_of_image>"
     text_of_image = "<start_of_image>"
     text_around = ("\n\n", "\n\n")

@@ -18,6 +18,7 @@ class Glm4vFamily(StampedVideoFamily):
     Frames of a video are images, each followed by the time of its first frame in seconds.
     """
 
+    image_processor = "Glm4vImageProcessor"
     placeholder = "<|image|>"
     text_of_image = "<|begin_of_image|><|image|><|end_of_image|>"
     video_placeholder: ClassVar[str] = "<|video|>"

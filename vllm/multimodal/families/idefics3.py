@@ -42,6 +42,7 @@ def merged_patches(config: Mapping[str, Any], tower: TowerConfig) -> int:
 class Idefics3Family(TiledFamily):
     """Images of Idefics3. An image of the size of a tile is one tile; others have more."""
 
+    image_processor = "Idefics3ImageProcessor"
     placeholder = "<image>"
     text_of_image = "<image>"
     towers: ClassVar[tuple[str, ...]] = TOWERS

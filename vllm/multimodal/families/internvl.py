@@ -47,6 +47,7 @@ class InternVLFamily(TiledFamily):
     is one tile.
     """
 
+    image_processor = "GotOcr2ImageProcessor"
     placeholder = "<IMG_CONTEXT>"
     text_of_image = "<IMG_CONTEXT>\n"
     towers: ClassVar[tuple[str, ...]] = TOWERS

@@ -73,6 +73,7 @@ def read_features(config: Mapping[str, Any], tower: TowerConfig) -> TowerFeature
 class RepeatedToken(TiledFamily):
     """Images of any LLaVA version, whose tokens are one repeated placeholder token."""
 
+    image_processor = "LlavaImageProcessor"
     placeholder = "<image>"
     text_of_image = "<image>\n"
     towers: ClassVar[tuple[str, ...]] = CLIP_OR_SIGLIP

@@ -46,6 +46,8 @@ class Layout(NamedTuple):
 class LlavaNextFamily(RepeatedToken):
     """Images of LLaVA-NeXT. The layout of tiles is the one that wastes the least of the image."""
 
+    image_processor = "LlavaNextImageProcessor"
+
     def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         super().__init__(config, settings)
         check_fixed_size(settings, self.tower.image_size)

@@ -62,6 +62,7 @@ class MllamaFamily(TiledFamily):
     that an image does not fill have none.
     """
 
+    image_processor = "MllamaImageProcessor"
     placeholder = "<|image|>"
     text_of_image = "<|image|>"
     towers: ClassVar[tuple[str, ...]] = TOWERS

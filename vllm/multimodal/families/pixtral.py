@@ -24,6 +24,7 @@ class PixtralFamily(MediaFamily):
     The integers of a grid are frames, rows and columns of patches.
     """
 
+    image_processor = "PixtralImageProcessor"
     placeholder = "[IMG]"
     text_of_image = "[IMG]"
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from vllm.errors import RequestError
 from vllm.multimodal.images.hf_processor import MAX_RATIO, HfImageProcessor
-from vllm.multimodal.images.settings import pixel_statistics, setting_bool
+from vllm.multimodal.images.settings import CLASS, DEFAULTS, pixel_statistics, setting_bool
 from vllm.multimodal.interface.checks import config_object, config_whole, is_whole, wrong_setting
 from vllm.multimodal.interface.family import (
     EncoderInput,
@@ -30,6 +30,7 @@ _LARGEST = 2**10
 class GridFamily(MediaFamily):
     """Images of any size as patches, with positions in three dimensions (M-RoPE)."""
 
+    image_processor = "Qwen2VLImageProcessor"
     placeholder = "<|image_pad|>"
     text_of_image = "<|vision_start|><|image_pad|><|vision_end|>"
     default_patch_size: ClassVar[int] = 14
@@ -154,11 +155,12 @@ class GridFamily(MediaFamily):
         if size is not None and not isinstance(size, Mapping):
             raise wrong_setting("size", size, "an object with shortest_edge and longest_edge")
         found = []
+        own = {key: self.settings.get(key) for key in DEFAULTS[self.settings[CLASS]]}
         for key, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
             of_size = (size or {}).get(edge, (size or {}).get(key))
-            value = of_size if self.settings.get(key) is None else self.settings[key]
+            value = of_size if own.get(key) is None else own[key]
             if not is_whole(value, _MOST_PIXELS):
-                name = f"size.{edge}" if self.settings.get(key) is None else key
+                name = f"size.{edge}" if own.get(key) is None else key
                 raise wrong_setting(name, value, f"pixels of an image, 1 to {_MOST_PIXELS}")
             found.append(int(value))
         fewest, most = found

@@ -131,16 +131,18 @@ _RENAMED = {
 }
 """Class -> a class with the same processing."""
 _PART = "image_processor"
-_CLASS = "image_processor_type"
+CLASS = "image_processor_type"
+"""Key of the class."""
 _OLD_CLASS = "feature_extractor_type"
-_NOT_SETTINGS = (_CLASS, _OLD_CLASS, "processor_class", "auto_map")
+_NOT_SETTINGS = (CLASS, _OLD_CLASS, "processor_class", "auto_map")
 
 
-def read_processor_settings(folder: Path | str) -> dict[str, Any]:
+def read_processor_settings(folder: Path | str, usual: str | None = None) -> dict[str, Any]:
     """Read the settings of the image processor of a model, with the defaults of its class.
 
     Args:
         folder: folder of the model.
+        usual: class of settings that name none; None: they must name one.
 
     Returns:
         The content of `preprocessor_config.json`, or of `image_processor` in
@@ -156,7 +158,7 @@ def read_processor_settings(folder: Path | str) -> dict[str, Any]:
             f"{folder} has no settings of an image processor: neither {OWN_FILE} nor "
             f"{_PART} in {WHOLE_FILE}"
         )
-    return with_defaults(found)
+    return with_defaults(found, usual)
 
 
 def has_processor_settings(folder: Path | str) -> bool:
@@ -168,32 +170,40 @@ def has_processor_settings(folder: Path | str) -> bool:
     return find_settings(Path(folder), _PART) is not None
 
 
-def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the defaults of the image processor's class to settings; a default replaces null.
+def with_defaults(settings: Mapping[str, Any], usual: str | None = None) -> dict[str, Any]:
+    """Add the defaults of the image processor's class to settings.
+
+    A default replaces null, but a switch that is null is off, as in transformers.
+
+    Args:
+        settings: settings of a file.
+        usual: class of settings that name none; None: they must name one.
 
     Raises:
         ConfigError: there is no such class.
     """
-    name = settings.get(_CLASS)
+    name = settings.get(CLASS)
     if name is None and isinstance(settings.get(_OLD_CLASS), str):
         name = settings[_OLD_CLASS].replace("FeatureExtractor", "ImageProcessor")
-    known = name
+    known = usual if name is None else name
     for ending in ("Fast", "Pil"):
         known = known.removesuffix(ending) if isinstance(known, str) else known
     known = _RENAMED.get(known, known) if isinstance(known, str) else known
     if not isinstance(known, str) or known not in DEFAULTS:
         accepted = f"one of {', '.join(DEFAULTS)}"
         raise wrong_setting(
-            _CLASS,
+            CLASS,
             name,
             f"{accepted}. To use the model for text only, set --limit-mm-per-prompt image=0",
         )
+    defaults = DEFAULTS[known]
     given = {
-        key: value
+        key: False if value is None and type(defaults.get(key)) is bool else value
         for key, value in settings.items()
-        if key not in _NOT_SETTINGS and not (value is None and key in DEFAULTS[known])
+        if key not in _NOT_SETTINGS
     }
-    return {**DEFAULTS[known], **given, _CLASS: known}
+    given = {key: value for key, value in given.items() if value is not None or key not in defaults}
+    return {**defaults, **given, CLASS: known}
 
 
 def override_settings(settings: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,11 +216,11 @@ def override_settings(settings: Mapping[str, Any], overrides: Mapping[str, Any])
     Raises:
         ConfigError: there is no setting of this name.
     """
-    known = [key for key in settings if key != _CLASS]
+    known = [key for key in settings if key != CLASS]
     for key in overrides:
         if key not in known:
             raise ConfigError(
-                f"mm_processor_kwargs: {settings[_CLASS]} has no setting {key!r}; it has "
+                f"mm_processor_kwargs: {settings[CLASS]} has no setting {key!r}; it has "
                 f"{', '.join(sorted(known))}"
             )
     of_size = ("min_pixels", "max_pixels") if "size" in overrides else ()
@@ -298,6 +308,8 @@ def check_fixed_size(settings: Mapping[str, Any], size: int) -> None:
     """
     key = "size"
     square = {"height": size, "width": size}
+    if setting_bool(settings, "do_resize"):
+        setting_edges(settings, "size")
     if setting_bool(settings, "do_center_crop"):
         key = "crop_size"
         is_square = setting_edges(settings, key) == square

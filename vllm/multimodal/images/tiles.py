@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm.multimodal.images.hf_processor import HfImageProcessor
-from vllm.multimodal.images.settings import pixel_statistics
+from vllm.multimodal.images.settings import pixel_statistics, setting_bool, setting_edges
 from vllm.multimodal.images.tower_config import TowerConfig, read_tower_config
 from vllm.multimodal.interface.checks import is_whole, wrong_setting
 from vllm.multimodal.interface.family import EncoderInput, MediaFamily
@@ -41,7 +41,11 @@ class TiledFamily(MediaFamily):
     @cached_property
     def processor(self) -> HfImageProcessor:
         """The image processor, created when the first image is processed."""
-        return HfImageProcessor(self.settings)
+        size = self.settings.get("size")
+        if isinstance(size, int) and not setting_bool(self.settings, "do_center_crop"):
+            # Some classes scale only the shorter side to an integer.
+            size = setting_edges(self.settings, "size")
+        return HfImageProcessor({**self.settings, "size": size})
 
     def encoder_input(
         self, tiles: npt.NDArray[np.uint8], grid: tuple[int, ...], **small: npt.NDArray[Any]

@@ -123,6 +123,9 @@ class MediaFamily(ABC):
     """Kinds of media that the model reads: "image", "audio" and "video"."""
     required: ClassVar[str | None] = None
     """Modality of which every prompt must have one item; None: a prompt may have only text."""
+    image_processor: ClassVar[str | None] = None
+    """Class of the image processor in transformers of settings that name none; a key of
+    `images.settings.DEFAULTS`."""
     placeholder: ClassVar[str]
     """Text of the token that represents one image, or one sound of a model without images, before
     it is expanded, such as `<image>`."""
