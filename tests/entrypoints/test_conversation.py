@@ -157,16 +157,28 @@ CASES = {
     "the result of a tool as a list": (
         APPENDS,
         [USER, called(call("{}")), result(parts("r", "q"))],
-        "user=u;assistant=;tool=r\nq;",
+        'user=u;assistant={"name": "f", "arguments": {}};tool=r\nq;',
     ),
-    "an empty list": (APPENDS, [USER, message("assistant", []), USER], "user=u;assistant=;user=u;"),
+    "an empty list": (
+        APPENDS,
+        [USER, message("assistant", []), USER],
+        "user=u;assistant=;user=u;",
+    ),
     "an empty list where lists are read": (
         NO_STRINGS,
         [USER, message("assistant", []), USER],
         "user=u,;assistant=,;user=u,;",
     ),
-    "no content beside a call": (APPENDS, [USER, called(call("{}"))], "user=u;assistant=;"),
-    "no content at all": (APPENDS, [USER, {"role": "assistant"}], "user=u;assistant=;"),
+    "no content beside a call": (
+        APPENDS,
+        [USER, called(call("{}"))],
+        'user=u;assistant={"name": "f", "arguments": {}};',
+    ),
+    "no content at all": (
+        APPENDS,
+        [USER, {"role": "assistant"}],
+        "user=u;assistant=;",
+    ),
     "the content of a refusal": (
         APPENDS,
         [USER, message("assistant", None, refusal="no"), USER],
@@ -175,7 +187,7 @@ CASES = {
     "a result that is null": (
         APPENDS,
         [USER, called(call("{}")), result(None)],
-        "user=u;assistant=;tool=;",
+        'user=u;assistant={"name": "f", "arguments": {}};tool=;',
     ),
     "developer is dropped": (KNOWN_ROLES, [message("developer", "d"), USER], "system=d;user=u;"),
     "developer is known": (DEVELOPER, [message("developer", "d"), USER], "#d#user=u;"),
@@ -212,25 +224,29 @@ CASES = {
     "a system after a result": (
         FIRST_ONLY,
         [USER, called(call("{}")), result("r"), SYSTEM, ANSWER],
-        "user=u;assistant=;tool=r\n\ns;assistant=a;",
+        'user=u;assistant={"name": "f", "arguments": {}};tool=r\n\ns;assistant=a;',
     ),
     "a system in parts": (
         FIRST_ONLY,
         [USER, ANSWER, message("system", parts("s", "t")), USER],
         "user=u;assistant=a;user=s\nt\nu;",
     ),
+    "a greeting": (ALTERNATES, [ANSWER, USER], "user=;assistant=a;user=u;"),
+    "a greeting that is shown": (ANY_ROLE, [ANSWER, USER], "assistant=a;user=u;"),
+    "only a system": (NO_SYSTEM, [SYSTEM], "user=s;"),
+    "only a system that is shown": (ANY_ROLE, [SYSTEM], "system=s;"),
     "two users": (ALTERNATES, [USER, message("user", "v")], "user=u\n\nv;"),
     "two answers": (ALTERNATES, [USER, ANSWER, ANSWER, USER], "user=u;assistant=a\n\na;user=u;"),
     "a user after a result": (
         ALTERNATES,
         [USER, called(call("{}")), result("r"), message("user", "v")],
-        "user=u;assistant=;tool=r\n\nv;",
+        'user=u;assistant={"name": "f", "arguments": {}};tool=r\n\nv;',
     ),
     "two users that are shown": (ANY_ROLE, [USER, USER], "user=u;user=u;"),
     "an older role of results": (
         OBSERVATION,
         [USER, called(call("{}")), result("r")],
-        "user=u;assistant=;<r>",
+        'user=u;assistant={"name": "f", "arguments": {}};<r>',
     ),
     "results of a template without tools": (
         KNOWN_ROLES,
@@ -310,12 +326,14 @@ CASES = {
             USER,
             called(call("{}", "c")),
         ],
-        "user=u;assistant=;tool=r;tool=u;assistant=a;user=u;assistant=;",
+        'user=u;assistant={"name": "f", "arguments": {}}\n{"name": "f", "arguments": {}};'
+        "tool=r;tool=u;"
+        'assistant=a;user=u;assistant={"name": "f", "arguments": {}};',
     ),
     "a cancelled call that it shows": (
         ANY_ROLE,
         [USER, called(call("{}")), USER],
-        "user=u;assistant=;user=u;",
+        'user=u;assistant={"name": "f", "arguments": {}};user=u;',
     ),
     "the name in a result": (NAMES, [USER, called(call("{}", name="g")), result("r")], "g:r;"),
     "the name without an id": (
@@ -333,7 +351,7 @@ CASES = {
     "thoughts and text before a call": (
         THOUGHTS,
         [USER, called(call("{}"), reasoning="t") | {"content": "c"}],
-        "||;ut\n\nc|t\n\nc|t\n\nc;",
+        "||;u" + "|".join(['t\n\nc\n\n{"name": "f", "arguments": {}}'] * 3) + ";",
     ),
     "a custom call": (
         CALLS,
@@ -392,7 +410,6 @@ def test_a_conversation_becomes_what_the_template_reads(name):
 @pytest.mark.parametrize(
     ("template", "messages", "reason"),
     [
-        (ALTERNATES, [ANSWER, USER], "must alternate"),
         ("{{ raise_exception('never') }}", [USER], "never"),
         ("{{ messages[0].nothing.here }}", [USER], "no attribute 'nothing'"),
         ("{% set ns = namespace(_x=1) %}", [USER], "begins with _"),

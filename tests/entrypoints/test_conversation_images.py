@@ -129,7 +129,8 @@ CASES = {
             message("tool", image(B), tool_call_id="call_2"),
             message("tool", image(A), tool_call_id="call_1"),
         ],
-        "user=u;assistant=;tool=<image>;assistant=;tool=<image>;",
+        'user=u;assistant={"name": "f", "arguments": {}};tool=<image>;'
+        'assistant={"name": "f", "arguments": {}};tool=<image>;',
         [A, B],
         [],
     ),

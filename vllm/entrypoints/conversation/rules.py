@@ -137,6 +137,24 @@ def _append_waiting(placed: list[Message], waiting: list[Content], template: Tem
         placed.append({"role": "user", "content": join_contents(waiting)})
 
 
+def begin_with_user(messages: list[Message], template: Template) -> list[Message]:
+    """Let a conversation have a message of the user where the template requires one.
+
+    Chat programs begin with a greeting of the assistant: Gemma, Mistral and Llama 2 refuse that, so
+    an empty message comes before it. Some programs send only a system message, which these
+    templates drop, and Qwen 3.5 refuses: it becomes a message of the user.
+    """
+    roles = [message["role"] for message in messages]
+    if set(roles) == {"system"}:
+        if not template.shows_lone_system():
+            messages[-1]["role"] = "user"
+        return messages
+    first = next((index for index, role in enumerate(roles) if role != "system"), 0)
+    if roles[first] == "assistant" and template.refuses_greetings():
+        return [*messages[:first], {"role": "user", "content": ""}, *messages[first:]]
+    return messages
+
+
 def join_neighbours(messages: list[Message], template: Template) -> list[Message]:
     """Join consecutive messages if the template requires that roles alternate.
 
@@ -167,27 +185,28 @@ def _join_group(group: Sequence[Message]) -> Message:
 def spell_out_calls(messages: list[Message], template: Template) -> list[Message]:
     """Write calls and their results as ordinary text if the template would drop or refuse them.
 
-    Templates of models without tools drop results (Phi-3 and others), and some templates refuse
-    calls of earlier turns in a request without tools, which clients send to get a title or a
-    summary. The text of a client is never dropped in silence.
+    Templates of models without tools drop results (Phi-3 and others) or calls (Yi, Qwen 2.5 Omni),
+    and some templates refuse calls of earlier turns in a request without tools, which clients send
+    to get a title or a summary. The text of a client is never dropped in silence.
     """
     has_results = any(message["role"] == "tool" for message in messages)
     if not has_results and not any("tool_calls" in message for message in messages):
         return messages
     is_refused = template.refuses_calls_without_tools()
-    if not is_refused and not (has_results and template.hides_results()):
-        return messages
+    hides_results = is_refused or (has_results and template.hides_results())
     hides_calls = is_refused or template.hides_calls()
     for message in messages:
-        if message["role"] == "tool":
+        if message["role"] == "tool" and hides_results:
             name = message.get("name")
             heading = "Result of the tool:" if name is None else f"Result of the tool {name}:"
             message.update(role="user", content=join_contents([heading, message["content"]]))
             message.pop("tool_call_id", None)
             message.pop("name", None)
         elif "tool_calls" in message and hides_calls:
-            calls = [_as_text_call(call["function"]) for call in message.pop("tool_calls")]
+            calls = [_as_text_call(call["function"]) for call in message["tool_calls"]]
             message["content"] = join_contents([message["content"], "\n".join(calls)])
+            if hides_results:
+                del message["tool_calls"]
     return messages
 
 
@@ -467,11 +486,12 @@ def _fit_tool(tool: Tool, template: Template) -> Tool:
 
 _RULES: tuple[Callable[[list[Message], Template], list[Message]], ...] = (
     rename_developer,
-    spell_out_calls,
     answer_calls,
     split_calls,
+    spell_out_calls,
     rename_results,
     join_systems,
+    begin_with_user,
     place_systems,
     join_neighbours,
     translate_ids,

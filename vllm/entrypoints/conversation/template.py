@@ -6,6 +6,7 @@ property is determined once per template, when it is first needed.
 """
 
 import functools
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -164,6 +165,25 @@ class Template:
             ),
         )
 
+    def shows_lone_system(self) -> bool:
+        """Return whether the template shows a system message without any other message."""
+        probe = [{"role": "system", "content": " ".join(_WORDS)}]
+        return self._ask(
+            "lone",
+            lambda: (
+                self._shows(probe)
+                or self._shows([_with_parts(each) for each in probe])
+                or not self._can_be_probed()
+            ),
+        )
+
+    def refuses_greetings(self) -> bool:
+        """Return whether the template refuses a message of the assistant before the first message
+        of the user, and accepts it after one.
+        """
+        usual = [_MIDDLE_USER, _MIDDLE_ANSWER, _MIDDLE_USER]
+        return self._ask("greetings", lambda: self._renders(usual) and not self._renders(usual[1:]))
+
     def refuses_in_a_row(self, *roles: str) -> bool:
         """Return whether the template refuses a message of the second role directly after the first
         role.
@@ -211,17 +231,19 @@ class Template:
         )
 
     def hides_calls(self) -> bool:
-        """Return whether the template shows the arguments of a call neither as an object nor as
-        text.
-        """
-        words = " ".join(_WORDS)
-        given = ({"key": words}, f'{{"key": "{words}"}}')
-        return self._ask(
-            "hidden calls",
-            lambda: (
-                not any(words in (self._try(_call_of(each, result="r")) or "") for each in given)
-            ),
-        )
+        """Return whether the template writes the same text for a message without its calls."""
+
+        def ask() -> bool:
+            tools = [_function(_TOOL)]
+            for result in (None, "r"):
+                probe = _call_of({}, result=result)
+                bare = [{k: v for k, v in each.items() if k != "tool_calls"} for each in probe]
+                text = self._try(probe, tools)
+                if text is not None:
+                    return text == self._try(bare, tools)
+            return False
+
+        return self._ask("hidden calls", ask)
 
     def refuses_calls_without_tools(self) -> bool:
         """Return whether the template refuses calls and results in a request without tools, and
@@ -229,7 +251,8 @@ class Template:
         """
 
         def ask() -> bool:
-            probe = _call_of({"key": "value"}, result="r")
+            arguments = '{"key": "value"}' if self.needs_text_arguments() else {"key": "value"}
+            probe = _call_of(arguments, result="r")
             try:
                 self.render(probe, None)
             except MemoryError:
@@ -267,7 +290,7 @@ class Template:
         key, value = _WORDS
 
         def is_shown(arguments: Any) -> bool:
-            text = self._try(_call_of(arguments, result="r"))
+            text = self._try_unchanged(_call_of(arguments, result="r"))
             return text is not None and value in text and f"'{key}'" not in text
 
         as_text = f'{{"{key}": "{value}"}}'
@@ -341,6 +364,13 @@ class Template:
         return self._try(probe, tools) is not None
 
     def _try(self, probe: Sequence[Message], tools: Sequence[Any] | None = None) -> str | None:
+        if any("tool_calls" in each for each in probe) and self.needs_text_arguments():
+            probe = [_with_text_arguments(each) for each in probe]
+        return self._try_unchanged(probe, tools)
+
+    def _try_unchanged(
+        self, probe: Sequence[Message], tools: Sequence[Any] | None = None
+    ) -> str | None:
         if tools is None and (self._has_tools or any("tool_calls" in each for each in probe)):
             tools = [_function(_TOOL)]
         try:
@@ -426,6 +456,19 @@ def _call_of(
         answer = {"role": "tool", "tool_call_id": call_id, "name": _TOOL_NAME, "content": result}
         messages.append(answer)
     return messages
+
+
+def _with_text_arguments(message: Message) -> Message:
+    """Return a message whose calls have their arguments as JSON text."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        if not isinstance(function["arguments"], str):
+            function = {**function, "arguments": json.dumps(function["arguments"])}
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}
 
 
 def _function(function: Mapping[str, Any]) -> dict[str, Any]:
