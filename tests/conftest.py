@@ -90,6 +90,7 @@ def pytest_collection_finish() -> None:
     a second, and each start on a simulated card requests several.
     """
     gc.enable()
+    gc.set_threshold(20_000, 20, 20)  # fewer collections of the many objects of each test
     keep_for_good()
     _pass_on_what_torch_logs()
 
