@@ -32,9 +32,9 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 def execute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one operator like the card would, on the underlying CPU tensors."""
-    operator = _OPERATORS.get(op)
+    operator = _OPERATORS.get(id(op))
     if operator is None:
-        operator = _OPERATORS[op] = _Operator(op)
+        operator = _OPERATORS[id(op)] = _Operator(op)
     # In inference mode, composite operators such as `linear` are not decomposed.
     if operator.is_composite:
         return op._op_dk(_COMPOSITE, *args, **kwargs)
@@ -99,7 +99,10 @@ class _Operator:
         self.is_composite: bool = has_kernel_for(self.name, _COMPOSITE)
 
 
-_OPERATORS: dict[Any, _Operator] = {}
+_OPERATORS: dict[int, _Operator] = {}
+"""By the id of the operator, whose hash would be computed by a method in Python."""
+_UNKNOWN = object()
+_NUMBERS_AND_NAMES = frozenset({bool, float, str, torch.dtype, torch.layout, torch.memory_format})
 
 
 def _copy_of(
@@ -169,10 +172,12 @@ class _Call:
         return self._unwrap_other(x)
 
     def _unwrap_other(self, x: Any) -> Any:
-        if isinstance(x, list | tuple):
+        if type(x) in _NUMBERS_AND_NAMES:
+            self.key.append(repr(x))  # repr distinguishes True and 1.0 from the equal integer
+        elif isinstance(x, list | tuple):
             self.key.append(len(x))
             return [self._unwrap(item) for item in x]
-        if isinstance(x, torch.Tensor):
+        elif isinstance(x, torch.Tensor):
             # Scalars on the host are allowed, as on a real card.
             self.has_host_operand |= x.dim() > 0
             self.key += (x.shape, x.dtype)
@@ -185,7 +190,7 @@ class _Call:
         elif isinstance(x, torch.Generator | torch.ScriptObject):
             self.key.append(type(x).__name__)
         else:
-            self.key.append(repr(x))  # repr distinguishes True and 1.0 from the equal integer
+            self.key.append(repr(x))
         return x
 
     def _wrap(self, x: Any) -> Any:
@@ -286,9 +291,11 @@ class _Call:
             return None
         strides = tuple([x.raw.stride() for x in self.wrappers])
         layout = (key, strides, torch.get_default_dtype())
-        if layout not in card.results:
-            card.results[layout] = results_of(operator.op, self.args, self.kwargs)
-        return card.results[layout]
+        found: Any = card.results.get(layout, _UNKNOWN)
+        if found is _UNKNOWN:
+            found = card.results[layout] = results_of(operator.op, self.args, self.kwargs)
+        known: Results | None = found
+        return known
 
     def _copied_bases(self) -> list[tuple[Allocation, int]]:
         """Return the memory, with its bytes, that a write in lazy mode copies as a whole.

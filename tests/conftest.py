@@ -90,6 +90,7 @@ def pytest_collection_finish() -> None:
     a second, and each start on a simulated card requests several.
     """
     gc.enable()
+    gc.set_threshold(20_000, 20, 20)  # fewer collections of the many objects of each test
     keep_for_good()
     _pass_on_what_torch_logs()
 
@@ -226,6 +227,32 @@ def restore_threads() -> Iterator[None]:
     num_threads = torch.get_num_threads()
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let an engine without a model run the first two layers of the bundled model.
+
+    A warm-up of a simulated card takes time for each layer, and what most tests prove of it does
+    not depend on how many layers there are.
+    """
+    from tests.tiny_models import make_short_bundled_model
+    from vllm.assets import BUNDLED_MODEL
+    from vllm.engine.resolve import config
+
+    folder = make_short_bundled_model(tmp_path_factory.mktemp("short") / BUNDLED_MODEL.name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "BUNDLED_MODEL", folder)
+        yield
+
+
+@pytest.fixture
+def all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an engine without a model run the whole bundled model in a module with `two_layers`."""
+    from vllm.assets import BUNDLED_MODEL
+    from vllm.engine.resolve import config
+
+    monkeypatch.setattr(config, "BUNDLED_MODEL", BUNDLED_MODEL)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,9 @@ tokenizer. Weights are large enough that greedy outputs vary; biases and norm we
 random, so that a forgotten one is noticed.
 """
 
+import json
+import re
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -13,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tests.kept_folders import kept
+from vllm.assets import BUNDLED_MODEL
 from vllm.transformers_utils.transformers_version import dtype_argument, is_version_4
 
 VOCAB_SIZE = 4096
@@ -736,6 +741,31 @@ def make_tiny_model(
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     # Sampling defaults do not belong to a family: tests that need defaults write their own file.
     (folder / "generation_config.json").unlink(missing_ok=True)
+    return folder
+
+
+@kept
+def make_short_bundled_model(folder: Path, *, num_layers: int = 2) -> Path:
+    """Write a model with the tokenizer and the first layers of the bundled model, which has six.
+
+    Args:
+        folder: created when it is not there.
+        num_layers: number of layers.
+
+    Returns:
+        The folder.
+    """
+    shutil.copytree(BUNDLED_MODEL, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] = num_layers
+    (folder / "config.json").write_text(json.dumps(config))
+    path, first = folder / "model.safetensors", {str(n) for n in range(num_layers)}
+    kept_weights = {
+        name: weight
+        for name, weight in load_file(path).items()
+        if (layer := re.search(r"layers\.(\d+)", name)) is None or layer[1] in first
+    }
+    save_file(kept_weights, path, {"format": "pt"})
     return folder
 
 

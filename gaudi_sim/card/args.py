@@ -3,8 +3,10 @@
 `torch.utils._pytree` supports any container, but takes longer than a small operator.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+_SEQUENCES = (tuple, list)
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
@@ -21,11 +23,15 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 def leaves_of(*values: Any) -> list[Any]:
     """Return every leaf, in order."""
     found: list[Any] = []
+    _add_leaves(values, found)
+    return found
+
+
+def _add_leaves(values: Iterable[Any], found: list[Any]) -> None:
     for value in values:
-        if isinstance(value, tuple | list):
-            found += leaves_of(*value)
+        if isinstance(value, _SEQUENCES):
+            _add_leaves(value, found)
         elif isinstance(value, dict):
-            found += leaves_of(*value.values())
+            _add_leaves(value.values(), found)
         else:
             found.append(value)
-    return found

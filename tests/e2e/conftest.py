@@ -8,6 +8,7 @@ import pytest
 
 from tests.e2e import forced_text
 from tests.e2e.browser import Page, chromium_page
+from tests.e2e.operated_server import OperatedServer, start_operated_server
 from tests.e2e.server import Server, start_server
 from tests.entrypoints.openai.scripted_engine import TEMPLATE
 from tests.tiny_models import make_tiny_model
@@ -47,9 +48,16 @@ def chat_server() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
+def operated_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatedServer]:
+    """Run a live server with the options of an operator, one for all modules."""
+    with start_operated_server(tmp_path_factory.mktemp("traces")) as operated:
+        yield operated
+
+
+@pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory):
-    """Open a tab in one browser for all tests of a module."""
+    """Open a tab in one browser for all modules, because its start takes seconds."""
     with chromium_page(tmp_path_factory.mktemp("profile")) as page:
         yield page
 

@@ -55,6 +55,7 @@ class TransformersReference:
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         self._model = load_reference(folder, dtype)
+        self._known: dict[tuple[int, ...], Tensor] = {}
 
     @property
     def table(self) -> Tensor:
@@ -64,7 +65,19 @@ class TransformersReference:
 
     @torch.inference_mode()
     def __call__(self, prompt: Prompt, output: list[int]) -> Tensor:
-        """Return the logits [prompt + output, vocab], float32."""
+        """Return the logits [prompt + output, vocab], float32.
+
+        Logits of token ids are stored, because engines with other settings give the same output.
+        """
+        key = () if isinstance(prompt, Tensor) else (*prompt, *output)
+        logits = self._known.get(key)
+        if logits is None:
+            logits = self._compute(prompt, output)
+            if key:
+                self._known[key] = logits
+        return logits
+
+    def _compute(self, prompt: Prompt, output: list[int]) -> Tensor:
         if isinstance(prompt, Tensor):
             embedded = self._model.get_input_embeddings()(torch.tensor([output]))
             # Falcon-H1 multiplies embeddings after the lookup.

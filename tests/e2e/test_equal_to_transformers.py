@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -423,6 +423,12 @@ def run_restless(
     return [finished[str(index)] for index in range(len(prompts))]
 
 
+@lru_cache(maxsize=1)
+def reference_of(folder: Path) -> TransformersReference:
+    """Return the reference of a model, the same for one setting after another."""
+    return TransformersReference(folder)
+
+
 def run_and_compare(
     llm: LLM,
     setting: Setting,
@@ -475,7 +481,7 @@ def test_outputs_are_those_of_transformers(family, mode, setting, folder_of, mon
     arguments = DEFAULTS | how.arguments
     if family in ONE_STAGE or (is_version_4() and family in SCALED_IN_VERSION_4):
         arguments["enable_prompt_embeds"] = False
-    reference = TransformersReference(folder_of(PUBLISHED_NAMES.get(family, family)))
+    reference = reference_of(folder_of(PUBLISHED_NAMES.get(family, family)))
     limit = LIMITS.get(family, LIMIT)
     if arguments["dtype"] == "bfloat16":
         limit = limit_in_bfloat16(folder, reference)

@@ -8,8 +8,6 @@ import os
 import random
 import re
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,8 +16,9 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.server import ROOT, START_TIMEOUT_S, start_server, wait_until
+from tests.e2e.server import start_server, wait_until
 from tests.tiny_images import draw_image, make_tiny_images
+from vllm.entrypoints.cli.main import main
 
 pillow = pytest.importorskip("PIL.Image", reason="images need Pillow")
 pytestmark = pytest.mark.e2e
@@ -134,7 +133,11 @@ def server_file(server):
     return Path(command[command.index("--model") + 1]) / "file.png"
 
 
-def test_replicas_of_a_batch_read_what_the_server_has_stored(server, wanted, flags, tmp_path):
+def test_replicas_of_a_batch_read_what_the_server_has_stored(
+    server, wanted, flags, tmp_path, monkeypatch
+):
+    # The command runs in this process, which has imported everything. It must not change the log.
+    monkeypatch.setattr("vllm.entrypoints.server.log_setup.configure_logs", lambda args: None)
     other = part_of(file_of(draw_image(2)))
     questions = [chat(part(URL)), chat(other), chat(part(URL), other), chat(part("data:,"))]
     answers = [server.request("POST", CHAT, question) for question in questions]
@@ -144,17 +147,8 @@ def test_replicas_of_a_batch_read_what_the_server_has_stored(server, wanted, fla
     ]
     given, written = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     given.write_text("\n".join(map(json.dumps, lines)))
-    run = subprocess.run(
-        [
-            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "run-batch", *flags),
-            *("-i", str(given), "-o", str(written), "--data-parallel-size", "2"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=START_TIMEOUT_S,
-    )
-    assert run.returncode == 0, run.stderr
+    files = ("-i", str(given), "-o", str(written))
+    assert main(["run-batch", *flags, *files, "--data-parallel-size", "2"]) == 0
     for line, (status, _, body) in zip(written.read_text().splitlines(), answers, strict=True):
         record = json.loads(line)
         assert record["response"]["status_code"] == status

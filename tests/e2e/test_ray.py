@@ -34,19 +34,27 @@ RAY: dict[str, Any] = ENGINE | {
     "distributed_executor_backend": "ray",
     "worker_extension_cls": EXTENSION,
 }
-NODE: dict[str, Any] = {"num_cpus": 2, "resources": {"HPU": 2}, "include_dashboard": False}
+NODE: dict[str, Any] = {
+    "num_cpus": 2,
+    "resources": {"HPU": 2},
+    "include_dashboard": False,
+    "include_log_monitor": False,
+}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
-    nodes = Cluster(initialize_head=True, head_node_args=NODE)
-    nodes.add_node(**NODE)
-    ray.init(address=nodes.address, logging_level="ERROR")
-    yield nodes
-    ray.shutdown()
-    nodes.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        # Actors with environment variables get processes of their own: start none before them.
+        patch.setenv("RAY_prestart_worker_first_driver", "false")
+        nodes = Cluster(initialize_head=True, head_node_args=NODE)
+        nodes.add_node(**NODE)
+        ray.init(address=nodes.address, logging_level="ERROR")
+        yield nodes
+        ray.shutdown()
+        nodes.shutdown()
 
 
 @pytest.fixture(autouse=True)

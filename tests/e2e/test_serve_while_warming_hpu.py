@@ -24,6 +24,8 @@ from vllm.executor import WarmUpSteps
 from vllm.worker.hpu.warmup.later_warmup import LaterWarmUp
 from vllm.worker.hpu.worker import HPUWorker
 
+pytestmark = pytest.mark.usefixtures("two_layers")
+
 ENGINE = {
     "dtype": "float32",
     "max_model_len": 96,

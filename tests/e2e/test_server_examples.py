@@ -1,13 +1,13 @@
 """Test that the client examples and the commands that talk to a server run unchanged."""
 
-import json
 import runpy
 import subprocess
 import sys
 
 import pytest
 
-from tests.e2e.server import ROOT, free_port, start_server
+from tests.e2e.operated_server import KEY, OperatedServer
+from tests.e2e.server import ROOT, Server
 from tests.exhaustive import exhaustive
 
 pytestmark = pytest.mark.e2e
@@ -15,27 +15,11 @@ pytestmark = pytest.mark.e2e
 EXAMPLES = sorted((ROOT / "examples" / "online_serving").glob("*.py"))
 for name in ("image.py", "transcription.py"):  # these examples need models of their own
     EXAMPLES.remove(ROOT / "examples" / "online_serving" / name)
-KEY = "sesame"
 
 
 @pytest.fixture(scope="module")
-def ports():
-    """Return the ports for the events of the KV cache and for their replay."""
-    return free_port(), free_port()
-
-
-@pytest.fixture(scope="module")
-def server(ports):
-    events = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "topic": "kv-events",
-        "endpoint": f"tcp://*:{ports[0]}",
-        "replay_endpoint": f"tcp://*:{ports[1]}",
-    }
-    flags = ("--enable-prompt-embeds", "--kv-events-config", json.dumps(events))
-    with start_server("--api-key", KEY, *flags) as server:
-        yield server
+def server(operated_server: OperatedServer) -> Server:
+    return operated_server.server
 
 
 def flags_of(server):
@@ -54,12 +38,13 @@ def run(server, *command, typed=""):
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs_and_prints(server, ports, example, monkeypatch, capfd):
+def test_an_example_runs_and_prints(server, operated_server, example, monkeypatch, capfd):
     """The example runs in this process, which has already imported everything."""
     pytest.importorskip("openai")
     more, shown = (), ""
     if example.stem == "kv_events_subscriber":
-        more = ("--port", str(ports[0]), "--replay-port", str(ports[1]))
+        port, replay_port = map(str, operated_server.ports)
+        more = ("--port", port, "--replay-port", replay_port)
         shown = "stored "
     elif example.stem == "prompt_embeds":
         shown = "the same as of the text: True"

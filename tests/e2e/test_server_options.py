@@ -3,68 +3,29 @@
 import gzip
 import json
 import mmap
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests.e2e.server import start_server
+from tests.e2e.operated_server import KEY, PROCESSORS, Collector, OperatedServer
+from tests.e2e.server import Server
 
 pytestmark = pytest.mark.e2e
 
-KEY = "sesame"
-EXTENSION = "tests.e2e.worker_extension.WorkerExtension"
 AUTHORISED = {"Authorization": f"Bearer {KEY}"}
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
-PROCESSORS = "tests.engine.processors_for_tests"
 BODY = {"prompt": "import os", "max_tokens": 4, "ignore_eos": True}
 
 
-class Collector(ThreadingHTTPServer):
-    """A collector of traces that stores what it receives."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), CollectorHandler)
-        self.received = b""
-
-
-class CollectorHandler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        self.server.received += self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *args):
-        """Print nothing."""
+@pytest.fixture(scope="module")
+def server(operated_server: OperatedServer) -> Server:
+    return operated_server.server
 
 
 @pytest.fixture(scope="module")
-def collector():
-    with Collector() as collector:
-        threading.Thread(target=collector.serve_forever, args=(0.01,), daemon=True).start()
-        yield collector
-        collector.shutdown()
-
-
-@pytest.fixture(scope="module")
-def traces(tmp_path_factory):
-    """Make a folder for the traces that the profiler writes."""
-    return tmp_path_factory.mktemp("traces")
-
-
-@pytest.fixture(scope="module")
-def server(collector, traces):
+def collector(operated_server: OperatedServer) -> Collector:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-    variables = {"VLLM_LOGGING_FORMAT": "json", "VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": KEY}
-    flags = ("--enable-request-id-headers", "--log-requests", "--max-log-len", "6")
-    flags += ("--otlp-traces-endpoint", f"http://127.0.0.1:{collector.server_port}/v1/traces")
-    flags += ("--max-request-bytes", "1000", "--max-n", "2", "--num-gpu-blocks-override", "2000")
-    flags += ("--logits-processor-pattern", PROCESSORS.replace(".", r"\.") + r"\..*")
-    flags += ("--enable-sleep-mode", "--worker-extension-cls", EXTENSION)
-    variables["VLLM_TORCH_PROFILER_DIR"] = str(traces)
-    with start_server(*flags, variables=variables) as server:
-        yield server
+    return operated_server.collector
 
 
 def test_the_key_of_the_environment_guards_the_model(server):
@@ -98,7 +59,7 @@ def test_a_request_keeps_its_id_and_is_a_span_of_the_callers_trace(server, colle
 
 
 def test_limits_are_kept(server):
-    long = {**BODY, "prompt": "x" * 2000}
+    long = {**BODY, "prompt": "x" * 200_000}
     assert server.request("POST", "/v1/completions", long, **AUTHORISED)[0] == 413
     many = {**BODY, "n": 3}
     status, _, body = server.request("POST", "/v1/completions", many, **AUTHORISED)
@@ -204,12 +165,12 @@ def test_a_call_to_the_workers_that_is_wrong_says_why(server):
         assert answer[0] == status and word in answer[2]
 
 
-def test_a_trace_is_written_between_two_requests(server, traces):
+def test_a_trace_is_written_between_two_requests(server, operated_server):
     assert server.request("POST", "/stop_profile", **AUTHORISED)[0] == 400
     assert server.request("POST", "/start_profile", **AUTHORISED)[0] == 200
     assert complete(server)[0] == 200
     assert server.request("POST", "/stop_profile", **AUTHORISED)[0] == 200
-    (path,) = traces.iterdir()
+    (path,) = operated_server.traces.iterdir()
     assert b'"name": "step ' in gzip.decompress(path.read_bytes())
 
 

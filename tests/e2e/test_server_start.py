@@ -89,6 +89,8 @@ def test_early_requests_wait_for_the_engine_and_a_signal_lets_running_ones_end(e
         assert server.wait_for_exit() == 0
 
 
+# Exhaustive: tests/entrypoints/openai/test_gate.py tests this with a fake engine.
+@pytest.mark.exhaustive
 def test_early_requests_may_be_rejected(engine_hold):
     flags = ("--early-requests", "reject")
     with start_server(*flags, is_awaited=False, variables=engine_hold.variables) as server:

@@ -56,6 +56,7 @@ def test_after_a_warm_up_no_shape_is_named():
     assert not any("was not warmed-up" in line for line in log)
 
 
+@pytest.mark.usefixtures("all_layers")
 @pytest.mark.parametrize("mode", ["HPU graphs", "lazy"])
 @pytest.mark.parametrize("layers", [1, 2, 4, 6, 7])
 def test_a_graph_ends_after_so_many_layers(layers, mode, monkeypatch):

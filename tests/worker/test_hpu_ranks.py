@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 from gaudi_sim.bridge import SimBridge
 from gaudi_sim.card.device import install
 from gaudi_sim.execute import execute
@@ -102,6 +104,7 @@ def generate(core: EngineCore, lengths: list[int], num_tokens: int) -> int:
     return count
 
 
+@pytest.mark.usefixtures("all_layers")
 def test_the_smaller_card_decides_for_both_and_all_is_still_served(monkeypatch):
     monkeypatch.setattr(constants, "GRAPH_BYTES_PER_OP", 10_000)  # more than the small card has
     with two_workers(LARGE_MIB, SMALL_MIB) as workers, captured_log() as log:

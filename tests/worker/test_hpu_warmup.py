@@ -172,6 +172,7 @@ SIX_LAUNCHES = FEW_BUCKETS | {"VLLM_PROMPT_BS_BUCKET_MAX": 4, "VLLM_PROMPT_SEQ_B
 """Five of prompts and one of decodes."""
 
 
+@pytest.mark.usefixtures("all_layers")
 def test_graphs_beyond_their_memory_are_left_out_and_all_is_still_served(monkeypatch):
     # Weights use 21 MiB and workspaces 10 MiB; a tenth of the rest is for graphs, which is enough
     # for three or four graphs.

@@ -113,6 +113,7 @@ def test_a_number_of_bytes_takes_the_place_of_the_share():
             divide_memory(replace(worker.config, cache=cache), **given)
 
 
+@pytest.mark.usefixtures("all_layers")
 @pytest.mark.parametrize(
     "mode",
     [m if m != "torch.compile" else pytest.param(m, marks=pytest.mark.exhaustive) for m in MODES],
@@ -180,6 +181,7 @@ def check_sleep(worker: HPUWorker) -> None:
     assert bridge.counters().compilations == compilations
 
 
+@pytest.mark.usefixtures("all_layers")
 @pytest.mark.parametrize(
     ("pool_mib", "settings", "what"),
     [
@@ -304,6 +306,7 @@ def test_a_cache_of_fp8_takes_a_byte_for_a_number():
     assert found[0] in (2 * found[1], 4 * found[1])
 
 
+@pytest.mark.usefixtures("all_layers")
 def test_no_decode_is_measured_that_has_more_blocks_than_the_cache_can():
     def blocks(**settings) -> tuple[int, int]:
         """Return the blocks of the largest decode that is measured, and of the cache."""

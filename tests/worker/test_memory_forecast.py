@@ -158,6 +158,7 @@ def test_a_start_in_little_memory_fails_no_allocation_and_loses_no_bucket_that_f
     assert all("as predicted from smaller ones, but only " in line for line in lines)
 
 
+@pytest.mark.usefixtures("all_layers")
 @pytest.mark.parametrize("is_predicted", [True, False])
 def test_slices_beyond_the_profiling_run_begin_with_the_smallest_and_end_before_a_failure(
     is_predicted,

@@ -3,7 +3,8 @@
 Independent of files, batches and sleep mode.
 """
 
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
 
@@ -16,6 +17,8 @@ from vllm.model_executor.layers.cross_attention import CrossAttention
 from vllm.model_executor.speculators.interface import Speculator
 
 _FINGERPRINT_COLUMNS = 1024
+_WITHOUT_TENSORS = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
+_DICTS = frozenset({dict, OrderedDict})
 
 
 def model_storages(model: nn.Module) -> list[Tensor]:
@@ -43,20 +46,26 @@ def model_tensors(model: nn.Module) -> list[Tensor]:
     KV caches and pools of items are left out, and for a speculator also what it shares with its
     target. Several tensors may be views of one storage.
     """
-    found = {id(tensor): tensor for tensor in _tensors(model, set())}
+    found = {id(tensor): tensor for tensor in _tensors(model)}
     if isinstance(model, Speculator):
-        for tensor in _tensors(model.target, set()):
+        for tensor in _tensors(model.target):
             found.pop(id(tensor), None)
     return list(found.values())
 
 
-def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield all tensors in a value: in modules, containers, and objects of this package.
+def _tensors(value: Any) -> list[Tensor]:
+    """Return all tensors in a value: in modules, containers, and objects of this package.
 
     Connections to other ranks are skipped, since they hold hidden states that are being sent.
     """
+    found: list[Tensor] = []
+    _add_tensors(value, set(), found)
+    return found
+
+
+def _add_tensors(value: Any, seen: set[int], found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        yield value
+        found.append(value)
         return
     if isinstance(value, (Stage, TPGroup)):
         return
@@ -74,11 +83,13 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
         below = [v for name, v in names.items() if name not in others]
     else:
         return
-    if id(value) in seen:
+    if not below or id(value) in seen:
         return
     seen.add(id(value))
     for each in below:
-        yield from _tensors(each, seen)
+        # Most attributes of a module are such values or empty dicts of hooks.
+        if type(each) not in _WITHOUT_TENSORS and (type(each) not in _DICTS or each):
+            _add_tensors(each, seen, found)
 
 
 def fingerprint(data: Tensor) -> bytes:

@@ -24,6 +24,12 @@ _UNKNOWN = Family(model_type="", tokenizer=None)
 _BY_TYPE = {
     name: family for family in FAMILIES.values() for name in (family.model_type, *family.also_typed)
 }
+_BY_ARCHITECTURE = {
+    name: family
+    for family in reversed(FAMILIES.values())  # the first of two families with a name has it
+    for names in (family.architectures, family.also_published_as, family.pooling_architectures)
+    for name in names
+}
 
 TEXT_TYPES = {
     name: family.text_type
@@ -46,17 +52,14 @@ def family_of(model_type: object) -> Family:
     return known or _UNKNOWN
 
 
-def family_of_architecture(name: str) -> Family:
+def family_of_architecture(name: object) -> Family:
     """Return the family with an architecture; for an unknown one, a family with all defaults.
 
     >>> family_of_architecture("XLMRobertaModel").is_encoder
     True
     """
-    for family in FAMILIES.values():
-        names = (family.architectures, family.also_published_as, family.pooling_architectures)
-        if any(name in each for each in names):
-            return family
-    return _UNKNOWN
+    known = isinstance(name, str) and _BY_ARCHITECTURE.get(name)
+    return known or _UNKNOWN
 
 
 def text_types_of(architecture: str) -> tuple[str, ...]:
