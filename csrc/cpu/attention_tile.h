@@ -35,7 +35,7 @@ struct Tile {
   int64_t distance;  // number of positions from the first key to the query
 };
 
-// Where the keys and values of a kv head are in the cache: key k has key_bytes bytes and begins
+// The keys and values of a kv head in the cache. Key k has key_bytes bytes and begins
 // element_bytes * rows[k] bytes after `keys`; likewise for values. If values are part of the keys,
 // value_bytes is 0.
 struct TileBytes {
