@@ -75,6 +75,7 @@ class _Operator:
         "is_collective",
         "is_composite",
         "is_copy",
+        "is_unbind",
         "is_view",
         "is_write",
         "name",
@@ -89,6 +90,7 @@ class _Operator:
         self.is_collective = self.name.startswith("c10d::")
         self.run = collective(op) if self.is_collective else SEMANTICS.get(self.name, op)
         self.is_view: bool = op.is_view
+        self.is_unbind = self.name == "aten::unbind.int"
         self.is_write: bool = op._schema.is_mutable
         self.is_allocation = self.name in _ALLOCATIONS
         self.is_copy = self.name in _COPIES
@@ -263,9 +265,19 @@ class _Call:
             card.dynamic_shape(operator.name)
         elif need is not None:
             card.cpu_fallback(operator.name, self._num_bytes())
-        known = self._known_results(card, key, need) if not card.computes else None
-        run = operator.run if known is None else known.make
-        raw = run(*self.args, **self.kwargs)
+        parts = None
+        # Views without values are kept: making the views of all experts of a layer takes long.
+        is_kept = operator.is_unbind and not card.computes and self.wrappers[0].is_inference()
+        if is_kept:
+            seen, parts = self.wrappers[0].parts
+            parts = parts if seen == key else None
+        raw: Any
+        if parts is not None:
+            raw = [part.raw for part in parts]
+        else:
+            known = self._known_results(card, key, need) if not card.computes else None
+            run = operator.run if known is None else known.make
+            raw = run(*self.args, **self.kwargs)
         if signature is None:
             copied_bytes = sum(num_bytes for _, num_bytes in copied)
             signature = card.signatures[key] = self._signature(card, need, raw, copied_bytes)
@@ -277,7 +289,12 @@ class _Call:
             card.run(signature)
         if tape := active_tape():
             tape.record(operator.run, self.args, self.kwargs, raw, is_view=operator.is_view)
-        return self._wrap(raw) if type(raw) is torch.Tensor else map_leaves(self._wrap, raw)
+        if parts is not None:
+            return parts
+        wrapped = self._wrap(raw) if type(raw) is torch.Tensor else map_leaves(self._wrap, raw)
+        if is_kept:
+            self.wrappers[0].parts = key, wrapped
+        return wrapped
 
     def _known_results(
         self, card: SimulatedCard, key: tuple[Any, ...], need: str | None

@@ -76,6 +76,8 @@ class HpuTensor(torch.Tensor):
     """Allocation that holds the memory; shared by all views of it."""
     is_view: bool
     """Made by an operator that returns a view."""
+    parts: tuple[Any, list["HpuTensor"] | None] = None, None
+    """Key of the last call of `unbind` whose results had no values, and these results."""
 
     @staticmethod
     def __new__(
