@@ -82,7 +82,7 @@ def test_version(flag, capsys):
     ("args", "message"),
     [
         (["generate", "--promt", "x"], "unrecognized argument: --promt (did you mean --prompt?)"),
-        (["generate", "--n", "two"], "argument --n: invalid int value: 'two'"),
+        (["generate", "--n", "two"], "argument --n: must be an integer, got 'two'"),
     ],
 )
 def test_a_bad_command_line_exits_with_2_and_a_hint(args, message, capsys):

@@ -107,6 +107,20 @@ def test_the_mode_that_is_planned_is_said(model, monkeypatch, capsys):
     assert not found["reserved"], "nothing is reserved with --enforce-eager"
 
 
+@needs_simulated_device
+def test_without_a_warm_up_a_server_answers_at_once(model, monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_SKIP_WARMUP", "true")
+    envs.get.cache_clear()
+    try:
+        assert main(["plan", model, "--device", "gaudi2", "--max-num-seqs", "1"]) == 0
+    finally:
+        monkeypatch.undo()
+        envs.get.cache_clear()
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Nothing is warmed up at the start (VLLM_SKIP_WARMUP=true)" in text
+    assert "vllm serve answers after" not in text
+
+
 def test_a_page_that_cannot_be_written_gets_one_line(model, tmp_path, capsys):
     assert main(["plan", model, "--device", "cpu", "--html", str(tmp_path)]) == 2
     out, err = capsys.readouterr()
@@ -145,8 +159,14 @@ def test_a_plan_for_a_cpu_has_the_memory_of_a_machine(model, capsys):
     [
         ([], "--device is missing"),
         (["--device", "gaudi4"], "--device gaudi4 is not known; accepted: gaudi2, gaudi3, cpu"),
-        (["--device", "gaudi2", "--num-cards", "0"], "--num-cards 0 must be a number of at least"),
-        (["--device", "gaudi2", "--num-cards", "two"], "--num-cards two must be a number"),
+        (
+            ["--device", "gaudi2", "--num-cards", "0"],
+            "--num-cards must be an integer of at least 1, got 0",
+        ),
+        (
+            ["--device", "gaudi2", "--num-cards", "two"],
+            "--num-cards must be an integer of at least 1, got two",
+        ),
         (["--device", "gaudi2", "--num-cards", "2", "-tp", "4"], "are the same setting"),
         (["--device", "gaudi2", "--num-cards", "3"], "error: --num-cards (3) must divide the num"),
         (["--device", "gaudi2", "-tp", "3"], "error: --tensor-parallel-size (3) must divide the"),
@@ -156,6 +176,8 @@ def test_a_plan_for_a_cpu_has_the_memory_of_a_machine(model, capsys):
         ),
         (["--device", "cpu", "--host-memory", "nan"], "--host-memory nan must be a number of GiB"),
         (["--device", "cpu", "--host-memory", "1e30"], "must be a number of GiB"),
+        (["--device", "gaudi2", "--traffic", ""], "--traffic must be the name of a file, got ''"),
+        (["--device", "gaudi2", "--html", ""], "--html must be the name of a file, got ''"),
         (["--device", "gaudi3", "--max-model-len", "9000"], "at most 512 tokens"),
     ],
 )

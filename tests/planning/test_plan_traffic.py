@@ -155,7 +155,7 @@ def test_traffic_beyond_the_limits_of_the_engine_is_cut_and_this_is_said(
         ),
         ("input,output\n1,1\n", ["--device", "cpu"], "--device cpu has no buckets"),
         (None, ["--write-buckets", "x"], "--write-buckets x needs --traffic"),
-        (None, ["--graph-budget", "2"], "--graph-budget 2.0 needs --traffic FILE"),
+        (None, ["--graph-budget", "2"], "--graph-budget 2 needs --traffic FILE"),
         ("input,output\n1,1\n", ["--warm-up-budget", "nan"], "--warm-up-budget nan must be a num"),
         (
             "input,output\n1,1\n",
@@ -166,7 +166,7 @@ def test_traffic_beyond_the_limits_of_the_engine_is_cut_and_this_is_said(
         (
             "input,output\n1,1\n",
             ["--graph-budget", "1", "--num-buckets", "9"],
-            "--num-buckets 9 and --graph-budget 1.0 limit the same buckets",
+            "--num-buckets 9 and --graph-budget 1 limit the same buckets",
         ),
         (
             "input,output\n1,1\n",

@@ -129,7 +129,10 @@ def read_measured(path: Path, card: str) -> Measured:
     try:
         data: Any = json.loads(path.read_text("utf-8-sig"))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}. Name a file that 'vllm hpu-check --save "
+            "FILE' or an engine with --record-traffic FILE has written"
+        ) from None
     except ValueError:
         data = None
     if not isinstance(data, dict) or data.get("version") != VERSION:

@@ -149,8 +149,10 @@ class EnginePlan:
     def first_buckets(self) -> list[Bucket]:
         """Return the buckets that are warm when the server starts.
 
-        Some may be needed only then.
+        Some may be needed only then. There are none if the warm-up is left out.
         """
+        if self.config.hpu.skip_warmup:
+            return []
         return self.worker.first_buckets(self.catalog, self.limits)
 
     @property

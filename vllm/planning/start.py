@@ -52,7 +52,7 @@ class StartPlan:
     sampling_s: float
     """Seconds of compiling the sampling recipes, once for each padded batch size."""
     num_first_buckets: int
-    """Number of buckets with which a server begins."""
+    """Number of buckets with which a server begins; 0: the warm-up is left out."""
     first_compile_s: float
     """Seconds to compile the first buckets, without recipes on disk."""
     first_run_s: float
@@ -269,6 +269,7 @@ def plan_start(plan: EnginePlan) -> StartPlan:
 
     first = plan.first_buckets()
     first_shapes = [shape for bucket in first for shape in plan.shapes_of(bucket)]
+    shared_s = costs.shared_s if first else 0.0
     size_s, prefill, decode = costs.sampling_s(), of(Phase.PREFILL), of(Phase.DECODE)
     capture_s = min(sum(map(costs.capture_s, first_shapes)), prefill.capture_s + decode.capture_s)
     return StartPlan(
@@ -277,7 +278,7 @@ def plan_start(plan: EnginePlan) -> StartPlan:
         sampling_s=_num_sizes(plan.shapes) * size_s + costs.shared_s,
         num_first_buckets=len(first),
         first_compile_s=sum(map(costs.compile_s, first_shapes))
-        + (_num_sizes(first_shapes) * size_s + costs.shared_s),
+        + (_num_sizes(first_shapes) * size_s + shared_s),
         first_run_s=sum(map(costs.run_s, first_shapes)) + capture_s,
     )
 

@@ -104,6 +104,19 @@ def start_lines(start: StartPlan) -> Iterator[str]:
     yield "Sizes of buckets    batch               tokens              KV blocks"
     for name, phase in (("prompts", start.prefill), ("decodes", start.decode)):
         yield f"  {name:<16}  {'  '.join(_sizes(phase))}".rstrip()
+    num_without = sum(phase.num_buckets - phase.num_graphs for phase in start.phases)
+    if num_without and any(phase.num_graphs for phase in start.phases):
+        yield (
+            f"{num_without} buckets have no HPU graph, because the memory for graphs "
+            "(VLLM_GRAPH_RESERVED_MEM) is full: their steps take longer"
+        )
+    if not start.num_first_buckets:
+        yield (
+            "Nothing is warmed up at the start (VLLM_SKIP_WARMUP=true): each shape is compiled "
+            f"when a request needs it. The times above, {_seconds(start.cold_s)} in all, are "
+            "those of a warm-up"
+        )
+        return
     yield (
         f"All buckets are warm {_seconds(start.cold_s)} after the weights are read, or "
         f"{_seconds(start.cached_s)} with recipes on disk"

@@ -171,6 +171,16 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
                 result += _opposite(flag, action)
         return [*result, *tokens[end:]]
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """Convert a value like argparse, but say in plain words that it is no number."""
+        kind = {int: "an integer", float: "a number"}.get(getattr(action, "type", None))  # type: ignore[arg-type]
+        if kind is None:
+            return super()._get_value(action, arg_string)
+        try:
+            return action.type(arg_string)  # type: ignore[operator,misc]
+        except ValueError:
+            raise argparse.ArgumentError(action, f"must be {kind}, got {arg_string!r}") from None
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Check a value like argparse, but name the nearest choice in the error."""
         if action.choices is None or value in action.choices:

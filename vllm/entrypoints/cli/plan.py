@@ -30,6 +30,7 @@ DEVICES = (*CARDS, "cpu")
 _LENGTHS = {"input": 1024, "output": 128}
 """Tokens of a request by the beginning of their flag."""
 _MOST_GIB = 2**20
+_GRAPH_BUDGET = "--graph-budget", "GiB above 0, such as 4"
 _LEAST_RATE, _MOST_RATE = 1e-4, 1e6
 
 
@@ -126,6 +127,10 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan. Returns the exit code."""
     device, host_bytes = _device(args.device), _host_bytes(args)
     _check_num_cards(args.num_cards)
+    for name in ("traffic", "html", "measured", "write_buckets"):
+        if getattr(args, name) == "":
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} must be the name of a file, got ''")
     # Do not load the Gaudi library, even if it is installed: it would claim the device name "hpu".
     envs.export("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     log = logging.getLogger("vllm")
@@ -243,15 +248,15 @@ def _check_budgets(args: argparse.Namespace, *, has_traffic: bool) -> None:
     """
     names = ("num_buckets", "warm_up_budget", "graph_budget")
     values = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
-    given = [f"{flag} {value}" for flag, value in values.items() if value is not None]
+    given = [f"{flag} {value:g}" for flag, value in values.items() if value is not None]
     if given and not has_traffic:
         raise ConfigError(
             f"{given[0]} needs --traffic FILE, the traffic for which buckets are chosen"
         )
-    for flag, unit in (("--warm-up-budget", "seconds"), ("--graph-budget", "GiB")):
+    for flag, usual in (("--warm-up-budget", "seconds above 0, such as 60"), _GRAPH_BUDGET):
         value = values[flag]
         if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{flag} {value:g} must be a number of {unit} above 0, such as 60")
+            raise ConfigError(f"{flag} {value:g} must be a number of {usual}")
     if len(given) > 1:
         raise ConfigError(
             f"{' and '.join(given)} limit the same buckets. Give only one of these flags"
@@ -450,7 +455,7 @@ def _check_num_cards(given: str | None) -> None:
         ConfigError: the value is not a positive integer.
     """
     if given is not None and (not given.isdecimal() or int(given) < 1):
-        raise ConfigError(f"--num-cards {given} must be a number of at least 1")
+        raise ConfigError(f"--num-cards must be an integer of at least 1, got {given}")
 
 
 def _num_cards(given: str | None, tensor: int) -> int:
