@@ -58,6 +58,7 @@ def expected_lines(mode: str) -> list[str]:
     ]
 
 
+@pytest.mark.usefixtures("two_layers")
 @pytest.mark.parametrize("mode", ["HPU graphs", "lazy", "eager"])
 def test_a_start_logs_every_stage_in_order(mode):
     is_lazy, is_eager = MODES[mode]

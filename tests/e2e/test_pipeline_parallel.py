@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from msgspec.structs import replace
 
@@ -309,14 +310,23 @@ def test_more_stages_than_layers_are_refused(folder):
 
 
 @pytest.fixture(scope="module")
-def two(folder: str) -> Iterator[LLM]:
-    """Make an engine with two processes. The last test that uses it kills one of them."""
+def running() -> Iterator[list[LLM]]:
+    """Return a list for the engine with two processes; a test that kills one empties it."""
     files = named_files()
-    llm = LLM(folder, pipeline_parallel_size=2, enable_sleep_mode=True, **ENGINE)
-    pids = ranks_of(llm)
-    yield llm
-    core_of(llm).shutdown()
+    engines: list[LLM] = []
+    yield engines
+    pids = [pid for llm in engines for pid in ranks_of(llm)]
+    for llm in engines:
+        core_of(llm).shutdown()
     assert_nothing_left(pids, files)
+
+
+@pytest.fixture
+def two(folder: str, running: list[LLM]) -> LLM:
+    """Return an engine with two processes, the same for all tests while it runs."""
+    if not running:
+        running.append(LLM(folder, pipeline_parallel_size=2, enable_sleep_mode=True, **ENGINE))
+    return running[0]
 
 
 def test_processes_give_the_tokens_of_one_under_a_random_load(two, folder):
@@ -343,8 +353,12 @@ def test_stages_read_their_weights_again_after_requests(two):
         assert_same(generate(two), want)
 
 
-def test_a_stage_that_is_killed_ends_all_requests_at_once(two):
+def test_a_stage_that_is_killed_ends_all_requests_at_once(two, running):
+    running.clear()
+    (pid,) = ranks_of(two)
     assert_death_of_a_rank_ends_requests(two)
+    core_of(two).shutdown()
+    assert not psutil.pid_exists(pid)
 
 
 @pytest.mark.exhaustive  # exhaustive: test_tensor_parallel.py tests a rank that is stopped

@@ -4,6 +4,7 @@ engine.
 
 import asyncio
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,8 +43,9 @@ def fail():
 
 
 @pytest.fixture
-def installed(tmp_path: Path) -> Path:
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make a folder for sys.path with the package own_models and its dist-info."""
+    monkeypatch.delitem(sys.modules, "own_models", raising=False)  # of an earlier test
     info = tmp_path / "own_models-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-models\nVersion: 1.0\n")
