@@ -143,10 +143,18 @@ def test_ranks_get_neighbouring_cores_of_one_node(tmp_path):
 def test_threads_fit_the_cores_and_the_model(
     num_threads, num_cores, weight_bytes, is_beside_server, want
 ):
-    assert (
-        count_threads(num_threads, num_cores, weight_bytes, is_beside_server=is_beside_server)
-        == want
+    got = count_threads(
+        num_threads,
+        num_cores,
+        weight_bytes,
+        is_beside_server=is_beside_server,
+        is_pooling=False,
     )
+    assert got == want
+
+
+def test_a_small_model_that_pools_uses_all_cores():
+    assert count_threads(2, 2, 0, is_beside_server=True, is_pooling=True) == 2
 
 
 @pytest.mark.parametrize(

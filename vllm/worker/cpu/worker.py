@@ -199,6 +199,7 @@ class CPUWorker(WorkerBase):
                 num_cores,
                 weight_bytes,
                 is_beside_server=device.is_beside_server,
+                is_pooling=self.config.model.pooler is not None,
             )
             if wanted != found:
                 torch.set_num_threads(wanted)
