@@ -105,6 +105,14 @@ def test_parts_of_a_program_have_urls_files_and_objects(part, modality, source):
         assert media.parts[0].source == source
 
 
+def test_media_next_to_the_content_of_a_message_are_refused():
+    for name in ("images", "image_url", "audios", "videos"):
+        message = {"role": "user", "content": "a", name: ["iVBORw0"]}
+        with pytest.raises(RequestError, match=rf"messages\[0\]\.{name} must be left out"):
+            read_messages([message])
+        assert read_messages([{**message, name: []}])
+
+
 @pytest.mark.parametrize(
     ("part", "message_"),
     [

@@ -29,6 +29,8 @@ REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 """Names of the assistant's thoughts: of this server, of newer ones, and of GPT-OSS' template."""
 _REASONING_FIELDS = frozenset(REASONING_NAMES)
 _CALL_FIELDS = frozenset(("tool_calls", "function_call"))
+_MEDIA_FIELDS = frozenset(("images", "image_url", "audios", "videos"))
+"""Fields of a message in which other servers, such as Ollama, take media."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Type of a content part -> the key of its text."""
 _MAY_BE_SILENT = ("assistant", "tool", "function")
@@ -82,6 +84,14 @@ def _read_message(where: str, given: Any, media: MediaParts) -> Message:
     if not isinstance(role, str) or not role:
         raise RequestError(f"{where} needs a role, got {role!r}", param="messages")
     message = {key: value for key, value in given.items() if value is not None}
+    for name in _MEDIA_FIELDS & message.keys():
+        if message[name]:
+            raise RequestError(
+                f"{where}.{name} must be left out, because only content is read: send images, "
+                "sounds and videos as parts of content, such as {'type': 'image_url', 'image_url': "
+                "{'url': 'data:image/png;base64,...'}}",
+                param="messages",
+            )
     if "content" in message:
         message["content"] = _read_content(f"{where}.content", message["content"], media)
     elif role in _MAY_BE_SILENT:
