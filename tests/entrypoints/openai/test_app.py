@@ -50,6 +50,8 @@ OTHER_ERROR = None, "not_found_error"
         ("GET", "/model", "GET /v1/models?", OTHER_ERROR),
         ("POST", "/v1/respones", "POST /v1/responses?", OTHER_ERROR),
         ("GET", "/nothing/like/it", "GET /docs shows all routes", OTHER_ERROR),
+        ("GET", "/api/tags", "belongs to the API of Ollama. This server has OpenAI's", OTHER_ERROR),
+        ("POST", "/infill", "belongs to the server of llama.cpp", OTHER_ERROR),
         ("GET", "/a%0Ab", "GET /docs shows all routes", OTHER_ERROR),
         ("GET", "/" + "x" * 9999, "GET /docs shows all routes", OTHER_ERROR),
     ],

@@ -15,6 +15,13 @@ from vllm.entrypoints.shared.errors import error_response
 
 _MAX_PATH_CHARS = 200
 _LIST_OF_ROUTES = "/docs"
+_OTHER_APIS = {
+    "/api/": "the API of Ollama",
+    "/props": "the server of llama.cpp",
+    "/slots": "the server of llama.cpp",
+    "/infill": "the server of llama.cpp",
+}
+"""Beginning of a path that clients try -> the API that has it."""
 _SIMILARITY = 0.75
 """Minimum similarity of two paths, from 0 to 1; a typing error or two in a short path."""
 
@@ -58,6 +65,11 @@ class UnknownRoutes:
             methods = self._methods[near]
             method = request.method if request.method in methods else min(methods)
             message += f"; did you mean {method} {near}?"
+        elif (other := _other_api(path)) is not None:
+            message += (
+                f"; it belongs to {other}. This server has OpenAI's API: add it to the client "
+                "as a server that is compatible with OpenAI, with a base URL that ends with /v1"
+            )
         elif _LIST_OF_ROUTES in self._methods:
             message += f"; GET {_LIST_OF_ROUTES} shows all routes"
         return HTTPException(404, message), near or path
@@ -90,6 +102,12 @@ class UnknownRoutes:
         if same_end:
             return max(same_end, key=len)
         return next(iter(difflib.get_close_matches(path, self._methods, 1, _SIMILARITY)), None)
+
+
+def _other_api(path: str) -> str | None:
+    """Return the name of another server's API to which a path belongs; None if it is not known."""
+    found = (name for beginning, name in _OTHER_APIS.items() if path.startswith(beginning))
+    return next(found, None)
 
 
 def _shown(request: Request) -> str:

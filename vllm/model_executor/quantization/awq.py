@@ -47,7 +47,8 @@ class AWQ(CheckpointFormat[GroupLayout]):
         self.version = choice(settings, "version", ("gemm", "gemv"), "gemm")
         self.layout = GroupLayout(
             bits=choice(settings, "bits", (_BITS,)),
-            group_size=group_size_of(settings, "group_size"),
+            # AutoAWQ and transformers take 128 if the file names no size.
+            group_size=group_size_of({"group_size": 128, **settings}, "group_size"),
             is_awq=True,
             is_symmetric=not choice(settings, "zero_point", (True, False), True),
         )
