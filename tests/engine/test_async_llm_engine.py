@@ -733,7 +733,7 @@ def test_other_requests_go_on_while_a_grammar_is_compiled(run):
 
 def test_what_compiles_is_started_while_the_core_loads(run, monkeypatch):
     started = []
-    monkeypatch.setattr(GrammarCompiler, "start", lambda self: started.append(self))
+    monkeypatch.setattr(GrammarCompiler, "start", lambda self, **_: started.append(self))
 
     async def check(engine, client):
         assert started == [engine.input_processor.grammar_compiler]
