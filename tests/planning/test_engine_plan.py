@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.hpu import FEW_BUCKETS, MODES, captured_log, simulated_hpu
-from tests.quantized_checkpoints import FORMATS, made_once
+from tests.quantized_checkpoints import FORMATS, made_once, write
 from tests.reach import replace_ops, report_of
 from tests.tiny_images import make_tiny_images
 from tests.tiny_models import make_tiny_model
@@ -202,6 +202,22 @@ def test_a_plan_has_the_weights_that_are_rounded_at_the_load(quantization, check
     """Whether a card stores weights in few bits depends on their values."""
     settings = {"name": "mixtral", "card": "gaudi2", "dtype": "bfloat16", "max_num_seqs": 2}
     check_case({**settings, "max_model_len": 128, "quantization": quantization}, checkpoint)
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "gptq-4-rows", "ct-w8a16-channel", "nvfp4"])
+def test_a_plan_has_the_weights_of_quantized_experts(name, checkpoint, tmp_path, monkeypatch):
+    """A plan builds two experts of a layer, and a device may keep them without parameters."""
+    folder = str(write(name, tmp_path, Path(checkpoint("qwen3_moe")))[0])
+    config = json.loads(Path(folder, "config.json").read_text())
+    assert config.get("num_experts", config.get("num_local_experts")) > 2
+    settings = {"dtype": "bfloat16", "max_num_seqs": 2, "max_model_len": 128}
+    check_case({**settings, "name": name, "card": "gaudi2"}, lambda _: folder)
+    replace_ops(monkeypatch, CPUOps())
+    args = EngineArgs(model=folder, skip_tokenizer_init=True, **settings)
+    config = replace(args, device="cpu").create_engine_config()
+    loaded = load_model(config, TPGroup(), torch.device("cpu"), CPUPacked())
+    num_bytes = sum(map(len, model_storages(loaded)))
+    assert start_on_host(args, 1, GIB).memory_uses[0].num_bytes == num_bytes
 
 
 def test_a_plan_of_quant_config_needs_no_measurement_and_writes_none(checkpoint, tmp_path):

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from vllm.bucketing import Bucket, Catalog, MemoryClass, MemoryLedger, Phase, StepLimits
 from vllm.config import VllmConfig
+from vllm.config.quantization.quant_method import quant_method
 from vllm.cost_model.cards import CARDS, CardSpec
 from vllm.cost_model.work import Work
 from vllm.engine.arg_utils import EngineArgs
@@ -287,6 +288,11 @@ def planned_config(
         config = replace(config, model=replace(config.model, inc=inc))
     # Plan all buckets, including those that a server would warm up later.
     return replace(config, hpu=replace(config.hpu, ready_when="all"))
+
+
+def weight_format(config: VllmConfig) -> str | None:
+    """Return the name of the quantization that was asked for or, else, of the checkpoint."""
+    return config.model.quantization or quant_method(config.model.resolved_arch)
 
 
 def _is_gguf(model: str | None) -> bool:

@@ -4,7 +4,12 @@ from vllm.bucketing import format_bytes
 from vllm.cost_model.cards import CARDS
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
-from vllm.planning.engine_plan import EnginePlan, make_engine_plan, weights_bytes
+from vllm.planning.engine_plan import (
+    EnginePlan,
+    make_engine_plan,
+    weight_format,
+    weights_bytes,
+)
 
 _CARD_COUNTS = (1, 2, 4, 8)
 """A box has eight cards."""
@@ -49,7 +54,7 @@ def excess(args: EngineArgs, device: str, num_cards: int) -> str | None:
     on_each = f" on each of {num_cards} cards" if num_cards > 1 else ""
     name = (config.model.model or "the model").rstrip("/").rpartition("/")[2]
     return (
-        f"{name} in {config.model.quantization or config.model.dtype_name} takes "
+        f"{name} in {weight_format(config) or config.model.dtype_name} takes "
         f"{format_bytes(num_bytes)}{on_each}, a {device} card has {format_bytes(card_bytes)}"
     )
 

@@ -9,7 +9,7 @@ from vllm.bucketing.ledger import GRAPHS, MemoryClass
 from vllm.config import VllmConfig
 from vllm.cost_model.measured import Measured
 from vllm.engine.arg_utils import EngineArgs
-from vllm.planning.engine_plan import EnginePlan, StageRoom, mode_setting
+from vllm.planning.engine_plan import EnginePlan, StageRoom, mode_setting, weight_format
 from vllm.planning.engine_throughput import is_speed_known, serving_cost, throughput_grid
 from vllm.planning.fit import planned_or_nearest
 from vllm.planning.host import start_on_host
@@ -145,7 +145,7 @@ def describe(engine: EnginePlan, device: str, measured: Measured | None = None) 
     return Plan(
         model=config.model.model or "",
         dtype=config.model.dtype_name,
-        quantization=config.model.quantization,
+        quantization=weight_format(config),
         device=device,
         num_cards=config.parallel.world_size,
         num_engines=config.parallel.data_parallel_size,
@@ -257,7 +257,7 @@ def _host_plan(args: EngineArgs, num_ranks: int, host_bytes: int | None) -> Plan
     return Plan(
         model=config.model.model or "",
         dtype=config.model.dtype_name,
-        quantization=config.model.quantization,
+        quantization=weight_format(config),
         device="cpu",
         num_cards=config.parallel.world_size,
         num_engines=config.parallel.data_parallel_size,

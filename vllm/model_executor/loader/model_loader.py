@@ -471,29 +471,39 @@ class _FinisherWithoutValues(_LayerFinisher):
         if is_usual and method.finish_on_shapes(module):
             self._first[key] = method
             return
-        for name, param in module.named_parameters(recurse=False):
-            # A scale of 0 would be refused. Values are copied from the host, as from a checkpoint:
-            # computing them would need workspace on the card.
-            value = torch.ones if "scale" in name else torch.zeros
-            param.copy_(value((), dtype=param.dtype).expand(param.shape))
-        method.fill_indices(module)
+        _fill_with_valid_values(module)
         module.finish()
         if is_usual:
             self._first[key] = method
 
     def _finish_experts(self, layer: Experts, method: DeviceExperts) -> None:
         self._finished.add(layer)
+        held = [x for x in layer.modules() if isinstance(x, MethodLayer) and x is not layer]
         if len(layer.built_ids) > _MOST_BUILT:
+            for part in held:
+                _fill_with_valid_values(part)
             layer.finish()
             return
-        methods = [type(part.method) for part in layer.modules() if isinstance(part, MethodLayer)]
+        methods = [type(method), *(type(part.method) for part in held)]
         shapes = _shapes_of(layer.named_parameters())
         key = (layer.options, len(layer.expert_ids), *methods, *shapes)
         few = self._few_experts.get(key)
         if few is None:
+            for part in held:
+                _fill_with_valid_values(part)
             few = _finished_part(layer, 1), _finished_part(layer, len(layer.built_ids))
             self._few_experts[key] = few
         method.finish_like(layer, *few)
+
+
+def _fill_with_valid_values(layer: MethodLayer) -> None:
+    """Fill the parameters of a layer with values that a checkpoint may have."""
+    for name, param in layer.named_parameters(recurse=False):
+        # A scale of 0 would be refused. Values are copied from the host, as from a checkpoint:
+        # computing them would need workspace on the card.
+        value = torch.ones if "scale" in name else torch.zeros
+        param.copy_(value((), dtype=param.dtype).expand(param.shape))
+    layer.method.fill_indices(layer)
 
 
 def _shapes_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Hashable]:
