@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tests.e2e.browser import CHROMIUM, Page
 from tests.e2e.page_checks import LOWEST_CONTRAST, NAMELESS
+from tests.e2e.server import wait_until
 from tests.e2e.talking_server import Faulty, ReadsMedia, TalkingEngine, make_app
 from tests.entrypoints.openai.observed_server import KEY, served
 from vllm.config import PoolerConfig
@@ -129,7 +130,7 @@ def test_an_answer_that_is_stopped_stays_and_ends_in_the_engine(chat, engine):
     chat.click("#stop")
     wait_for_answer(chat, "stopped")
     assert "Hel" in chat.text(ANSWER) and "lo" not in chat.text(f"{ANSWER} .content")
-    assert engine.aborted == list(engine.requests)
+    wait_until(lambda: engine.aborted == list(engine.requests))
 
 
 def test_questions_and_answers_are_edited_and_tried_again(chat, engine):
