@@ -107,6 +107,22 @@ def test_the_mode_that_is_planned_is_said(model, monkeypatch, capsys):
     assert not found["reserved"], "nothing is reserved with --enforce-eager"
 
 
+def test_a_plan_without_the_part_for_images_says_so(tmp_path, capsys):
+    vision = {"model_type": "clip_vision_model", "hidden_size": 64, "num_hidden_layers": 2}
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "image_token_index": 500,
+        "text_config": {**CONFIG, "model_type": "llama"},
+        "vision_config": vision,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    assert main(["plan", str(tmp_path), "--device", "cpu"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Planned for text input only, because" in text
+    assert "has no settings of an image processor (preprocessor_config.json" in text
+
+
 @needs_simulated_device
 def test_without_a_warm_up_a_server_answers_at_once(model, monkeypatch, capsys):
     monkeypatch.setenv("VLLM_SKIP_WARMUP", "true")

@@ -83,6 +83,9 @@ class Plan:
     """Predicted seconds of a forward pass in each bucket; empty with pipeline stages."""
     completed: str = ""
     """Buckets that the file of VLLM_BUCKETING_FROM_FILE lacks, as one sentence; empty: none."""
+    text_only: str = ""
+    """What the plan leaves out of a model that reads images or sounds, as one sentence; empty:
+    nothing."""
     reserved: str = ""
     """Advice about memory that is reserved for graphs although the mode has none; empty: none."""
 
@@ -158,8 +161,15 @@ def describe(engine: EnginePlan, device: str, measured: Measured | None = None) 
         stages=engine.stages if len(engine.stages) > 1 else (),
         bucket_s=bucket_s,
         completed=_completed(engine),
+        text_only=_text_only(config),
         reserved=_reserved(engine),
     )
+
+
+def _text_only(config: VllmConfig) -> str:
+    """Return a note about the part of a model for images or sounds that is not planned."""
+    reason = config.model.resolved_arch.text_only
+    return f"Planned for text input only, because {reason}" if reason else ""
 
 
 def _reserved(engine: EnginePlan) -> str:
@@ -263,4 +273,5 @@ def _host_plan(args: EngineArgs, num_ranks: int, host_bytes: int | None) -> Plan
         num_engines=config.parallel.data_parallel_size,
         memory=_memory_section(config, report, total_bytes, uses),
         start=None,
+        text_only=_text_only(config),
     )

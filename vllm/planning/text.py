@@ -26,6 +26,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield f"{name}, {weights}{plan.dtype}, on {count}. Planned, not measured."
     if plan.mode:
         yield plan.mode
+    if plan.text_only:
+        yield plan.text_only
     if plan.measured:
         yield plan.measured
     yield ""

@@ -90,6 +90,8 @@ class ModelArch:
     media_config: Mapping[str, Any] | None = None
     """config.json of the whole model, without the part of its language model. None: the model reads
     text only."""
+    text_only: str = ""
+    """Why its part for images or sounds is not loaded, as a clause; empty: it is, or it has none."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelArch":

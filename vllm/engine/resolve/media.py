@@ -73,7 +73,7 @@ def resolve_media(
         kind.name,
         reason,
     )
-    return replace(arch, media_config=None)
+    return replace(arch, media_config=None, text_only=reason)
 
 
 def check_images_fit(config: VllmConfig) -> None:

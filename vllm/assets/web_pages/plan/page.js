@@ -18,8 +18,10 @@ function showSummary({memory, start}) {
   showText("about", `${weights}${plan.dtype}, on ${plan.num_cards} ${plan.device} ${what}`
     + `${plan.num_cards > 1 ? "s" : ""}. Planned, not measured.`);
   showText("mode", plan.mode);
-  byId("measured").hidden = !plan.measured;
-  showText("measured", plan.measured);
+  for (const id of ["text_only", "measured"]) {
+    byId(id).hidden = !plan[id];
+    showText(id, plan[id]);
+  }
   for (const [id, text] of Object.entries({
     "num-blocks": count(memory.num_blocks),
     "block-note": `of ${memory.block_size} tokens, ${gib(memory.block_bytes)} each`,
