@@ -22,9 +22,9 @@ UNBOUND = ("auto", "all", "nobind")
 SMALL_MODEL_BYTES = 64 << 20
 """A model with less weights than this leaves one core to the API process. Its steps take as long as
 what that process does between them: on two cores, one thread of the bundled model makes 13 to 21 %
-more tokens/s of 64 streams than two. Larger models are faster with all cores, and so are models that
-pool prompts: 1.35 times as many embeddings/s of 32 clients with an encoder of 43 MiB (all-MiniLM-L6-v2,
-Xeon with AMX, 2026-11-28)."""
+more tokens/s of 64 streams than two. Larger models are faster with all cores. So are models that
+pool prompts: 32 clients get 1.35 times as many embeddings/s from an encoder of 43 MiB
+(all-MiniLM-L6-v2, Xeon with AMX, 2026-11-28)."""
 
 
 def parse_cores(

@@ -91,7 +91,8 @@ class ModelArch:
     """config.json of the whole model, without the part of its language model. None: the model reads
     text only."""
     text_only: str = ""
-    """Why its part for images or sounds is not loaded, as a clause; empty: it is, or it has none."""
+    """Reason for not loading its part for images or sounds; empty: it is loaded, or does not
+    exist."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelArch":
