@@ -84,8 +84,7 @@ class Plan:
     completed: str = ""
     """Buckets that the file of VLLM_BUCKETING_FROM_FILE lacks, as one sentence; empty: none."""
     text_only: str = ""
-    """What the plan leaves out of a model that reads images or sounds, as one sentence; empty:
-    nothing."""
+    """Note about a part for images or sounds that is not planned, as one sentence; empty: none."""
     reserved: str = ""
     """Advice about memory that is reserved for graphs although the mode has none; empty: none."""
 
