@@ -372,7 +372,7 @@ def faked(engine: CoreInProcess) -> Iterator[None]:
         patch.setattr(
             generation_config, "load_generation_defaults", lambda model: engine.model_defaults
         )
-        patch.setattr(GrammarCompiler, "start", lambda self: None)
+        patch.setattr(GrammarCompiler, "start", lambda self, after=None: None)
         if isinstance(engine.core, FakeEngineCore):
             patch.setattr(GrammarCompiler, "cached", lambda self, params: grammar)
         yield
