@@ -15,7 +15,10 @@ class InlineEngine(CoreInProcess):
     def __init__(self, llm: LLM) -> None:
         engine = llm.llm_engine
         super().__init__(
-            engine.vllm_config, engine.engine_core, engine.tokenizer, engine.generation_defaults
+            engine.vllm_config,
+            engine.engine_core,
+            engine.get_tokenizer(),
+            engine.generation_defaults,
         )
 
 
