@@ -66,6 +66,7 @@ CONFINED = {
     "transformers": {
         *("engine", "entrypoints", "multimodal", "transformers_utils"),
         "model_executor/models/transformers_model.py",  # runs modules of transformers
+        "config/arch/config_object.py",  # makes a config of transformers for programs
         # These files import it only for types:
         *("reasoning/parsers.py", "structured_output/compiler.py"),
         "structured_output/backends/vocabulary.py",

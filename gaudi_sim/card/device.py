@@ -19,12 +19,6 @@ from vllm.platforms.habana.bridge import COMPILE_BACKEND
 
 DEVICE = "hpu"
 
-_compiler: Callable[[], object] = getattr(
-    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None
-)
-"""Returns what compiles the Python code that runs now; None: nothing does. Torch before 2.10, which
-cannot register the device, may lack the function."""
-
 
 class _Installed:
     """What is registered in this process, and the card that is active now."""
@@ -35,8 +29,6 @@ class _Installed:
     card: SimulatedCard | None = None
     tape: GraphRecorder | None = None
     execute: Callable[..., Any]
-    execute_untraced: Callable[..., Any]
-    """Does the same where the compiler of torch would trace it. It takes longer."""
     has_compiler = False
 
 
@@ -115,9 +107,7 @@ class HpuTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if _compiler() is None:
-            return _Installed.execute(op, args, kwargs or {})
-        return _Installed.execute_untraced(op, args, kwargs or {})
+        return _Installed.execute(op, args, kwargs or {})
 
     # Printing and `tolist` read values, so they copy to the host.
     def tolist(self) -> Any:
@@ -131,9 +121,7 @@ class HpuTensor(torch.Tensor):
 
 
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
-    if _compiler() is None:
-        return _Installed.execute(op, args, kwargs)
-    return _Installed.execute_untraced(op, args, kwargs)
+    return _Installed.execute(op, args, kwargs)
 
 
 def install(
@@ -164,7 +152,7 @@ def install(
         library.fallback(_fallback, "PrivateUse1")  # type: ignore[no-untyped-call]
         _Installed.library = library
         _Installed.device = torch.device(DEVICE, 0)
-        _Installed.execute = _Installed.execute_untraced = execute
+        _Installed.execute = execute
     _Installed.card = card
     _Installed.tape = None
 
@@ -182,6 +170,5 @@ def register_compiler(compile_for_card: Callable[..., Any]) -> None:
 
     register_backend(compile_for_card, name=COMPILE_BACKEND)
     # The compiler must not trace the code of the simulation.
-    untraced = disable(_Installed.execute)  # type: ignore[no-untyped-call]
-    _Installed.execute_untraced = untraced
+    _Installed.execute = disable(_Installed.execute)  # type: ignore[no-untyped-call]
     _Installed.has_compiler = True

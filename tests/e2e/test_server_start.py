@@ -109,10 +109,10 @@ def test_requests_that_do_not_end_in_time_are_told():
         server.send_signal()
         assert server.wait_for_exit() == 0
         status, _, body = plain.result()
-        assert status == 500 and "shut down" in body
+        assert status == 503 and "the server was stopped" in body
         status, _, body = stream.result()
         assert status == 200 and body.endswith("data: [DONE]\n\n")
-        assert "shut down" in body.split("\n\n")[-3]
+        assert "the server was stopped" in body.split("\n\n")[-3]
 
 
 # Exhaustive: tests/entrypoints/openai/test_uvicorn_server.py tests this with a fake engine.

@@ -14,7 +14,7 @@ from vllm.errors import ConfigError
 from vllm.utils.text.patterns import compile_pattern
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from vllm.config.arch.config_object import ConfigObject
 
 ModelDType = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 TokenizerMode = Literal["auto", "slow", "mistral"]
@@ -193,12 +193,12 @@ class ModelConfig:
     # ---- names of vLLM's config, which programs read -----------------------------------------
 
     @property
-    def hf_config(self) -> "PretrainedConfig":
+    def hf_config(self) -> "ConfigObject":
         """A new config object of transformers for the model; changes of it have no effect."""
         return config_object(self.resolved_arch)
 
     @property
-    def hf_text_config(self) -> "PretrainedConfig":
+    def hf_text_config(self) -> "ConfigObject":
         """A new config object of transformers for the language model."""
         return self.hf_config.get_text_config()
 

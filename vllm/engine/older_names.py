@@ -1,17 +1,27 @@
 """Provide objects that older releases of vLLM have in an engine, for programs that read them."""
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from vllm.engine.llm_engine import LLMEngine
 
 _INSTEAD = (
     "this engine has no {name}: its model runs in workers, which may be other processes. To use "
     "the modules of the model, call LLM.apply_model(function); to call a worker, "
     "LLM.collective_rpc(method)"
 )
+
+
+class _Engine(Protocol):
+    """The methods of `LLMEngine` that these objects call."""
+
+    def get_tokenizer(self) -> "PreTrainedTokenizerBase": ...
+
+    def set_tokenizer(self, tokenizer: "PreTrainedTokenizerBase") -> None: ...
+
+    def shutdown(self) -> None: ...
+
+    def collective_rpc(self, *args: Any, **kwargs: Any) -> list[Any]: ...
 
 
 class TokenizerGroup:
@@ -22,7 +32,7 @@ class TokenizerGroup:
         engine: the engine; its tokenizer may be replaced later.
     """
 
-    def __init__(self, engine: "LLMEngine") -> None:
+    def __init__(self, engine: _Engine) -> None:
         self._engine = engine
 
     @property
@@ -56,7 +66,7 @@ class ModelExecutor:
         engine: the engine.
     """
 
-    def __init__(self, engine: "LLMEngine") -> None:
+    def __init__(self, engine: _Engine) -> None:
         self._engine = engine
 
     def shutdown(self) -> None:
@@ -65,8 +75,7 @@ class ModelExecutor:
 
     def collective_rpc(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of every worker; see `LLMEngine.collective_rpc`."""
-        result: list[Any] = self._engine.collective_rpc(*args, **kwargs)
-        return result
+        return self._engine.collective_rpc(*args, **kwargs)
 
     @property
     def driver_worker(self) -> NoReturn:

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm.config.arch.model_arch import WHOLE_CONFIG, ModelArch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    ConfigObject: TypeAlias = PretrainedConfig
 
 _SIZES = {"hidden_size", "d_model", "n_embd"}
 
