@@ -107,6 +107,21 @@ def test_the_mode_that_is_planned_is_said(model, monkeypatch, capsys):
     assert not found["reserved"], "nothing is reserved with --enforce-eager"
 
 
+@needs_simulated_device
+def test_an_encoder_has_no_kv_cache_and_generates_nothing(tmp_path, capsys):
+    config = {"architectures": ["BertModel"], "model_type": "bert", "type_vocab_size": 2}
+    config |= {"hidden_act": "gelu", "layer_norm_eps": 1e-12}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | config), "utf-8")
+    flags = ["--device", "gaudi2", "--max-num-seqs", "1", "--task", "embed"]
+    assert main(["plan", str(tmp_path), *flags]) == 0
+    text = capsys.readouterr().out
+    assert "This model needs no KV cache" in text
+    assert not any(word in text for word in ("decodes", "Throughput", "0 B"))
+    goal = ["--goal-ttft", "1", "--input-len", "100", "--output-len", "1"]
+    assert main(["plan", str(tmp_path), *flags, *goal]) == 2
+    assert "the speed of models that pool prompts is not predicted" in capsys.readouterr().err
+
+
 def test_a_plan_without_the_part_for_images_says_so(tmp_path, capsys):
     vision = {"model_type": "clip_vision_model", "hidden_size": 64, "num_hidden_layers": 2}
     config = {

@@ -15,16 +15,24 @@ DEFAULT_OUTPUT = 128
 
 
 def is_speed_known(plan: EnginePlan) -> bool:
-    """Return whether the cost model supports the engine: it must not have pipeline stages."""
-    return plan.config.parallel.pipeline_parallel_size == 1
+    """Return whether the cost model supports the engine: it must generate text, without pipeline
+    stages.
+    """
+    config = plan.config
+    return config.parallel.pipeline_parallel_size == 1 and config.model.pooler is None
 
 
 def serving_cost(plan: EnginePlan, fitted: Fitted | None = None) -> ServingCost:
     """Return the cost model for the steps of a planned engine.
 
     Raises:
-        ConfigError: it has pipeline stages, whose speed cannot be predicted.
+        ConfigError: it has pipeline stages or pools prompts, so its speed cannot be predicted.
     """
+    if plan.config.model.pooler is not None:
+        raise ConfigError(
+            "the speed of models that pool prompts is not predicted. Plan them without --traffic "
+            "and goals"
+        )
     if not is_speed_known(plan):
         raise ConfigError(
             f"the speed of pipeline stages is not predicted: pipeline_parallel_size must be 1, got "

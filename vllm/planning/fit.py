@@ -4,12 +4,7 @@ from vllm.bucketing import format_bytes
 from vllm.cost_model.cards import CARDS
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
-from vllm.planning.engine_plan import (
-    EnginePlan,
-    make_engine_plan,
-    weight_format,
-    weights_bytes,
-)
+from vllm.planning.engine_plan import EnginePlan, make_engine_plan, weight_format, weights_bytes
 
 _CARD_COUNTS = (1, 2, 4, 8)
 """A box has eight cards."""

@@ -74,6 +74,9 @@ def memory_lines(memory: MemorySection, owner: str) -> Iterator[str]:
         share = num_bytes / memory.total_bytes
         bar = "#" * round(share * _BAR_WIDTH)
         yield f"  {what:<32}  {format_bytes(num_bytes):>10} {share:>6.1%}  {bar}".rstrip()
+    if not memory.block_bytes:
+        yield "This model needs no KV cache"
+        return
     yield (
         f"KV cache: {memory.num_blocks} blocks of {memory.block_size} tokens, "
         f"{format_bytes(memory.block_bytes)} each"
@@ -99,12 +102,15 @@ def stage_lines(stages: Sequence[StageRoom]) -> Iterator[str]:
 
 def start_lines(start: StartPlan) -> Iterator[str]:
     """Yield the section about the warm-up as lines of text."""
+    phases = [("prompts", start.prefill)]
+    if start.decode.num_buckets:  # models that pool prompts have no decodes
+        phases.append(("decodes", start.decode))
     yield "Warm-up     buckets  shapes   compile       run  HPU graphs   capture  graph memory"
-    for name, phase in (("prompts", start.prefill), ("decodes", start.decode)):
+    for name, phase in phases:
         yield _phase_line(name, phase)
     yield f"  sampling                  {_seconds(start.sampling_s):>9}"
     yield "Sizes of buckets    batch               tokens              KV blocks"
-    for name, phase in (("prompts", start.prefill), ("decodes", start.decode)):
+    for name, phase in phases:
         yield f"  {name:<16}  {'  '.join(_sizes(phase))}".rstrip()
     num_without = sum(phase.num_buckets - phase.num_graphs for phase in start.phases)
     if num_without and any(phase.num_graphs for phase in start.phases):
@@ -115,8 +121,8 @@ def start_lines(start: StartPlan) -> Iterator[str]:
     if not start.num_first_buckets:
         yield (
             "Nothing is warmed up at the start (VLLM_SKIP_WARMUP=true): each shape is compiled "
-            f"when a request needs it. The times above, {_seconds(start.cold_s)} in all, are "
-            "those of a warm-up"
+            "when a request needs it. A warm-up would take the times above, "
+            f"{_seconds(start.cold_s)} in all"
         )
         return
     yield (

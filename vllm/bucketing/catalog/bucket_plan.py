@@ -236,7 +236,7 @@ def _generate(config: VllmConfig, limits: StepLimits) -> GeneratedBuckets:
             reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
             raise ConfigError(
                 f"VLLM_BUCKETING_FROM_FILE={path} cannot be read: {reason}. Name a file with a "
-                f"bucket in each line; vllm plan --write-buckets FILE writes one"
+                "bucket in each line; vllm plan --write-buckets FILE writes one"
             ) from None
         return buckets_from_file(text, str(path), limits)
     if hpu.bucketing_strategy == "optimal":

@@ -30,7 +30,11 @@ DEVICES = (*CARDS, "cpu")
 _LENGTHS = {"input": 1024, "output": 128}
 """Tokens of a request by the beginning of their flag."""
 _MOST_GIB = 2**20
-_GRAPH_BUDGET = "--graph-budget", "GiB above 0, such as 4"
+_BUDGETS = {
+    "--warm-up-budget": "seconds above 0, such as 60",
+    "--graph-budget": "GiB above 0, such as 4",
+}
+"""Flag -> accepted values."""
 _LEAST_RATE, _MOST_RATE = 1e-4, 1e6
 
 
@@ -253,10 +257,10 @@ def _check_budgets(args: argparse.Namespace, *, has_traffic: bool) -> None:
         raise ConfigError(
             f"{given[0]} needs --traffic FILE, the traffic for which buckets are chosen"
         )
-    for flag, usual in (("--warm-up-budget", "seconds above 0, such as 60"), _GRAPH_BUDGET):
+    for flag, accepted in _BUDGETS.items():
         value = values[flag]
         if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{flag} {value:g} must be a number of {usual}")
+            raise ConfigError(f"{flag} {value:g} must be a number of {accepted}")
     if len(given) > 1:
         raise ConfigError(
             f"{' and '.join(given)} limit the same buckets. Give only one of these flags"

@@ -24,7 +24,8 @@ function showSummary({memory, start}) {
   }
   for (const [id, text] of Object.entries({
     "num-blocks": count(memory.num_blocks),
-    "block-note": `of ${memory.block_size} tokens, ${gib(memory.block_bytes)} each`,
+    "block-note": memory.block_bytes ? `of ${memory.block_size} tokens, ${gib(memory.block_bytes)} each`
+      : "the model needs no KV cache",
     "num-sequences": memory.num_sequences.toFixed(1),
     "sequence-note": `of ${count(memory.max_model_len)} tokens (--max-model-len)`,
     "longest-context": count(memory.longest_context),

@@ -17,11 +17,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.slice import dtype_name
-from vllm.model_executor.layers.stored.stored_linear import (
-    Kept,
-    StoredLinear,
-    bytes_of,
-)
+from vllm.model_executor.layers.stored.stored_linear import Kept, StoredLinear, bytes_of
 from vllm.model_executor.layers.stored.without_values import without_values
 from vllm.ops import get_ops
 from vllm.ops.expert_options import SILU_EXPERTS

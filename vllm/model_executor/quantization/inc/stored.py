@@ -13,10 +13,7 @@ from vllm.model_executor.layers.embedding import EmbeddingMethod, VocabParallelE
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import CheckpointTensor, ParamTarget
-from vllm.model_executor.layers.stored.stored_experts import (
-    RoundedExperts,
-    StoredExperts,
-)
+from vllm.model_executor.layers.stored.stored_experts import RoundedExperts, StoredExperts
 from vllm.model_executor.layers.stored.stored_linear import RoundedLinear, StoredHead, StoredLinear
 from vllm.model_executor.quantization.inc.measure import (
     MeasuredExperts,
