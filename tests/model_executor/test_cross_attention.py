@@ -55,7 +55,7 @@ def make_layer(dtype: torch.dtype, **options) -> CrossAttention:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"qvo_bias": True}, {"qvo_bias": True, "k_bias": True}, {"head_norm": True}],
+    [{}, {"qvo_bias": True}, {"head_norm": True}],
     ids=str,
 )
 @torch.inference_mode()

@@ -92,7 +92,7 @@ def test_the_memory_is_divided_as_in_the_published_logs(free_gib, utilization, r
             no_buckets = Catalog((), ())
             run_warm_up(WarmUp(worker.config, bridge, worker.runner, no_buckets, limits, ledger))
         assert ledger.booked(MemoryClass.WEIGHTS) > weights.num_bytes
-    assert [log[0], num_blocks_line(report.num_blocks, 0), log[1]] == lines
+    assert [log[0], num_blocks_line(report.num_blocks), log[1]] == lines
 
 
 def test_a_number_of_bytes_takes_the_place_of_the_share():

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+from vllm.bucketing.step_limits import round_up
+
 _MULTIPLE = 16
 """Numbers of patches are multiples of it, and of the blocks that an encoder merges."""
 _STEP = 1.25
@@ -33,8 +35,8 @@ def encoder_sizes(
     (32, 48)
     """
     if unit == "patches":
-        last = _up(largest, _MULTIPLE)
-        found = {_up(size, _MULTIPLE) for size in given or _patches(smallest, largest)}
+        last = round_up(largest, _MULTIPLE)
+        found = {round_up(size, _MULTIPLE) for size in given or _patches(smallest, largest)}
         return (*sorted(size for size in found if smallest <= size < last), last)
     sizes = {size for size in given or _tiles(largest) if size >= smallest}
     return tuple(sorted(sizes if max(sizes, default=0) >= largest else {*sizes, largest}))
@@ -56,7 +58,7 @@ def _tiles(largest: int) -> Iterator[int]:
 def _patches(smallest: int, largest: int) -> Iterator[int]:
     size = float(smallest)
     while size < largest:
-        yield _up(int(size), _MULTIPLE)
+        yield round_up(int(size), _MULTIPLE)
         size = max(size * _STEP, size + _MULTIPLE)
 
 
@@ -101,7 +103,3 @@ def fraction_of_padding(counts: Sequence[int], sizes: Sequence[int]) -> float:
 
 def _least(count: int, sizes: Sequence[int]) -> int:
     return next(size for size in sizes if size >= count)
-
-
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple

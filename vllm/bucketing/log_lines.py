@@ -115,9 +115,9 @@ def memory_split_line(split: MemorySplit, utilization: float, graph_reserved: fl
     )
 
 
-def num_blocks_line(num_device_blocks: int, num_cpu_blocks: int) -> str:
-    """Return `# HPU blocks: 4107, # CPU blocks: 256`."""
-    return f"# HPU blocks: {num_device_blocks}, # CPU blocks: {num_cpu_blocks}"
+def num_blocks_line(num_blocks: int) -> str:
+    """Return `# HPU blocks: 4107, # CPU blocks: 0`: blocks are not moved to the host."""
+    return f"# HPU blocks: {num_blocks}, # CPU blocks: 0"
 
 
 def warmup_finished_line(seconds: float, allocated_bytes: int) -> str:

@@ -12,7 +12,7 @@ POLL_S = 0.005
 """Seconds between two checks whether an adapter is loaded, which happens in the background."""
 
 
-def check_on(config: VllmConfig, param: str) -> None:
+def check_on(config: VllmConfig) -> None:
     """Refuse a call about adapters if LoRA is off.
 
     Raises:
@@ -20,8 +20,8 @@ def check_on(config: VllmConfig, param: str) -> None:
     """
     if not config.lora.enable_lora:
         raise RequestError(
-            f"{param}: the engine was started without LoRA. Start it with enable_lora=True",
-            param=param,
+            "lora_id: the engine was started without LoRA. Start it with enable_lora=True",
+            param="lora_id",
         )
 
 

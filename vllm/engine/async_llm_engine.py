@@ -653,7 +653,7 @@ class AsyncLLM:
             RequestError: LoRA is off.
         """
         await self.wait_ready()
-        check_on(self.vllm_config, "lora_id")
+        check_on(self.vllm_config)
         return any(await self._call_workers(Worker.unload_adapter, lora_id))
 
     async def pin_lora(self, lora_id: int) -> bool:
@@ -663,7 +663,7 @@ class AsyncLLM:
             RequestError: LoRA is off, the adapter is not loaded, or too many are pinned.
         """
         await self.wait_ready()
-        check_on(self.vllm_config, "lora_id")
+        check_on(self.vllm_config)
         answers = await self._call_workers(Worker.pin_adapter, lora_id)
         return check_pinned(lora_id, answers, self.vllm_config)
 

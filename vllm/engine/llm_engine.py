@@ -367,7 +367,7 @@ class LLMEngine:
         Raises:
             RequestError: LoRA is off.
         """
-        check_on(self.vllm_config, "lora_id")
+        check_on(self.vllm_config)
         return any(self._call_workers(Worker.unload_adapter, lora_id))
 
     def pin_lora(self, lora_id: int) -> bool:
@@ -376,7 +376,7 @@ class LLMEngine:
         Raises:
             RequestError: LoRA is off, the adapter is not loaded, or too many are pinned.
         """
-        check_on(self.vllm_config, "lora_id")
+        check_on(self.vllm_config)
         answers = self._call_workers(Worker.pin_adapter, lora_id)
         return check_pinned(lora_id, answers, self.vllm_config)
 

@@ -43,7 +43,7 @@ def logit_floor(
     if (min_p := metadata.param(Param.MIN_P)) is not None:
         # Condition on the logits before temperature for p(t) >= min_p * p(top). log(0) = -inf keeps
         # all.
-        floor = top + _column(metadata.param(Param.TEMPERATURE), 1.0) * min_p[:, None].log()
+        floor = top + _column(metadata.param(Param.TEMPERATURE)) * min_p[:, None].log()
     if (top_k := metadata.top_k) is not None:
         limited = _top_k_floor(logits, maxima, top, floor, top_k[:, None], metadata)
         floor = limited if floor is None else torch.maximum(floor, limited)
@@ -130,7 +130,7 @@ def likelihoods(
     """
     # Subtract first: the difference of two close values is exact. On a CPU, exp2 takes a third of
     # the time of exp.
-    scale = math.log2(math.e) / _column(temperature, 1.0)
+    scale = math.log2(math.e) / _column(temperature)
     return torch.sub(logits, top, out=out).mul_(scale).exp2_()
 
 
@@ -159,5 +159,5 @@ def _mass(weights: Tensor) -> Tensor:
     return split_blocks(weights).sum(-1).cumsum(-1)[:, -1:]
 
 
-def _column(values: Tensor | None, default: float) -> Tensor | float:
-    return default if values is None else values[:, None]
+def _column(values: Tensor | None) -> Tensor | float:
+    return 1.0 if values is None else values[:, None]

@@ -189,7 +189,7 @@ def check_kinds(config: Mapping[str, Any]) -> None:
         if isinstance(value, float) and math.isnan(value):
             raise _wrong(key, value, "a number")
     for key in _NOT_NEGATIVE:
-        if not _is_number(given.get(key, 0.0), least=0.0):
+        if not _is_number(given.get(key, 0.0)):
             raise _wrong(key, given[key], "a number of 0 or more")
     _check_positive("", given, (*_POSITIVE, *_POSITIVE_OF_ROPES))
     _check_parts("", given)
@@ -219,14 +219,14 @@ def _check_rope(path: str, rope: Mapping[str, Any]) -> None:
     if original is not None and not _is_whole(original, 2, MAX_POSITIONS):
         raise _wrong(f"{path}original_max_position_embeddings", original, "a number of tokens")
     for key in ("mscale", "mscale_all_dim", "llama_4_scaling_beta"):
-        if not _is_number(rope.get(key) or 0.0, least=0.0):
+        if not _is_number(rope.get(key) or 0.0):
             raise _wrong(path + key, rope[key], "a number of 0 or more")
 
 
 def _check_parts(path: str, values: Mapping[str, Any]) -> None:
     for key in _PARTS:
         value = values.get(key) or 0.0
-        if not (_is_number(value, least=0.0) and value <= 1):
+        if not (_is_number(value) and value <= 1):
             raise _wrong(path + key, value, "a number from 0 to 1")
 
 
@@ -240,14 +240,14 @@ def _check_lists(values: Mapping[str, Any], keys: Iterable[str], kind: type, acc
 def _check_positive(path: str, values: Mapping[str, Any], keys: Iterable[str]) -> None:
     for key in keys:
         value = values.get(key)
-        if value is not None and not (_is_number(value, least=0.0) and value > 0):
+        if value is not None and not (_is_number(value) and value > 0):
             raise _wrong(path + key, value, "a number above 0")
 
 
-def _is_number(value: object, least: float) -> bool:
-    """Return whether a value is a number of at least `least` that a float can hold. NaN is not."""
+def _is_number(value: object) -> bool:
+    """Return whether a value is a number of at least 0 that a float can hold. NaN is not."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and least <= value <= sys.float_info.max  # type: ignore[operator]
+    return is_number and 0.0 <= value <= sys.float_info.max  # type: ignore[operator]
 
 
 def _wrong(key: str, value: object, accepted: str) -> ConfigError:

@@ -108,7 +108,6 @@ class EngineMetrics:
     Args:
         model_name: value of the label `model_name` of every sample.
         config: config of the engine.
-        history: tokens per second; None: create one.
         replica: index of the replica that is measured.
 
     Attributes:
@@ -123,12 +122,11 @@ class EngineMetrics:
         self,
         model_name: str,
         config: VllmConfig,
-        history: RateHistory | None = None,
         replica: int = 0,
     ) -> None:
         self.stats = SchedulerStats()
         self.recent: deque[FinishedRequestStats] = deque(maxlen=NUM_RECENT)
-        self.history = history or RateHistory()
+        self.history = RateHistory()
         self.model_name = model_name
         self.config = config
         self._labels = {"model_name": model_name, "engine": str(replica)}

@@ -107,7 +107,6 @@ class ReplicaRouter:
         num_replicas: number of replicas, at least 1.
         max_num_seqs: number of requests that one replica runs at a time; further ones wait in it.
         has_prefix_cache: whether replicas cache prefixes.
-        capacity: number of beginnings of prompts to remember.
     """
 
     def __init__(
@@ -116,12 +115,11 @@ class ReplicaRouter:
         max_num_seqs: int,
         *,
         has_prefix_cache: bool,
-        capacity: int = _MAX_PREFIXES,
     ) -> None:
         self.loads = [ReplicaLoad() for _ in range(num_replicas)]
         self._max_num_seqs = max_num_seqs
         self._has_prefixes = has_prefix_cache and num_replicas > 1
-        self._prefixes = PrefixMemory(capacity)
+        self._prefixes = PrefixMemory()
         self._owners: dict[str, int] = {}
         self._last = num_replicas - 1
 

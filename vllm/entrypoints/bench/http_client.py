@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from vllm.errors import ConfigError
 
+_CONNECT_TIMEOUT_S = 30.0
 _LOOK_S = 1.0
 """Seconds between two searches for connections that have failed."""
 
@@ -38,7 +39,6 @@ class HttpClient:
         base_url: `http://host:port/prefix` or `https://...`.
         headers: headers that are sent with every request.
         verify_tls: False: accept any certificate.
-        connect_timeout_s: time limit for opening a connection.
 
     Raises:
         ConfigError: the URL has another form, a header has a line break, or aiohttp is not
@@ -51,7 +51,6 @@ class HttpClient:
         *,
         headers: Mapping[str, str] | None = None,
         verify_tls: bool = True,
-        connect_timeout_s: float = 30.0,
     ) -> None:
         _check(base_url, headers or {})
         self.base_url = base_url.rstrip("/")
@@ -59,7 +58,7 @@ class HttpClient:
         self._session = aiohttp.ClientSession(
             headers={"Accept-Encoding": "identity", **(headers or {})},
             connector=aiohttp.TCPConnector(limit=0, ssl=verify_tls),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
         )

@@ -224,7 +224,7 @@ class RayExecutor(Executor):
             left_s = max(0.0, deadline - time.monotonic())
             ready, _ = self._ray.wait([*waiting, *self._unread], num_returns=1, timeout=left_s)
             if not ready:
-                raise self._timeout_error("a step", refs, limit_s)
+                raise self._timeout_error(refs, limit_s)
             (ref,) = ready
             if ref not in waiting:
                 self._read(ref, self._unread.pop(ref))
@@ -332,10 +332,11 @@ class RayExecutor(Executor):
             found[rank] = self._read(ready[0], rank)
         return [found[rank] for rank in range(len(refs))]
 
-    def _timeout_error(self, what: str, refs: Sequence[Any], limit_s: float) -> CollectiveError:
-        """Return the error for a call that took too long, with the ranks that have not finished. If
+    def _timeout_error(self, refs: Sequence[Any], limit_s: float) -> CollectiveError:
+        """Return the error for a step that took too long, with the ranks that have not finished. If
         a rank does not respond at all, raise an error about that.
         """
+        what = "a step"
         self._check_answers(what)
         done, _ = self._ray.wait(list(refs), num_returns=len(refs), timeout=0)
         late = [rank for rank, ref in enumerate(refs) if ref not in done]

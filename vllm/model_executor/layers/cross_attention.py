@@ -34,8 +34,7 @@ class CrossAttention(nn.Module, ReadsContext):
         tp: the ranks that share the layer.
         state_size: size of the encoder's hidden states; None: hidden_size.
         head_norm: norm of each query and key head; None: no norm.
-        qvo_bias: whether queries, values and outputs have biases.
-        k_bias: whether keys have a bias.
+        qvo_bias: whether queries, values and outputs have biases; keys have none.
 
     Shape: hidden_states [T, hidden] -> [T, hidden]
     """
@@ -57,7 +56,6 @@ class CrossAttention(nn.Module, ReadsContext):
         state_size: int | None = None,
         head_norm: HeadNorm | None = None,
         qvo_bias: bool = False,
-        k_bias: bool = False,
     ) -> None:
         super().__init__()
         self.launch = ContextHolder()
@@ -69,7 +67,7 @@ class CrossAttention(nn.Module, ReadsContext):
         self.state_size = hidden_size if state_size is None else state_size
         of_states = (self.state_size, {"": kv_size}, tp, {"": replicas})
         self.q_proj = ColumnParallelLinear(hidden_size, {"": q_size}, tp, bias=qvo_bias)
-        self.k_proj = ColumnParallelLinear(*of_states, bias=k_bias)
+        self.k_proj = ColumnParallelLinear(*of_states)
         self.v_proj = ColumnParallelLinear(*of_states, bias=qvo_bias)
         self.k_proj.is_of_items = self.v_proj.is_of_items = True
         self.o_proj = RowParallelLinear(q_size, hidden_size, tp, bias=qvo_bias)

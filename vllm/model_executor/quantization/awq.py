@@ -48,7 +48,7 @@ class AWQ(CheckpointFormat[GroupLayout]):
         self.layout = GroupLayout(
             bits=choice(settings, "bits", (_BITS,)),
             # AutoAWQ and transformers take 128 if the file names no size.
-            group_size=group_size_of({"group_size": 128, **settings}, "group_size"),
+            group_size=group_size_of({"group_size": 128, **settings}),
             is_awq=True,
             is_symmetric=not choice(settings, "zero_point", (True, False), True),
         )

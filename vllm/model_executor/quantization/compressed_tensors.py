@@ -197,7 +197,7 @@ class _Scheme:
             raise wrong(
                 "config_groups.weights.symmetric", False, f"true, with the format {self.format}"
             )
-        self.group_size = group_size_of(weights, "group_size") if strategy == "group" else -1
+        self.group_size = group_size_of(weights) if strategy == "group" else -1
         order = choice(weights, "actorder", ("group", "weight", "static", "dynamic", False), False)
         self.has_order = order in ("group", "dynamic")
         self.block = block_of(weights, "block_structure") if strategy == "block" else None

@@ -40,7 +40,7 @@ class GPTQ(CheckpointFormat[GroupLayout]):
         self.has_head = choice(settings, "lm_head", (False, True), False)
         self.ignored = names(settings, "modules_to_not_convert")
         self.dynamic = _dynamic_of(settings)
-        self.in_blocks = _modules_of(settings, "modules_in_block_to_quantize")
+        self.in_blocks = _modules_in_blocks(settings)
 
     def stores_head(self, names: Names) -> bool:
         return bool(self.has_head)
@@ -79,7 +79,7 @@ def _layout_of(settings: Settings) -> GroupLayout:
     checkpoint_format = choice(settings, "checkpoint_format", formats, "gptq")
     return GroupLayout(
         bits=bits,
-        group_size=group_size_of(settings, "group_size"),
+        group_size=group_size_of(settings),
         zero_offset=1 if checkpoint_format == "gptq" else 0,
         has_groups=True,
         is_ordered=choice(settings, "desc_act", (True, False), False),
@@ -87,8 +87,9 @@ def _layout_of(settings: Settings) -> GroupLayout:
     )
 
 
-def _modules_of(settings: Settings, key: str) -> list[str]:
+def _modules_in_blocks(settings: Settings) -> list[str]:
     """Return the module names in a list of names or of lists of names, as optimum writes it."""
+    key = "modules_in_block_to_quantize"
     given = settings.get(key) or []
     flat: list[Any] = []
     for each in given if isinstance(given, list) else [given]:

@@ -141,7 +141,7 @@ def _storage_of(config: Any, within: str) -> _Storage | None:
     return _Storage(
         dtype=dtype,
         has_one_scale=scheme == "per_tensor",
-        group_size=group_size_of(weight, "group_size") if has_groups else -1,
+        group_size=group_size_of(weight) if has_groups else -1,
         rounds_inputs=bool(inputs),
         has_input_scale=is_static,
     )

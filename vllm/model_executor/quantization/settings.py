@@ -62,16 +62,16 @@ def read_modelopt_settings(settings: Settings) -> dict[str, Any]:
     return {**settings, **nested} if isinstance(nested, dict) else dict(settings)
 
 
-def group_size_of(settings: Settings, key: str) -> int:
-    """Return how many inputs share a scale; -1 for all, also if the key is missing or null.
+def group_size_of(settings: Settings) -> int:
+    """Return how many inputs share a scale; -1 for all, also if `group_size` is missing or null.
 
     Raises:
         ConfigError: it is neither -1 nor a positive integer.
     """
-    size = settings.get(key)
+    size = settings.get("group_size")
     size = -1 if size is None else size
     if type(size) is not int or (size != -1 and not 0 < size <= MAX_GROUP):
-        raise wrong(key, size, f"-1, or a number from 1 to {MAX_GROUP}")
+        raise wrong("group_size", size, f"-1, or a number from 1 to {MAX_GROUP}")
     return size
 
 

@@ -89,7 +89,7 @@ def _difference(got: Tensor, want: Tensor, limit: float = LIMIT) -> str | None:
 
 def _try_sinks(kernels: FusedKernels, runner: Runner) -> str | None:
     """Try sinks (one additional key per head, whose value is zero): causal, and with a mask."""
-    query, key, value = _queries_and_keys(num_tokens=BLOCK, num_heads=4, num_kv_heads=2)
+    query, key, value = _queries_and_keys(BLOCK)
     sinks = (torch.randn(4) + 1).bfloat16()
     mask = torch.rand(1, 1, BLOCK, BLOCK) < 0.5
     mask[..., 0] = True
@@ -133,7 +133,7 @@ def _try_length(
     kernels: FusedKernels, runner: Runner, num_tokens: int, sinks: Tensor | None
 ) -> str | None:
     window = BLOCK - 29
-    query, key, value = _queries_and_keys(num_tokens, num_heads=4, num_kv_heads=2)
+    query, key, value = _queries_and_keys(num_tokens)
 
     def run(query: Tensor, key: Tensor, value: Tensor, *some: Tensor) -> Tensor:
         return kernels.sdpa(
@@ -146,14 +146,12 @@ def _try_length(
     return _difference(got, want)
 
 
-def _queries_and_keys(
-    num_tokens: int, num_heads: int, num_kv_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Create inputs with large scores, so that each token attends to few keys and each of them
-    matters.
+def _queries_and_keys(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Create inputs of four heads, two of keys. Scores are large, so that each token attends to few
+    keys and each of them matters.
     """
-    query = torch.randn(1, num_heads, num_tokens, 64).bfloat16() * 2
-    key, value = torch.randn(2, 1, num_kv_heads, num_tokens, 64).bfloat16()
+    query = torch.randn(1, 4, num_tokens, 64).bfloat16() * 2
+    key, value = torch.randn(2, 1, 2, num_tokens, 64).bfloat16()
     return query, key, value
 
 
@@ -176,7 +174,7 @@ def _try_fp8(kernels: FusedKernels, runner: Runner) -> str | None:
     are FP8 already. Causal with padding, and with a mask.
     """
     lengths = torch.tensor([BLOCK - 27], dtype=torch.int32)
-    inputs = [x.to(FP8) for x in _queries_and_keys(num_tokens=BLOCK, num_heads=4, num_kv_heads=2)]
+    inputs = [x.to(FP8) for x in _queries_and_keys(BLOCK)]
     factors = torch.tensor([[0.5], [2.0], [0.25], [64.0], [1 / 64]])
     query, key, value = (x.float() * y for x, y in zip(inputs, factors, strict=False))
     mask = torch.rand(1, 1, BLOCK, BLOCK) < 0.5

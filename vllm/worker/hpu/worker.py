@@ -345,7 +345,7 @@ class HPUWorker(WorkerBase):
         with self._within_memory("the scales of the KV cache"):
             calculate_scales(self.config, self.model, self.device)
             bridge.mark_step()
-        logger.info(num_blocks_line(num_blocks, 0))
+        logger.info(num_blocks_line(num_blocks))
         num_kept = self._num_kept_states or 0
         log_states(self.runner.cache_layout, self._num_rows - num_kept, num_kept)
         total_bytes = bridge.memory_info().total_bytes

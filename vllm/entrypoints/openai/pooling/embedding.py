@@ -13,7 +13,6 @@ from vllm.entrypoints.openai.pooling.run import (
     list_response,
     pool,
     pooler_of,
-    require_some,
     response_id,
 )
 from vllm.entrypoints.openai.protocol.base import error_responses
@@ -118,7 +117,8 @@ def prompts_of(given: Any) -> list[PromptType]:
         return [given]
     if given and isinstance(given[0], int):
         return [given]
-    require_some("input", len(given))
+    if not given:
+        raise RequestError("input is empty: send at least one entry", param="input")
     return list(given)
 
 

@@ -43,16 +43,6 @@ def response_id(request: Request, prefix: str) -> str:
     return f"{prefix}-{request_id_of(request, random_id())}"
 
 
-def require_some(name: str, count: int) -> None:
-    """Refuse an empty list of prompts.
-
-    Raises:
-        RequestError: `count` is 0.
-    """
-    if not count:
-        raise RequestError(f"{name} is empty: send at least one entry", param=name)
-
-
 async def pool(
     context: ServerContext,
     request: Request,
