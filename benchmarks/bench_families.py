@@ -46,7 +46,7 @@ from vllm.model_executor.layers.latent import LatentUpProjection
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.models.interface import CausalLM
-from vllm.model_executor.quantization.cpu_packed import CPUPacked
+from vllm.model_executor.quantization.formats.cpu_packed import CPUPacked
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.cpu.operators.decode_step import FusedDecodeStep, RowArrays

@@ -17,7 +17,7 @@ from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.engine import engine_core
 from vllm.model_executor import fusion
-from vllm.model_executor.quantization import fp8
+from vllm.model_executor.quantization.formats import fp8
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.operators.decode_step import FusedDecodeStep
 from vllm.sampling_params import GuidedDecodingParams

@@ -25,7 +25,7 @@ from vllm.model_executor.layers.stored.stored_linear import RoundedLinear
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.models.interface import CausalLM
-from vllm.model_executor.quantization.cpu_packed import CPUInt4, CPUInt8, CPUPacked
+from vllm.model_executor.quantization.formats.cpu_packed import CPUInt4, CPUInt8, CPUPacked
 from vllm.ops.stored_weight import round_to_fp8
 from vllm.transformers_utils.hf_config import complete_hf_config, read_hf_config
 

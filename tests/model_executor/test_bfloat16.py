@@ -22,7 +22,7 @@ from tests.tiny_models import ALL_FAMILIES, RARE_FAMILIES, WITHOUT_PROGRAM, spar
 from vllm.distributed import TPGroup
 from vllm.model_executor.fusion import fuse, fuse_head
 from vllm.model_executor.loader import load_model
-from vllm.model_executor.quantization.cpu_packed import CPUPacked
+from vllm.model_executor.quantization.formats.cpu_packed import CPUPacked
 from vllm.ops.cpu.library import load_cpu_kernels
 
 PROMPTS = torch.stack([prompt_of(100, seed) for seed in range(8)])

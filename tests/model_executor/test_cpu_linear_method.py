@@ -15,7 +15,7 @@ from vllm.distributed import TPGroup
 from vllm.model_executor.layers.cpu_methods import PackedTable
 from vllm.model_executor.layers.embedding import DenseTable
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ParallelLinear
-from vllm.model_executor.quantization.cpu_packed import CPUInt4, CPUInt8
+from vllm.model_executor.quantization.formats.cpu_packed import CPUInt4, CPUInt8
 from vllm.ops.cpu.operators import load_cpu_kernels
 from vllm.ops.cpu.weights.weight_format import WeightFormat
 

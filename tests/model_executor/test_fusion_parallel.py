@@ -30,7 +30,7 @@ from vllm.model_executor.fusion import fuse, fuse_head
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.models.interface import CausalLM
-from vllm.model_executor.quantization.cpu_packed import CPUPacked
+from vllm.model_executor.quantization.formats.cpu_packed import CPUPacked
 from vllm.ops.cpu.collectives import SharedMemoryCollectives
 from vllm.ops.cpu.library import load_cpu_kernels
 

@@ -11,7 +11,7 @@ from tests.model_executor.helpers import logits_of, prompt_of
 from tests.model_executor.inc_models import measure, quantize
 from tests.quantized_checkpoints import write
 from vllm.model_executor.layers.stored.stored_linear import StoredLinear
-from vllm.model_executor.quantization.fp8 import Fp8Linear
+from vllm.model_executor.quantization.formats.fp8 import Fp8Linear
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
 

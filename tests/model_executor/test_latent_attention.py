@@ -24,7 +24,7 @@ from vllm.kv_cache_spec import CacheKind
 from vllm.model_executor.layers.grouped_router import GroupedRouter, Routing
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.models.deepseek import deepseek_routing
-from vllm.model_executor.quantization.cpu_packed import CPUPacked
+from vllm.model_executor.quantization.formats.cpu_packed import CPUPacked
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
 from vllm.ops.expert_options import ExpertGroups, RoutingOptions

@@ -13,7 +13,7 @@ from vllm.distributed import TPGroup
 from vllm.model_executor.layers.stored.stored_linear import StoredHead
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.models.interface import CausalLM
-from vllm.model_executor.quantization.cpu_packed import CPUPacked
+from vllm.model_executor.quantization.formats.cpu_packed import CPUPacked
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.weights.linear import PackedWeight
 from vllm.ops.cpu.weights.weight_format import WeightFormat

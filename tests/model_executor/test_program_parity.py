@@ -18,7 +18,7 @@ from tests.tiny_models import ALL_FAMILIES, ROW_FAMILIES, WITHOUT_PROGRAM, spari
 from vllm.distributed import TPGroup
 from vllm.model_executor.fusion import fuse, fuse_head
 from vllm.model_executor.loader import load_model
-from vllm.model_executor.quantization.cpu_packed import CPUPacked
+from vllm.model_executor.quantization.formats.cpu_packed import CPUPacked
 from vllm.ops.cpu.operators import load_cpu_kernels
 
 pytestmark = [

@@ -16,9 +16,9 @@ from tests.reach import replace_ops
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.slice import CheckpointTensor, ParamTarget
-from vllm.model_executor.quantization.awq import AWQ
-from vllm.model_executor.quantization.compressed_tensors import CompressedTensors
-from vllm.model_executor.quantization.gptq import GPTQ
+from vllm.model_executor.quantization.formats.awq import AWQ
+from vllm.model_executor.quantization.formats.compressed_tensors import CompressedTensors
+from vllm.model_executor.quantization.formats.gptq import GPTQ
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.native.operators import NativeOps

@@ -20,7 +20,7 @@ from tests.multimodal.tiled_models import (
 from tests.reach import replace_ops
 from vllm.errors import ConfigError
 from vllm.model_executor.media.vision.layers import PatchEmbedding, TowerLinear
-from vllm.model_executor.quantization.cpu_packed import CPUPacked
+from vllm.model_executor.quantization.formats.cpu_packed import CPUPacked
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.multimodal.families.llava_next import Family
 from vllm.multimodal.families.mllama import read_layouts

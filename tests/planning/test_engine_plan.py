@@ -28,7 +28,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.model_memory import model_storages
-from vllm.model_executor.quantization.cpu_packed import CPUPacked
+from vllm.model_executor.quantization.formats.cpu_packed import CPUPacked
 from vllm.ops.cpu.operators.table import CPUOps
 from vllm.planning.engine_plan import make_engine_plan
 from vllm.planning.fit import planned_or_nearest

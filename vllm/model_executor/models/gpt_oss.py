@@ -18,7 +18,7 @@ from vllm.model_executor.models.decoder import (
 )
 from vllm.model_executor.models.fused_weights import experts_in
 from vllm.model_executor.models.mixture import Mixture, mixture_options
-from vllm.model_executor.quantization.mxfp4 import check_mxfp4, mxfp4_source
+from vllm.model_executor.quantization.formats.mxfp4 import check_mxfp4, mxfp4_source
 from vllm.ops.expert_options import ExpertOptions
 
 

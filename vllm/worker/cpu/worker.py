@@ -19,7 +19,7 @@ from vllm.model_executor.loader import load_model
 from vllm.model_executor.model_memory import model_storages
 from vllm.model_executor.models.interface import CausalLM, LayeredModel, PoolingModel
 from vllm.model_executor.quantization import Quantization
-from vllm.model_executor.quantization.cpu_packed import CPUPacked
+from vllm.model_executor.quantization.formats.cpu_packed import CPUPacked
 from vllm.model_executor.speculators.interface import Speculator
 from vllm.ops import set_ops
 from vllm.ops.cpu.collectives import SharedMemoryCollectives

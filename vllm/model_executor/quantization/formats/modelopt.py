@@ -20,7 +20,11 @@ from vllm.model_executor.quantization.float_groups import (
     described,
     float_linear,
 )
-from vllm.model_executor.quantization.fp8 import MODELOPT_FP8, ModelOptFp8, modelopt_fp8_linear
+from vllm.model_executor.quantization.formats.fp8 import (
+    MODELOPT_FP8,
+    ModelOptFp8,
+    modelopt_fp8_linear,
+)
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.model_executor.quantization.row_tensors import (
     BYTES,

@@ -23,7 +23,7 @@ from vllm.model_executor.quantization.float_groups import (
     described,
     float_linear,
 )
-from vllm.model_executor.quantization.fp8 import Fp8Linear
+from vllm.model_executor.quantization.formats.fp8 import Fp8Linear
 from vllm.model_executor.quantization.grouped import GroupedLinear, GroupLayout
 from vllm.model_executor.quantization.row_tensors import RowsLinear, RowTensor, scale_tensor
 from vllm.model_executor.quantization.settings import (

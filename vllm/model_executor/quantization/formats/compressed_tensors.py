@@ -38,7 +38,7 @@ from vllm.model_executor.quantization.float_groups import (
     described,
     float_linear,
 )
-from vllm.model_executor.quantization.fp8 import Fp8Linear, block_of
+from vllm.model_executor.quantization.formats.fp8 import Fp8Linear, block_of
 from vllm.model_executor.quantization.grouped import in_numbers, in_words, layer_of, num_words
 from vllm.model_executor.quantization.input_groups import InputGroups
 from vllm.model_executor.quantization.settings import (

@@ -7,8 +7,8 @@ Only the settings differ: `packing_format` (formerly `backend`) says how values 
 import re
 from typing import Any
 
-from vllm.model_executor.quantization.awq import AWQ
-from vllm.model_executor.quantization.gptq import GPTQ
+from vllm.model_executor.quantization.formats.awq import AWQ
+from vllm.model_executor.quantization.formats.gptq import GPTQ
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.model_executor.quantization.settings import Settings, choice, wrong
 

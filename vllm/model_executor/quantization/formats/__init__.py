@@ -1,0 +1,1 @@
+"""One file for each quantization format, of checkpoints or made of dense weights."""
