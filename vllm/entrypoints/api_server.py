@@ -19,15 +19,15 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from vllm.engine.async_llm_engine import AsyncLLM
+from vllm.entrypoints.http import off_loop
+from vllm.entrypoints.http.errors import describe_error, refuse_failed
+from vllm.entrypoints.http.request_limits import check_limits, check_num_values
+from vllm.entrypoints.http.sse import EventStream, run_until_disconnect
+from vllm.entrypoints.http.validation_text import NO_BODY
 from vllm.entrypoints.openai.cli_args import make_arg_parser, read_args
 from vllm.entrypoints.openai.protocol.sampling import SamplingFields
-from vllm.entrypoints.shared import off_loop
 from vllm.entrypoints.shared.context import ServerContext, get_context
-from vllm.entrypoints.shared.errors import describe_error, refuse_failed
-from vllm.entrypoints.shared.request_limits import check_limits, check_num_values
 from vllm.entrypoints.shared.server_args import ServerArgs
-from vllm.entrypoints.shared.sse import EventStream, run_until_disconnect
-from vllm.entrypoints.shared.validation_text import NO_BODY
 from vllm.errors import RequestError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams

@@ -8,8 +8,8 @@ from fastapi import APIRouter, FastAPI
 from starlette.testclient import TestClient
 
 from tests.fake_core import FakeCoreLLM, running
+from vllm.entrypoints.http.errors import add_error_handlers
 from vllm.entrypoints.shared.context import ServerContext
-from vllm.entrypoints.shared.errors import add_error_handlers
 from vllm.entrypoints.shared.server_args import ServerArgs
 
 MODEL = "stdlib"

@@ -9,8 +9,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.entrypoints.openai.server_fakes import make_app, make_client
+from vllm.entrypoints.http.body_route import BodyRoute
 from vllm.entrypoints.middleware.request_id import is_safe
-from vllm.entrypoints.shared.body_route import BodyRoute
 from vllm.errors import ConfigError
 from vllm.utils.background_work import TURN_S
 from vllm.version import __version__

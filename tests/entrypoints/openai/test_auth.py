@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.entrypoints.openai.server_fakes import make_app, make_client
-from vllm.entrypoints.shared.asgi import PAGES, PROBES
+from vllm.entrypoints.http.asgi import PAGES, PROBES
 from vllm.entrypoints.shared.server_args import ServerArgs
 
 KEYS = ("first-key", "second-key")

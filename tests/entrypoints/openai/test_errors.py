@@ -7,9 +7,9 @@ from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 
 from tests.entrypoints.openai.fakes import client_of
+from vllm.entrypoints.http.errors import GenerationError, error_events
+from vllm.entrypoints.http.sse import ClientDisconnected
 from vllm.entrypoints.openai.protocol.base import RequestBody
-from vllm.entrypoints.shared.errors import GenerationError, error_events
-from vllm.entrypoints.shared.sse import ClientDisconnected
 from vllm.errors import (
     CapacityError,
     EngineDeadError,

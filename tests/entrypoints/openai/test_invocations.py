@@ -10,12 +10,12 @@ from starlette.testclient import TestClient
 
 from tests.entrypoints.openai.scripted_engine import ScriptedEngine
 from tests.entrypoints.openai.scripted_engine import make_client as make_server_client
+from vllm.entrypoints.http.errors import add_error_handlers
 from vllm.entrypoints.openai.audio import serving as serving_audio
 from vllm.entrypoints.openai.routes import (
     invocations as serving_invocations,
 )
 from vllm.entrypoints.openai.routes.invocations import find_target
-from vllm.entrypoints.shared.errors import add_error_handlers
 
 
 class ChatBody(BaseModel):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from vllm.entrypoints.http.asgi import PROBES
 from vllm.entrypoints.openai.cli_args import make_arg_parser, read_args
-from vllm.entrypoints.shared.asgi import PROBES
 from vllm.utils import FlexibleArgumentParser
 
 FOLDER = Path(__file__).parents[3] / "examples" / "kubernetes"

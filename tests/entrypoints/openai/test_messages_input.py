@@ -8,7 +8,7 @@ import pytest
 
 from vllm.entrypoints.anthropic.input import as_messages, as_tool_choice, as_tools
 from vllm.entrypoints.anthropic.protocol import Conversation
-from vllm.entrypoints.shared.ignored import forget_ignored
+from vllm.entrypoints.http.ignored import forget_ignored
 from vllm.errors import RequestError
 
 USE = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}}
@@ -173,7 +173,7 @@ def log():
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("vllm.entrypoints.shared.ignored")
+    logger = logging.getLogger("vllm.entrypoints.http.ignored")
     logger.addHandler(handler)
     yield lines
     logger.removeHandler(handler)

@@ -18,9 +18,9 @@ from starlette.testclient import TestClient
 
 from tests.entrypoints.openai.scripted_engine import ODD_VALUES, ScriptedEngine, make_app
 from tests.loops import loop_over
+from vllm.entrypoints.http.validation_text import describe_validation, show_value
 from vllm.entrypoints.openai import protocol
 from vllm.entrypoints.openai.protocol.base import RequestModel
-from vllm.entrypoints.shared.validation_text import describe_validation, show_value
 
 for module in pkgutil.iter_modules(protocol.__path__, f"{protocol.__name__}."):
     importlib.import_module(module.name)

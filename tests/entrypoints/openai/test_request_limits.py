@@ -30,15 +30,15 @@ from tests.loops import loop_over
 from vllm.config import ModelConfig, MultiModalConfig, PoolerConfig
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.input.sampling_input import SamplingInput
+from vllm.entrypoints.http.body_route import BodyRoute, _body_classes
+from vllm.entrypoints.http.request_limits import count_values, limits_of
 from vllm.entrypoints.openai.chat import prompt
 from vllm.entrypoints.openai.chat import serving as chat_serving
 from vllm.entrypoints.openai.completion import serving
 from vllm.entrypoints.openai.shared.chunks import json_response
 from vllm.entrypoints.openai.shared.merge import merge
 from vllm.entrypoints.server.app import _routers, build_app
-from vllm.entrypoints.shared.body_route import BodyRoute, _body_classes
 from vllm.entrypoints.shared.context import ServerContext
-from vllm.entrypoints.shared.request_limits import count_values, limits_of
 from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.messages import EngineOutput, Finished, FinishReason
 from vllm.utils.arguments import flag_of

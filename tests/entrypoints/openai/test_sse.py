@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from fastapi import Request
 
+from vllm.entrypoints.http.sse import ClientDisconnected, EventStream, event, run_until_disconnect
 from vllm.entrypoints.openai.shared.merge import merge
-from vllm.entrypoints.shared.sse import ClientDisconnected, EventStream, event, run_until_disconnect
 
 
 class Connection:

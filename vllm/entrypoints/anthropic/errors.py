@@ -11,14 +11,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from vllm.entrypoints.anthropic.request import THREAD_UNSUPPORTED
-from vllm.entrypoints.shared.body_route import BodyRoute, Handler
-from vllm.entrypoints.shared.errors import (
+from vllm.entrypoints.http.body_route import BodyRoute, Handler
+from vllm.entrypoints.http.errors import (
     ERROR_BODIES,
     ErrorInfo,
     describe_error,
     error_response,
 )
-from vllm.entrypoints.shared.sse import ClientDisconnected, EventStream, event
+from vllm.entrypoints.http.sse import ClientDisconnected, EventStream, event
 
 _PATH = "/v1/messages"
 _TYPES = {

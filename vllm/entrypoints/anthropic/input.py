@@ -11,8 +11,8 @@ from typing import Any, Literal
 from vllm.entrypoints.anthropic.protocol import Conversation, InputMessage
 from vllm.entrypoints.conversation.media import image_part
 from vllm.entrypoints.conversation.messages import Part, join_texts
+from vllm.entrypoints.http.ignored import note_ignored
 from vllm.entrypoints.openai.responses.input import read_string
-from vllm.entrypoints.shared.ignored import note_ignored
 from vllm.errors import RequestError
 
 Message = dict[str, Any]

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
+from vllm.entrypoints.http.request_limits import MESSAGES, STOP, TOOLS, Limits
 from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
     Int32,
@@ -16,7 +17,6 @@ from vllm.entrypoints.openai.protocol.base import (
     RequestBody,
     RequestModel,
 )
-from vllm.entrypoints.shared.request_limits import MESSAGES, STOP, TOOLS, Limits
 
 
 class InputMessage(RequestModel):

@@ -21,6 +21,8 @@ from vllm.entrypoints.anthropic.protocol import (
     MessagesRequest,
 )
 from vllm.entrypoints.anthropic.request import as_chat_request, prompt_fields
+from vllm.entrypoints.http import off_loop
+from vllm.entrypoints.http.sse import run_until_disconnect, typed_events
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.chat.turn import ChatTurn, TurnDelta, prepare_turn
 from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses, random_id
@@ -28,9 +30,7 @@ from vllm.entrypoints.openai.responses.request import make_chat_request
 from vllm.entrypoints.openai.responses.run import engine_id
 from vllm.entrypoints.openai.shared.chunks import json_response
 from vllm.entrypoints.openai.shared.prompts import trace_headers_of
-from vllm.entrypoints.shared import off_loop
 from vllm.entrypoints.shared.context import get_context
-from vllm.entrypoints.shared.sse import run_until_disconnect, typed_events
 
 router = APIRouter(tags=["messages"], route_class=AnthropicRoute)
 

@@ -15,9 +15,9 @@ from starlette.types import ASGIApp
 
 from vllm.entrypoints.batch.in_process import call_app
 from vllm.entrypoints.batch.sound_lines import SOUND_URLS, Fetch, check_sound_body, sound_form
+from vllm.entrypoints.http.errors import describe_error
 from vllm.entrypoints.openai.protocol.base import random_id
 from vllm.entrypoints.openai.protocol.batch import URLS
-from vllm.entrypoints.shared.errors import describe_error
 from vllm.errors import RequestError
 from vllm.utils.futures import end_tasks
 

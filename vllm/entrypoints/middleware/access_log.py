@@ -6,7 +6,7 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm.entrypoints.shared.asgi import PAGE_FIGURES, PROBES, SeenStatus, get_header, route_path
+from vllm.entrypoints.http.asgi import PAGE_FIGURES, PROBES, SeenStatus, get_header, route_path
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm.entrypoints.shared.asgi import PAGES, PROBES, get_header, refuse, route_path
-from vllm.entrypoints.shared.errors import ErrorInfo
+from vllm.entrypoints.http.asgi import PAGES, PROBES, get_header, refuse, route_path
+from vllm.entrypoints.http.errors import ErrorInfo
 
 _MESSAGE = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
 

@@ -7,9 +7,9 @@ from fastapi import FastAPI
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm.entrypoints.shared.asgi import PAGE_FIGURES, PAGES, PROBES, refuse, replay, route_path
+from vllm.entrypoints.http.asgi import PAGE_FIGURES, PAGES, PROBES, refuse, replay, route_path
+from vllm.entrypoints.http.errors import ErrorInfo, describe_error
 from vllm.entrypoints.shared.context import ServerContext
-from vllm.entrypoints.shared.errors import ErrorInfo, describe_error
 from vllm.errors import EngineDeadError
 from vllm.utils.futures import end_tasks
 

@@ -12,15 +12,15 @@ from fastapi import APIRouter
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from vllm.entrypoints.http.asgi import get_header, refuse, replay, route_path
+from vllm.entrypoints.http.errors import ErrorInfo
+from vllm.entrypoints.http.scoped_cancel import ScopedCancel
 from vllm.entrypoints.middleware.decompression import (
     ENCODINGS,
     DecompressionError,
     OutputTooLargeError,
     decompress,
 )
-from vllm.entrypoints.shared.asgi import get_header, refuse, replay, route_path
-from vllm.entrypoints.shared.errors import ErrorInfo
-from vllm.entrypoints.shared.scoped_cancel import ScopedCancel
 from vllm.utils.process.process_memory import MemoryTrim
 
 _HUGE_BODY_BYTES = 2**20

@@ -2,7 +2,7 @@
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm.entrypoints.shared.asgi import PROBES, route_path
+from vllm.entrypoints.http.asgi import PROBES, route_path
 from vllm.entrypoints.shared.context import ServerContext
 
 _NOT_COUNTED = PROBES | {"/load", "/metrics", "/version"}

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm.entrypoints.shared.asgi import get_header, route_path
+from vllm.entrypoints.http.asgi import get_header, route_path
 
 
 class HttpManners:

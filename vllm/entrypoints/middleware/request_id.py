@@ -5,7 +5,7 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm.entrypoints.shared.asgi import get_header
+from vllm.entrypoints.http.asgi import get_header
 
 _HEADER = b"x-request-id"
 _MAX_CHARS = 128

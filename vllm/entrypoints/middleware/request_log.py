@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm.entrypoints.shared import off_loop
-from vllm.entrypoints.shared.asgi import get_header, route_path
+from vllm.entrypoints.http import off_loop
+from vllm.entrypoints.http.asgi import get_header, route_path
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)

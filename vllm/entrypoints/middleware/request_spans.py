@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.engine.metrics.engine_metrics import FinishedRequestStats
+from vllm.entrypoints.http.asgi import get_header, route_path
 from vllm.entrypoints.middleware.gate import UNGATED
-from vllm.entrypoints.shared.asgi import get_header, route_path
 from vllm.entrypoints.shared.context import ServerContext
 from vllm.utils.otel import AttributeValue, Tracer
 

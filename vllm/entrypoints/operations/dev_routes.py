@@ -17,9 +17,9 @@ from fastapi import APIRouter, Query, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
+from vllm.entrypoints.http.errors import ErrorInfo
 from vllm.entrypoints.openai.protocol.base import RequestBody
 from vllm.entrypoints.shared.context import get_context
-from vllm.entrypoints.shared.errors import ErrorInfo
 
 router = APIRouter(tags=["development"])
 

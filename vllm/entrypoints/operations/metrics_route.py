@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.engine.metrics.media_metrics import fetch_metrics
 from vllm.engine.metrics.registry import MetricSet, expose, process_collectors
 from vllm.engine.metrics.replica_metrics import ReadableMetrics
-from vllm.entrypoints.shared.asgi import SeenStatus, route_path
+from vllm.entrypoints.http.asgi import SeenStatus, route_path
 from vllm.entrypoints.shared.card_telemetry import card_metrics
 from vllm.entrypoints.shared.context import ServerContext, get_context
 

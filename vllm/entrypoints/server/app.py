@@ -10,6 +10,8 @@ from starlette.middleware.cors import CORSMiddleware
 from vllm import envs
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.entrypoints.anthropic import serving as serving_messages
+from vllm.entrypoints.http.asgi import CatchErrors
+from vllm.entrypoints.http.errors import add_error_handlers
 from vllm.entrypoints.middleware.access_log import AccessLog
 from vllm.entrypoints.middleware.auth import Authentication
 from vllm.entrypoints.middleware.gate import Gate
@@ -48,9 +50,7 @@ from vllm.entrypoints.operations import (
 from vllm.entrypoints.pages.routes import page_routers
 from vllm.entrypoints.server.direct_routes import DirectRoutes
 from vllm.entrypoints.server.unknown_routes import UnknownRoutes
-from vllm.entrypoints.shared.asgi import CatchErrors
 from vllm.entrypoints.shared.context import ServerContext
-from vllm.entrypoints.shared.errors import add_error_handlers
 from vllm.entrypoints.shared.media import media_rules
 from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.version import __version__

@@ -10,8 +10,8 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm.entrypoints.shared.asgi import replay, route_path
-from vllm.entrypoints.shared.body_route import BodyRoute
+from vllm.entrypoints.http.asgi import replay, route_path
+from vllm.entrypoints.http.body_route import BodyRoute
 
 
 class DirectRoutes:

@@ -9,8 +9,8 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
+from vllm.entrypoints.http.error_format import openai_error
 from vllm.entrypoints.pages.web_page import load_page
-from vllm.entrypoints.shared.error_format import openai_error
 
 _Message = MutableMapping[str, Any]
 _Send = Callable[[_Message], Awaitable[None]]

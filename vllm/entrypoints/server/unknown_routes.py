@@ -10,8 +10,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from vllm.entrypoints.shared.asgi import route_path
-from vllm.entrypoints.shared.errors import error_response
+from vllm.entrypoints.http.asgi import route_path
+from vllm.entrypoints.http.errors import error_response
 
 _MAX_PATH_CHARS = 200
 _LIST_OF_ROUTES = "/docs"

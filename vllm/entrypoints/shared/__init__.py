@@ -1,1 +1,3 @@
-"""Share code between all APIs of the server: context and arguments, bodies, errors, streams."""
+"""Share code between the ways to use the engine: context and arguments of the server, media, beam
+search, scores.
+"""

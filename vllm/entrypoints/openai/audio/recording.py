@@ -10,13 +10,13 @@ from math import exp
 from typing import Any
 
 from vllm.engine.output.detokenizer import Detokenizer
+from vllm.entrypoints.http.errors import GenerationError, refuse_failed
 from vllm.entrypoints.openai.audio.pieces import Piece, Samples, is_silent, split_audio
 from vllm.entrypoints.openai.protocol.sampling import sampling_numbers
 from vllm.entrypoints.openai.protocol.transcription import SpeechFields
 from vllm.entrypoints.openai.shared.merge import merge
 from vllm.entrypoints.openai.shared.prompts import engine_key, max_running, output_budget
 from vllm.entrypoints.shared.context import ServerContext
-from vllm.entrypoints.shared.errors import GenerationError, refuse_failed
 from vllm.errors import RequestError
 from vllm.inputs import TokensPrompt
 from vllm.multimodal.interface.source import MediaSource

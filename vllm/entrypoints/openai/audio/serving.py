@@ -10,6 +10,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
+from vllm.entrypoints.http import off_loop
+from vllm.entrypoints.http.errors import openai_stream
+from vllm.entrypoints.http.sse import event, run_until_disconnect
 from vllm.entrypoints.openai.audio.form import FILE, read_form
 from vllm.entrypoints.openai.audio.recording import ENGLISH, Recording, Segment
 from vllm.entrypoints.openai.audio.subtitles import TimedText, srt, vtt
@@ -23,10 +26,7 @@ from vllm.entrypoints.openai.protocol.transcription import (
 )
 from vllm.entrypoints.openai.shared.chunks import json_response
 from vllm.entrypoints.openai.shared.prompts import request_id_of, trace_headers_of
-from vllm.entrypoints.shared import off_loop
 from vllm.entrypoints.shared.context import ServerContext, get_context
-from vllm.entrypoints.shared.errors import openai_stream
-from vllm.entrypoints.shared.sse import event, run_until_disconnect
 from vllm.errors import NotFoundError, RequestError
 from vllm.multimodal.interface.languages import LANGUAGE_NAMES
 from vllm.multimodal.interface.source import MediaSource

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from vllm.entrypoints.http.errors import GenerationError
 from vllm.entrypoints.openai.chat.custom_calls import CustomCalls
 from vllm.entrypoints.openai.chat.thought_tokens import ThoughtTokens
 from vllm.entrypoints.openai.chat.tool_choice import (
@@ -18,7 +19,6 @@ from vllm.entrypoints.openai.chat.tool_choice import (
     ToolCallDelta,
 )
 from vllm.entrypoints.openai.protocol.tools import CallForm
-from vllm.entrypoints.shared.errors import GenerationError
 from vllm.guided_decoding_params import GrammarStart
 from vllm.logger import init_logger
 from vllm.utils.text.text_stream import Markers

@@ -22,10 +22,10 @@ from vllm.entrypoints.chat_utils import (
 )
 from vllm.entrypoints.conversation.media import MediaRules, RenderedChat
 from vllm.entrypoints.conversation.thinking import merge_switches
+from vllm.entrypoints.http import off_loop
 from vllm.entrypoints.openai.chat.template_flag import load_chat_template
 from vllm.entrypoints.openai.protocol.chat import ChatFields
 from vllm.entrypoints.openai.shared.prompts import tokenize
-from vllm.entrypoints.shared import off_loop
 from vllm.entrypoints.shared.context import ServerContext
 from vllm.entrypoints.shared.media import fetch_media, media_prompt, media_rules, require_chat
 from vllm.errors import RequestError

@@ -11,6 +11,10 @@ from starlette.responses import Response
 from vllm.entrypoints.conversation.media import MediaParts
 from vllm.entrypoints.conversation.messages import read_messages, without_media
 from vllm.entrypoints.conversation.rules import as_text
+from vllm.entrypoints.http import off_loop
+from vllm.entrypoints.http.body_route import BodyRoute
+from vllm.entrypoints.http.errors import openai_stream
+from vllm.entrypoints.http.sse import run_until_disconnect
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.chat.tool_choice import split_beginning
 from vllm.entrypoints.openai.chat.turn import ChatTurn, TurnChoice, TurnDelta, prepare_turn
@@ -36,11 +40,7 @@ from vllm.entrypoints.openai.shared.prompts import (
     request_id_of,
     trace_headers_of,
 )
-from vllm.entrypoints.shared import off_loop
-from vllm.entrypoints.shared.body_route import BodyRoute
 from vllm.entrypoints.shared.context import ServerContext, get_context
-from vllm.entrypoints.shared.errors import openai_stream
-from vllm.entrypoints.shared.sse import run_until_disconnect
 from vllm.inputs import MODALITIES
 
 router = APIRouter(route_class=BodyRoute)

@@ -8,9 +8,9 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from vllm.entrypoints.http.ignored import note_ignored
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, random_tool_call_id
 from vllm.entrypoints.openai.protocol.tools import CallForm
-from vllm.entrypoints.shared.ignored import note_ignored
 from vllm.errors import RequestError
 from vllm.guided_decoding_params import GuidedDecodingParams
 

@@ -22,6 +22,9 @@ import msgspec
 
 from vllm.engine.input.pooling_input import refuse_generation
 from vllm.entrypoints.conversation.thinking import switch_of
+from vllm.entrypoints.http import off_loop
+from vllm.entrypoints.http.errors import refuse_failed
+from vllm.entrypoints.http.ignored import note_ignored
 from vllm.entrypoints.openai.chat.custom_calls import CustomCalls
 from vllm.entrypoints.openai.chat.output_reader import OutputReader, parser_failures
 from vllm.entrypoints.openai.chat.prompt import chat_prompt, template_kwargs
@@ -45,10 +48,7 @@ from vllm.entrypoints.openai.protocol.sampling import (
 )
 from vllm.entrypoints.openai.shared.logprob_formats import bytes_of_tokens
 from vllm.entrypoints.openai.shared.prompts import output_budget
-from vllm.entrypoints.shared import off_loop
 from vllm.entrypoints.shared.context import ServerContext
-from vllm.entrypoints.shared.errors import refuse_failed
-from vllm.entrypoints.shared.ignored import note_ignored
 from vllm.errors import RequestError
 from vllm.guided_decoding_params import GrammarStart, GuidedDecodingParams
 from vllm.inputs import TokensPrompt

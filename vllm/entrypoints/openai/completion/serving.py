@@ -11,6 +11,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from vllm.engine.input.input_processor import LONG_TEXT_CHARS
+from vllm.entrypoints.http import off_loop
+from vllm.entrypoints.http.body_route import BodyRoute
+from vllm.entrypoints.http.errors import openai_stream, refuse_failed
+from vllm.entrypoints.http.sse import run_until_disconnect
 from vllm.entrypoints.openai.completion.choice import CompletionPrompt, CompletionText
 from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses, now
 from vllm.entrypoints.openai.protocol.completion import CompletionRequest, CompletionResponse
@@ -38,11 +42,7 @@ from vllm.entrypoints.openai.shared.prompts import (
     tokenize,
     trace_headers_of,
 )
-from vllm.entrypoints.shared import off_loop
-from vllm.entrypoints.shared.body_route import BodyRoute
 from vllm.entrypoints.shared.context import ServerContext, get_context
-from vllm.entrypoints.shared.errors import openai_stream, refuse_failed
-from vllm.entrypoints.shared.sse import run_until_disconnect
 from vllm.errors import RequestError
 from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput

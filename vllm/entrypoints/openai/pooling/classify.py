@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from vllm.engine.input.pooling_input import require_task
+from vllm.entrypoints.http.body_route import BodyRoute
 from vllm.entrypoints.openai.pooling.embedding import prompts_of
 from vllm.entrypoints.openai.pooling.run import (
     Pooled,
@@ -16,7 +17,6 @@ from vllm.entrypoints.openai.pooling.run import (
 )
 from vllm.entrypoints.openai.protocol.base import error_responses
 from vllm.entrypoints.openai.protocol.pooling import ClassificationRequest, ClassificationResponse
-from vllm.entrypoints.shared.body_route import BodyRoute
 from vllm.entrypoints.shared.context import get_context
 
 router = APIRouter(route_class=BodyRoute)

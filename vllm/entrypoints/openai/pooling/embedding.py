@@ -8,6 +8,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from vllm.engine.input.pooling_input import require_task
+from vllm.entrypoints.http.body_route import BodyRoute
+from vllm.entrypoints.http.sse import run_until_disconnect
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.pooling.run import (
     list_response,
@@ -22,9 +24,7 @@ from vllm.entrypoints.openai.protocol.pooling import (
     EmbeddingResponse,
     PoolingResponse,
 )
-from vllm.entrypoints.shared.body_route import BodyRoute
 from vllm.entrypoints.shared.context import ServerContext, get_context
-from vllm.entrypoints.shared.sse import run_until_disconnect
 from vllm.errors import RequestError
 from vllm.inputs import PromptType
 from vllm.messages import FloatArray

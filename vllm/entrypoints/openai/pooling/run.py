@@ -8,6 +8,9 @@ from fastapi import Request
 from starlette.responses import Response
 
 from vllm.config import PoolerConfig
+from vllm.entrypoints.http import off_loop
+from vllm.entrypoints.http.errors import GenerationError
+from vllm.entrypoints.http.sse import run_until_disconnect
 from vllm.entrypoints.openai.protocol.base import now, random_id, usage_dict
 from vllm.entrypoints.openai.protocol.pooling import PoolingFields
 from vllm.entrypoints.openai.shared.chunks import json_response
@@ -17,10 +20,7 @@ from vllm.entrypoints.openai.shared.prompts import (
     request_id_of,
     trace_headers_of,
 )
-from vllm.entrypoints.shared import off_loop
 from vllm.entrypoints.shared.context import ServerContext
-from vllm.entrypoints.shared.errors import GenerationError
-from vllm.entrypoints.shared.sse import run_until_disconnect
 from vllm.errors import RequestError
 from vllm.inputs import PromptType
 from vllm.outputs import PoolingOutput, PoolingRequestOutput

@@ -8,6 +8,8 @@ from starlette.responses import Response
 
 from vllm.engine.input.input_processor import LONG_TEXT_CHARS, InputProcessor
 from vllm.engine.input.pooling_input import require_scores
+from vllm.entrypoints.http.body_route import BodyRoute
+from vllm.entrypoints.http.sse import run_until_disconnect
 from vllm.entrypoints.openai.pooling.run import (
     Pooled,
     list_response,
@@ -25,10 +27,8 @@ from vllm.entrypoints.openai.protocol.pooling import (
     ScoreResponse,
 )
 from vllm.entrypoints.openai.shared.chunks import json_response
-from vllm.entrypoints.shared.body_route import BodyRoute
 from vllm.entrypoints.shared.context import ServerContext, get_context
 from vllm.entrypoints.shared.scoring import cosine, pair_up
-from vllm.entrypoints.shared.sse import run_until_disconnect
 from vllm.inputs import PromptType
 
 router = APIRouter(route_class=BodyRoute)

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
-from vllm.entrypoints.shared.ignored import note_ignored
-from vllm.entrypoints.shared.request_limits import LimitedBody
-from vllm.entrypoints.shared.validation_text import TAG_SIGN
+from vllm.entrypoints.http.ignored import note_ignored
+from vllm.entrypoints.http.request_limits import LimitedBody
+from vllm.entrypoints.http.validation_text import TAG_SIGN
 from vllm.utils import random_uuid
 
 random_id = random_uuid

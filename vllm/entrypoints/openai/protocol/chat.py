@@ -4,6 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
+from vllm.entrypoints.http.request_limits import DOCUMENTS, MESSAGES, TOOLS, Limits
 from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
     Int32,
@@ -32,7 +33,6 @@ from vllm.entrypoints.openai.protocol.tools import (
     leave_out_foreign,
     plain_choice,
 )
-from vllm.entrypoints.shared.request_limits import DOCUMENTS, MESSAGES, TOOLS, Limits
 
 
 class TemplateFields(RequestModel):

@@ -5,6 +5,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from vllm.entrypoints.http.request_limits import (
+    PROMPTS,
+    Limit,
+    Limits,
+    count_entries,
+    count_prompts,
+    read_number,
+)
 from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
     Int32,
@@ -18,14 +26,6 @@ from vllm.entrypoints.openai.protocol.base import (
     random_id,
 )
 from vllm.entrypoints.openai.protocol.sampling import SamplingFields
-from vllm.entrypoints.shared.request_limits import (
-    PROMPTS,
-    Limit,
-    Limits,
-    count_entries,
-    count_prompts,
-    read_number,
-)
 from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.errors import RequestError
 

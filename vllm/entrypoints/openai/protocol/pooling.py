@@ -4,6 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from vllm.entrypoints.http.request_limits import DOCUMENTS, MESSAGES, PROMPTS, TEXTS, Limits
 from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
     Int32,
@@ -18,7 +19,6 @@ from vllm.entrypoints.openai.protocol.base import (
     field_error,
 )
 from vllm.entrypoints.openai.protocol.chat import TemplateFields
-from vllm.entrypoints.shared.request_limits import DOCUMENTS, MESSAGES, PROMPTS, TEXTS, Limits
 
 Truncation = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]

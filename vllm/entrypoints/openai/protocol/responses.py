@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
+from vllm.entrypoints.http.request_limits import STOP, TOOLS, Limit, Limits
 from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
     Int32,
@@ -17,7 +18,6 @@ from vllm.entrypoints.openai.protocol.base import (
     RequestModel,
 )
 from vllm.entrypoints.openai.protocol.sampling import BoundedNumberFields, StopStrings
-from vllm.entrypoints.shared.request_limits import STOP, TOOLS, Limit, Limits
 
 MetadataKey = Annotated[str, StringConstraints(max_length=64)]
 MetadataValue = Annotated[str, StringConstraints(max_length=512)]

@@ -19,6 +19,8 @@ from pydantic import (
 )
 
 from vllm import sampling_params as engine_sampling
+from vllm.entrypoints.http.request_limits import OUTPUTS, STOP, Limit, Limits, longest_text
+from vllm.entrypoints.http.validation_text import TAG_SIGN
 from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
     Int32,
@@ -34,8 +36,6 @@ from vllm.entrypoints.openai.protocol.base import (
     random_id,
     tag_by_type,
 )
-from vllm.entrypoints.shared.request_limits import OUTPUTS, STOP, Limit, Limits, longest_text
-from vllm.entrypoints.shared.validation_text import TAG_SIGN
 from vllm.errors import RequestError
 from vllm.guided_decoding_params import (
     INTERNAL_FIELDS,

@@ -4,6 +4,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Tag
 
+from vllm.entrypoints.http.request_limits import Limit, Limits
+from vllm.entrypoints.http.validation_text import TAG_SIGN
 from vllm.entrypoints.openai.protocol.base import (
     ListOf,
     RequestBody,
@@ -11,8 +13,6 @@ from vllm.entrypoints.openai.protocol.base import (
     TokenId,
 )
 from vllm.entrypoints.openai.protocol.chat import ChatFields
-from vllm.entrypoints.shared.request_limits import Limit, Limits
-from vllm.entrypoints.shared.validation_text import TAG_SIGN
 
 
 class TokenizeCompletionRequest(RequestBody):

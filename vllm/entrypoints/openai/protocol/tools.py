@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from vllm.entrypoints.http.ignored import note_ignored
+from vllm.entrypoints.http.validation_text import TAG_SIGN
 from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
     JsonObject,
@@ -18,8 +20,6 @@ from vllm.entrypoints.openai.protocol.base import (
     field_error,
     tag_by_type,
 )
-from vllm.entrypoints.shared.ignored import note_ignored
-from vllm.entrypoints.shared.validation_text import TAG_SIGN
 
 FOREIGN_TOOL = "not run by this server; the model does not see it"
 _OWN_TYPES = ("function", "custom")

@@ -14,7 +14,7 @@ import msgspec
 
 from vllm.entrypoints.conversation.media import WHERE, image_part
 from vllm.entrypoints.conversation.messages import Content, Part, join_texts
-from vllm.entrypoints.shared.ignored import note_ignored
+from vllm.entrypoints.http.ignored import note_ignored
 from vllm.errors import RequestError
 
 Item = dict[str, Any]

@@ -7,8 +7,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
+from vllm.entrypoints.http.sse import event as encode
 from vllm.entrypoints.openai.responses.output import Event
-from vllm.entrypoints.shared.sse import event as encode
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)

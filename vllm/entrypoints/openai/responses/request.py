@@ -10,13 +10,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from vllm.entrypoints.http.ignored import note_ignored
+from vllm.entrypoints.http.validation_text import describe_validation
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.protocol.responses import ResponsesRequest
 from vllm.entrypoints.openai.protocol.sampling import API_NUMBERS
 from vllm.entrypoints.openai.protocol.tools import FOREIGN_TOOL, is_foreign, wrong_type
 from vllm.entrypoints.openai.responses.input import Message, read_string
-from vllm.entrypoints.shared.ignored import note_ignored
-from vllm.entrypoints.shared.validation_text import describe_validation
 from vllm.errors import RequestError
 
 _REFUSED_FIELDS = ("conversation", "moderation", "prompt")

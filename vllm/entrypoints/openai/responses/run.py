@@ -5,6 +5,7 @@ from contextlib import aclosing
 
 from fastapi import Request
 
+from vllm.entrypoints.http.errors import describe_error
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.chat.turn import ChatTurn, TurnDelta
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
@@ -12,7 +13,6 @@ from vllm.entrypoints.openai.responses.output import Event, ResponseWriter, desc
 from vllm.entrypoints.openai.shared.logprob_formats import chat_logprobs
 from vllm.entrypoints.openai.shared.prompts import request_id_of
 from vllm.entrypoints.shared.context import ServerContext
-from vllm.entrypoints.shared.errors import describe_error
 from vllm.errors import TextTooLongError
 
 

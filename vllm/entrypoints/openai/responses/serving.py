@@ -10,6 +10,9 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
+from vllm.entrypoints.http import off_loop
+from vllm.entrypoints.http.body_route import BodyRoute
+from vllm.entrypoints.http.sse import EventStream, run_until_disconnect, typed_events
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.chat.turn import ChatTurn, prepare_turn
 from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses
@@ -35,10 +38,7 @@ from vllm.entrypoints.openai.responses.run import (
 from vllm.entrypoints.openai.responses.store import ResponseStore, StoredResponse
 from vllm.entrypoints.openai.shared.chunks import json_response
 from vllm.entrypoints.openai.shared.prompts import trace_headers_of
-from vllm.entrypoints.shared import off_loop
-from vllm.entrypoints.shared.body_route import BodyRoute
 from vllm.entrypoints.shared.context import ServerContext, get_context
-from vllm.entrypoints.shared.sse import EventStream, run_until_disconnect, typed_events
 from vllm.errors import RequestError
 
 router = APIRouter(tags=["responses"], route_class=BodyRoute)

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
+from vllm.entrypoints.http.body_route import BodyRoute
 from vllm.entrypoints.openai.protocol.base import (
     LoadLoRAAdapterRequest,
     UnloadLoRAAdapterRequest,
     error_responses,
 )
-from vllm.entrypoints.shared.body_route import BodyRoute
 from vllm.entrypoints.shared.context import ServerContext, get_context
 from vllm.entrypoints.shared.served_adapters import ServedAdapters
 from vllm.errors import RequestError

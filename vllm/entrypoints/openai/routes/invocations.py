@@ -10,9 +10,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from vllm.entrypoints.http import off_loop
+from vllm.entrypoints.http.validation_text import NO_BODY
 from vllm.entrypoints.openai.protocol.base import STREAMED
-from vllm.entrypoints.shared import off_loop
-from vllm.entrypoints.shared.validation_text import NO_BODY
 from vllm.errors import RequestError
 
 router = APIRouter(tags=["sagemaker"])

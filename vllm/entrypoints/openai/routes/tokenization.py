@@ -6,6 +6,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from vllm.engine.input.input_processor import InputProcessor
+from vllm.entrypoints.http import off_loop
+from vllm.entrypoints.http.body_route import BodyRoute
+from vllm.entrypoints.http.sse import run_until_disconnect
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.protocol.base import error_responses
 from vllm.entrypoints.openai.protocol.tokenization import (
@@ -17,10 +20,7 @@ from vllm.entrypoints.openai.protocol.tokenization import (
 )
 from vllm.entrypoints.openai.shared.chunks import json_response
 from vllm.entrypoints.openai.shared.prompts import tokenize
-from vllm.entrypoints.shared import off_loop
-from vllm.entrypoints.shared.body_route import BodyRoute
 from vllm.entrypoints.shared.context import ServerContext, get_context
-from vllm.entrypoints.shared.sse import run_until_disconnect
 from vllm.errors import RequestError
 
 router = APIRouter(route_class=BodyRoute)

@@ -4,9 +4,9 @@ import asyncio
 import itertools
 from contextlib import aclosing
 
+from vllm.entrypoints.http.errors import refuse_failed
 from vllm.entrypoints.shared.beam_search import check_beam_width, search_beams_async
 from vllm.entrypoints.shared.context import ServerContext
-from vllm.entrypoints.shared.errors import refuse_failed
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.outputs import BeamSearchSequence, RequestOutput

@@ -8,7 +8,7 @@ from starlette._utils import get_route_path
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm.entrypoints.shared.errors import ErrorInfo, describe_error, error_body
+from vllm.entrypoints.http.errors import ErrorInfo, describe_error, error_body
 
 PROBES = frozenset({"/livez", "/startupz", "/readyz", "/health", "/ping"})
 """Health routes for probes: they need no key, are not logged, and neither limited nor delayed."""

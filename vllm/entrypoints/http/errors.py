@@ -27,9 +27,9 @@ from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from vllm.entrypoints.shared.error_format import openai_error
-from vllm.entrypoints.shared.sse import DONE, ClientDisconnected, EventStream, event
-from vllm.entrypoints.shared.validation_text import describe_validation
+from vllm.entrypoints.http.error_format import openai_error
+from vllm.entrypoints.http.sse import DONE, ClientDisconnected, EventStream, event
+from vllm.entrypoints.http.validation_text import describe_validation
 from vllm.errors import (
     CapacityError,
     EngineDeadError,

@@ -14,7 +14,7 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from vllm.entrypoints.shared.scoped_cancel import ScopedCancel
+from vllm.entrypoints.http.scoped_cancel import ScopedCancel
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)

@@ -14,10 +14,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from vllm.entrypoints.shared import off_loop
+from vllm.entrypoints.http import off_loop
+from vllm.entrypoints.http.long_texts import CutJson
+from vllm.entrypoints.http.request_limits import check_limits, check_num_values
 from vllm.entrypoints.shared.context import get_context
-from vllm.entrypoints.shared.long_texts import CutJson
-from vllm.entrypoints.shared.request_limits import check_limits, check_num_values
 from vllm.entrypoints.shared.server_args import ServerArgs
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]

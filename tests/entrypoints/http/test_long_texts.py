@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from vllm.entrypoints.shared.long_texts import MIN_CHARS, CutJson
+from vllm.entrypoints.http.long_texts import MIN_CHARS, CutJson
 
 LONG = "data:image/png;base64," + "Ab+/" * (MIN_CHARS // 4)
 
