@@ -33,7 +33,7 @@ from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.model_executor.models.registry import is_encoder
 from vllm.ops.hpu.operators import HPUOps
 from vllm.platforms.hpu import HPUPlatform
-from vllm.transformers_utils.old_spellings import with_usual_spellings
+from vllm.transformers_utils.configs.old_spellings import with_usual_spellings
 from vllm.worker.hpu.launches.device_tokens import DeviceTokens
 from vllm.worker.hpu.launches.input import fields_of, padded_sizes
 from vllm.worker.hpu.launches.model import HPUModel, LaunchModel

@@ -18,7 +18,7 @@ from tests.exhaustive import exhaustive
 from tests.tiny_models import randomize
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError
-from vllm.transformers_utils.decilm_config import complete_decilm_config
+from vllm.transformers_utils.configs.decilm_config import complete_decilm_config
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,

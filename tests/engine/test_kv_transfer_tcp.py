@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer.choose import make_connector
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.resolve.replicas import replica_configs
 from vllm.errors import ConfigError
-from vllm.utils.frames import frame, frame_header, read_frame
+from vllm.utils.process.frames import frame, frame_header, read_frame
 
 KEYS = [bytes([number]) * 32 for number in range(8)]
 BLOCKS = [[bytes([number]) * 1000, b"second rank"] for number in range(8)]

@@ -10,7 +10,7 @@ from vllm.distributed import Rendezvous
 from vllm.engine.arg_utils import EngineArgs
 from vllm.executor.ranks import rank_group
 from vllm.executor.ranks.rank_group import RankError, RankGroup
-from vllm.utils.frames import FrameReader, frame, frame_header
+from vllm.utils.process.frames import FrameReader, frame, frame_header
 
 
 class IdleProcess:

@@ -12,7 +12,7 @@ from vllm.executor.ranks.rank_process import RankLoop
 from vllm.executor.ranks.rank_wire import ReleaseRequests, RunStep, decode_to_rank, framed
 from vllm.messages import BlockMoves, EngineRequest, NewRequest, SchedulerOutput
 from vllm.sampling_params import SamplingParams
-from vllm.utils.frames import read_frame
+from vllm.utils.process.frames import read_frame
 
 
 def ints(*values: int) -> np.ndarray:

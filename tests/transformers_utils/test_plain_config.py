@@ -19,7 +19,7 @@ from vllm.assets import BUNDLED_MODEL
 from vllm.config import ModelArch, ModelConfig
 from vllm.engine.resolve.pooling import resolve_pooler
 from vllm.model_executor.models.bert import num_labels
-from vllm.transformers_utils.plain_config import complete_plain_config
+from vllm.transformers_utils.configs.plain_config import complete_plain_config
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from vllm.utils.frames import (
+from vllm.utils.process.frames import (
     HEADER_BYTES,
     FrameError,
     FrameReader,

@@ -19,11 +19,11 @@ from vllm.config.families import (
 )
 from vllm.config.quantization.settings_error import SETTINGS_FILES
 from vllm.errors import ConfigError
-from vllm.transformers_utils.chatglm_config import complete_chatglm_config
-from vllm.transformers_utils.decilm_config import complete_decilm_config
-from vllm.transformers_utils.mistral_params import PARAMS, read_params
-from vllm.transformers_utils.old_spellings import with_usual_spellings
-from vllm.transformers_utils.plain_config import complete_plain_config
+from vllm.transformers_utils.configs.chatglm_config import complete_chatglm_config
+from vllm.transformers_utils.configs.decilm_config import complete_decilm_config
+from vllm.transformers_utils.configs.mistral_params import PARAMS, read_params
+from vllm.transformers_utils.configs.old_spellings import with_usual_spellings
+from vllm.transformers_utils.configs.plain_config import complete_plain_config
 from vllm.transformers_utils.transformers_version import is_version_4
 from vllm.transformers_utils.weight_files import CONSOLIDATED
 from vllm.utils.files.json_file import read_json_object

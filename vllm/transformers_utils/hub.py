@@ -9,10 +9,10 @@ from typing import Any
 from vllm.config.load import LoadFormat
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
+from vllm.transformers_utils.configs.mistral_params import PARAMS
 from vllm.transformers_utils.gguf.folder import unpack
 from vllm.transformers_utils.gguf.header import SUFFIX, is_gguf
 from vllm.transformers_utils.gguf.model import find_model
-from vllm.transformers_utils.mistral_params import PARAMS
 from vllm.transformers_utils.weight_files import CONSOLIDATED
 from vllm.utils.process import startup_progress
 

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.host_blocks import HostBlocks
 from vllm.distributed.kv_transfer.interface import BlockData
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.utils.frames import (
+from vllm.utils.process.frames import (
     FrameError,
     frame,
     frame_header,

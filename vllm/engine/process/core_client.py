@@ -17,7 +17,7 @@ from vllm.engine.process.wire import (
     encode,
 )
 from vllm.logger import current_format
-from vllm.utils.frames import frame
+from vllm.utils.process.frames import frame
 
 
 class CoreClient:

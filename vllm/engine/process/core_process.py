@@ -47,11 +47,11 @@ from vllm.logger import init_logger, use_format
 from vllm.message_codec import CallError, decode_arguments, encode_value
 from vllm.messages import EngineOutput, EngineRequest
 from vllm.platforms import resolve_platform
-from vllm.utils.frames import read_frame
 from vllm.utils.imports import without_collections
 from vllm.utils.plugins import load_general_plugins
 from vllm.utils.process import startup_progress
 from vllm.utils.process.child_process import leave_signals_to_parent, set_parent_death_signal
+from vllm.utils.process.frames import read_frame
 from vllm.utils.process.process_memory import keep_for_good
 
 logger = init_logger(__name__)

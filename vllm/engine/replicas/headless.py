@@ -30,7 +30,7 @@ from vllm.engine.resolve.replicas import replica_configs
 from vllm.executor.facts import difference, facts_of_replica
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
-from vllm.utils.frames import FrameError, frame, read_frame_async
+from vllm.utils.process.frames import FrameError, frame, read_frame_async
 
 logger = init_logger(__name__)
 

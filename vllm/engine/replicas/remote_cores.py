@@ -27,7 +27,7 @@ from vllm.engine.replicas.remote_wire import (
 from vllm.errors import ConfigError
 from vllm.executor.facts import facts_of_replica
 from vllm.logger import init_logger
-from vllm.utils.frames import FrameError, frame, read_frame_async
+from vllm.utils.process.frames import FrameError, frame, read_frame_async
 from vllm.version import __version__
 
 logger = init_logger(__name__)

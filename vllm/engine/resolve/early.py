@@ -21,10 +21,10 @@ from vllm.engine.resolve.media import check_media_settings
 from vllm.errors import ConfigError
 from vllm.multimodal.job import family_of_model
 from vllm.platforms import resolve_platform
+from vllm.transformers_utils.configs.plain_config import complete_plain_config
 from vllm.transformers_utils.generation_config import load_generation_defaults
 from vllm.transformers_utils.hf_config import read_hf_config
 from vllm.transformers_utils.hub import find_folder, is_offline
-from vllm.transformers_utils.plain_config import complete_plain_config
 from vllm.transformers_utils.tokenizer import check_tokenizer_files
 from vllm.transformers_utils.weight_files import find_files
 from vllm.utils.plugins import load_general_plugins

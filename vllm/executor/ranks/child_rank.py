@@ -11,10 +11,10 @@ from vllm.env import ranks as env_ranks
 from vllm.executor.ranks import rank_process
 from vllm.executor.ranks.rank_wire import RankFailed
 from vllm.logger import configure_again, current_format
-from vllm.utils.frames import FrameReader
 from vllm.utils.process.blocking_sockets import blocking_pair, set_socket_timeout
 from vllm.utils.process.child_process import describe_exit, is_stopped
 from vllm.utils.process.forked_process import ForkedProcess
+from vllm.utils.process.frames import FrameReader
 
 END_TIMEOUT_S = 5.0
 """Seconds to wait for the end of a process that was told to end, or killed."""

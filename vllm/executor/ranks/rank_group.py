@@ -42,7 +42,7 @@ from vllm.message_codec import decode_value, encode_arguments
 from vllm.messages import EngineRequest, ModelRunnerOutput
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.utils.clean_up import on_failure
-from vllm.utils.frames import FrameError
+from vllm.utils.process.frames import FrameError
 
 logger = init_logger(__name__)
 

@@ -24,9 +24,9 @@ from vllm.executor.ranks.rank_wire import (
     framed,
 )
 from vllm.logger import init_logger
-from vllm.utils.frames import FrameReader
 from vllm.utils.process.blocking_sockets import blocking_socket
 from vllm.utils.process.child_process import exit_with_parent, name_process
+from vllm.utils.process.frames import FrameReader
 
 if TYPE_CHECKING:
     from vllm.executor.ranks.rank_server import RankServer

@@ -25,7 +25,7 @@ from vllm.messages import (
     SchedulerOutput,
     StepTokens,
 )
-from vllm.utils.frames import begin_frame, end_frame, frame_header
+from vllm.utils.process.frames import begin_frame, end_frame, frame_header
 
 MESSAGE, NUMBERS = 0, 1
 """Kinds of frames: msgpack, or the numbers of a step."""

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.loader.row_order import halves_of_neighbours
+from vllm.transformers_utils.configs.mistral_params import PARAMS, read_params
 from vllm.transformers_utils.hf_config import read_hf_config
-from vllm.transformers_utils.mistral_params import PARAMS, read_params
 
 _NAMES = {
     r"^tok_embeddings\.": "model.embed_tokens.",

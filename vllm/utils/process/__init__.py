@@ -1,3 +1,1 @@
-"""Start processes, watch them, and kill them at a deadline; helpers for their sockets and
-memory.
-"""
+"""Start processes, watch them, kill them at a deadline, and exchange messages with them."""

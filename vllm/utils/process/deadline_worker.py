@@ -23,7 +23,6 @@ import time
 import weakref
 from collections.abc import Sequence
 
-from vllm.utils.frames import frame, read_frame
 from vllm.utils.process.fork_server import (
     ALARM_GRACE_S,
     FAILED,
@@ -38,6 +37,7 @@ from vllm.utils.process.fork_server import (
     receive_frame,
     send,
 )
+from vllm.utils.process.frames import frame, read_frame
 
 __all__ = [
     "CallFailed",

@@ -38,10 +38,10 @@ from typing import Any
 import msgspec
 
 from vllm.errors import VllmError
-from vllm.utils.frames import MAX_BYTES, FrameError, frame, read_exactly, read_frame
 from vllm.utils.imports import without_collections
 from vllm.utils.process.blocking_sockets import blocking_pair
 from vllm.utils.process.child_process import describe_exit
+from vllm.utils.process.frames import MAX_BYTES, FrameError, frame, read_exactly, read_frame
 
 Handler = Callable[..., bytes]
 """Takes an argument as bytes, and the descriptors of open files if the caller sends any."""
