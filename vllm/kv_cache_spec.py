@@ -190,7 +190,7 @@ def _group_size(counts: Sequence[int]) -> int:
     [13, 10, 4, 17]
     """
 
-    def num_places(size: int) -> int:
+    def num_slots(size: int) -> int:
         return size * sum(-(-count // size) for count in counts)
 
-    return min(counts, key=lambda size: (num_places(size), -size))
+    return min(counts, key=lambda size: (num_slots(size), -size))

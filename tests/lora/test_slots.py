@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 import torch
 
+from vllm.lora.adapted_layers import AdaptedLayers
 from vllm.lora.launches import DeviceSlots, HostSlots
 from vllm.lora.slots import AdapterSlots
-from vllm.lora.target_modules import LoRATargets
 from vllm.ops.expert_options import SILU_EXPERTS
 from vllm.ops.lora_weights import (
     AdaptedExpert,
@@ -77,7 +77,7 @@ def test_slots_on_a_device_give_what_the_host_gives():
     torch.manual_seed(0)
     ends: list[int] = []
     cpu = torch.device("cpu")
-    slots = DeviceSlots(LoRATargets(LAYERS), 3, 4, torch.float32, cpu, lambda: ends.append(1))
+    slots = DeviceSlots(AdaptedLayers(LAYERS), 3, 4, torch.float32, cpu, lambda: ends.append(1))
     old, first, second = random_parts(4), random_parts(4), random_parts(2, without=1)
     # A smaller adapter replaces a larger one.
     for slot, parts in ((0, old), (2, first), (0, second)):
@@ -99,14 +99,14 @@ def test_heads_on_a_device_give_what_the_host_gives():
     """Elements after the output of a head remain unchanged."""
     torch.manual_seed(0)
     heads = [AdaptedLayer(number, number, 6, ((0, 5),)) for number in range(3)]
-    places = LoRATargets(heads, 3, alike=[range(3)])
+    adapted = AdaptedLayers(heads, 3, alike=[range(3)])
     adapters = random_parts(2, heads), random_parts(4, heads, without=1)
     slots = torch.tensor([0, -1, 1, 0], dtype=torch.int32)
     x, y = torch.randn(4, 3, 8)[..., 1:-1], torch.randn(4, 3, 7)
     found = []
     for store in (
-        HostSlots(places, 2, torch.float32),
-        DeviceSlots(places, 2, 4, torch.float32, torch.device("cpu"), lambda: None),
+        HostSlots(adapted, 2, torch.float32),
+        DeviceSlots(adapted, 2, 4, torch.float32, torch.device("cpu"), lambda: None),
     ):
         for slot, parts in enumerate(adapters):
             store.put(slot, store.prepare(parts))
@@ -139,16 +139,15 @@ def test_experts_on_a_device_give_what_the_host_gives():
     """This rank has 3 of the 5 experts, from the second one on."""
     torch.manual_seed(0)
     hidden, size = 6, 4
-    places, experts = LoRATargets(), []
-    for first in (0, 3, 6):
+    adapted, experts = AdaptedLayers(), []
+    for _ in range(3):
         halves = ((0, size), (size, size))
-        gate_up = places.add(AdaptedLayer(len(places.layers), first, hidden, halves))
-        down = AdaptedLayer(len(places.layers), first + 2, size, ((0, hidden),))
-        experts.append(AdaptedExpert(gate_up, places.add(down)))
-    places.experts, places.alike = range(9), [range(0, 6, 2), range(1, 6, 2)]
-    adapters = random_parts(2, places.layers), random_parts(4, places.layers, without=4)
-    host = HostSlots(places, 2, torch.float32)
-    device = DeviceSlots(places, 2, 4, torch.float32, torch.device("cpu"), lambda: None)
+        gate_up = adapted.add(hidden, halves)
+        experts.append(AdaptedExpert(gate_up, adapted.add(size, ((0, hidden),))))
+    adapted.experts, adapted.alike = range(9), [range(0, 6, 2), range(1, 6, 2)]
+    adapters = random_parts(2, adapted.layers), random_parts(4, adapted.layers, without=4)
+    host = HostSlots(adapted, 2, torch.float32)
+    device = DeviceSlots(adapted, 2, 4, torch.float32, torch.device("cpu"), lambda: None)
     slots = torch.tensor([0, -1, 1, 0, 1, -1, 1], dtype=torch.int32)
     x, y, weights = torch.randn(7, hidden), torch.randn(7, hidden), torch.rand(7, 2)
     ids = torch.stack([torch.randperm(5)[:2] for _ in range(7)])

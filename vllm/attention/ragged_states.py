@@ -136,11 +136,11 @@ class Replay:
         pieces.sort(key=lambda piece: piece[1] - piece[2])
         indices, begins, ends = (np.array(x, np.int32) for x in list(zip(*pieces, strict=True))[:3])
         rows, counts = launch.rows[indices], ends - begins
-        places = begins[:, None] + np.arange(counts[0], dtype=np.int64)
+        tokens = begins[:, None] + np.arange(counts[0], dtype=np.int64)
         launched = np.repeat(launch.query_start_loc[indices].astype(np.int64), counts[0])
         return cls(
             _state_rows(rows, counts, device),
-            torch.from_numpy(np.minimum(places, ends[:, None] - 1)).to(device),
+            torch.from_numpy(np.minimum(tokens, ends[:, None] - 1)).to(device),
             torch.from_numpy(launched).to(device),
             tuple(
                 (int(launch.rows[index]), number)
@@ -184,12 +184,12 @@ class DraftedRows:
         length = int(counts.max())
         rank = np.empty_like(sorting)
         rank[sorting] = np.arange(num_rows)
-        places = np.minimum(np.arange(length), counts[sorting, None] - 1)
+        tokens = np.minimum(np.arange(length), counts[sorting, None] - 1)
         order = np.repeat(rank * length, counts) + positions_within(counts)
         return cls(
             _state_rows(np.arange(num_rows, dtype=np.int32), counts[sorting], device),
             torch.from_numpy(launch.rows[part][sorting].astype(np.int64)).to(device),
-            torch.from_numpy(bounds[:-1][sorting, None] + places).to(device),
+            torch.from_numpy(bounds[:-1][sorting, None] + tokens).to(device),
             torch.from_numpy(order.astype(np.int64)).to(device),
         )
 
@@ -273,10 +273,10 @@ class RaggedStates:
         launch = self.launch
         start, end = launch.query_start_loc[index : index + 2].tolist()
         row, outputs = int(launch.rows[index]), []
-        places = tuple(cache[row : row + 1] for cache in layer.kv_caches)
-        states = places
+        stored = tuple(cache[row : row + 1] for cache in layer.kv_caches)
+        states = stored
         if not launch.num_computed_tokens[index]:
-            states = tuple(torch.zeros_like(place) for place in places)
+            states = tuple(torch.zeros_like(state) for state in stored)
         kept = [(start + n, number) for n, number in launch.copies.kept.get(index, _NO_KEPT)]
         ends = sorted({stop for stop, _ in kept} | {end})
         for stop in ends:
@@ -284,13 +284,13 @@ class RaggedStates:
                 piece = tuple(x[None, start:stop] for x in inputs)
                 out, states = layer.advance(piece, None, states)
             outputs.append(out[0])
-            for place, number in kept:
-                if place == stop:
+            for position, number in kept:
+                if position == stop:
                     for cache, state in zip(layer.kv_caches, states, strict=True):
                         cache[number].copy_(state[0])
             start = stop
-        for place, state in zip(places, states, strict=True):
-            place.copy_(state)
+        for cache, state in zip(stored, states, strict=True):
+            cache.copy_(state)
         return outputs
 
 

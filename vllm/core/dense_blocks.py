@@ -53,12 +53,12 @@ def compact_blocks(
     if not pairs:
         return None
     copies = _copies(pairs, _new_blocks(plan, running, cache.block_size), cache)
-    for high, place in pairs:
-        pool.exchange(high, place)
-    places = dict(pairs)
+    for high, free in pairs:
+        pool.exchange(high, free)
+    new_ids = dict(pairs)
     for table in (*tables, plan.block_ids, *(new.block_ids for new in plan.new_requests)):
-        if not places.keys().isdisjoint(table):
-            table[:] = [places.get(block_id, block_id) for block_id in table]
+        if not new_ids.keys().isdisjoint(table):
+            table[:] = [new_ids.get(block_id, block_id) for block_id in table]
     return BlockMoves(renamed=np.array(pairs, np.int32), copied=np.array(copies, np.int32))
 
 

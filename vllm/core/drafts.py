@@ -99,19 +99,19 @@ class DraftPlanner:
         # draft.
         room = running.limit[rows] - num_tokens - 1
         is_decode = (num_tokens - num_computed == 1) & (num_computed >= running.num_prompt[rows])
-        places = (
+        indices = (
             running.takes_drafts[rows] & is_decode & (plan.num_tokens == 1) & (room > 0)
         ).nonzero()[0]
-        if not len(places):
+        if not len(indices):
             return
         self._is_declined = self._were_declined
         if not self._asks():
             return
-        known, rooms = num_tokens[places].tolist(), room[places].tolist()
+        known, rooms = num_tokens[indices].tolist(), room[indices].tolist()
         # Requests that have no token in flight.
         free = [
             (request, most)
-            for request, count, most in zip(running.at(rows[places]), known, rooms, strict=True)
+            for request, count, most in zip(running.at(rows[indices]), known, rooms, strict=True)
             if len(request.token_ids) == count and _is_asked(request)
         ]
         if not free:

@@ -42,15 +42,15 @@ class RequestQueue:
         The first k requests cost O(k log k), however many wait.
         """
         heap = self._heap
-        places = [(heap[0][0], 0)] if heap else []
-        while places:
-            _, place = heapq.heappop(places)
-            request = heap[place][1]
+        indices = [(heap[0][0], 0)] if heap else []
+        while indices:
+            _, index = heapq.heappop(indices)
+            request = heap[index][1]
             if request.status is RequestStatus.WAITING:
                 yield request
-            for below in (2 * place + 1, 2 * place + 2):
+            for below in (2 * index + 1, 2 * index + 2):
                 if below < len(heap):
-                    heapq.heappush(places, (heap[below][0], below))
+                    heapq.heappush(indices, (heap[below][0], below))
 
     def pop(self) -> Request:
         """Remove and return the request to admit next."""

@@ -65,7 +65,7 @@ def apply_tokens(
         for request, token_id in zip(step.requests, tokens, strict=True):
             request.token_ids.append(token_id)
         ends = _ends(step, None, tokens, token_ids, step.num_tokens, running)
-        finished = {step.request_ids[place]: end for place, end in ends}
+        finished = {step.request_ids[token_index]: end for token_index, end in ends}
         return StepResult(step.request_ids.copy(), tokens, None, finished)
     num_expected = step.num_expected
     if num_expected is None:
@@ -79,9 +79,9 @@ def apply_tokens(
     ends = _ends(step, owner, tokens, token_ids, num_tokens, running)
     taken, finished = counts.copy(), {}
     # Reversed, so that the first end of each request overwrites later ones.
-    for place, end in reversed(ends):
-        index = owner[place]
-        taken[index] = within[place] + 1
+    for token_index, end in reversed(ends):
+        index = owner[token_index]
+        taken[index] = within[token_index] + 1
         finished[step.request_ids[index]] = end
     starts = np.cumsum(counts) - counts
     for request, start, count in zip(step.requests, starts.tolist(), taken.tolist(), strict=True):
@@ -123,14 +123,15 @@ def _ends(
     if running.num_with_stop_tokens:
         is_suspect |= running.has_stop_tokens[rows]
     ends = []
-    for place in is_suspect.nonzero()[0].tolist():
-        token_id, request = tokens[place], step.requests[place if owner is None else owner[place]]
-        if is_eos[place]:
-            ends.append((place, Finished(FinishReason.STOP)))
+    for token_index in is_suspect.nonzero()[0].tolist():
+        token_id = tokens[token_index]
+        request = step.requests[token_index if owner is None else owner[token_index]]
+        if is_eos[token_index]:
+            ends.append((token_index, Finished(FinishReason.STOP)))
         elif token_id in request.spec.stop_token_ids:
-            ends.append((place, Finished(FinishReason.STOP, token_id)))
-        elif is_limit[place]:
-            ends.append((place, Finished(FinishReason.LENGTH)))
+            ends.append((token_index, Finished(FinishReason.STOP, token_id)))
+        elif is_limit[token_index]:
+            ends.append((token_index, Finished(FinishReason.LENGTH)))
     return ends
 
 
@@ -147,9 +148,9 @@ def _take_back(
     running.num_tokens[rows] -= num_missing
     running.num_computed[rows] -= num_missing
     shortened = {}
-    for place in np.flatnonzero(num_missing).tolist():
-        row = int(rows[place])
-        num_blocks = cache.shorten(step.requests[place], int(running.num_tokens[row]))
+    for index in np.flatnonzero(num_missing).tolist():
+        row = int(rows[index])
+        num_blocks = cache.shorten(step.requests[index], int(running.num_tokens[row]))
         if num_blocks is not None:
             running.capacity[row] = num_blocks * cache.block_size
             shortened[row] = num_blocks

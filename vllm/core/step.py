@@ -83,15 +83,15 @@ class Step:
         keep = [i for i, row in enumerate(self.rows.tolist()) if row not in drop]
         return self.select(keep), keep
 
-    def select(self, places: list[int]) -> "Step":
+    def select(self, indices: list[int]) -> "Step":
         """Return the step with only the entries at these indices."""
         return replace(
             self,
-            rows=self.rows[places],
-            requests=[self.requests[i] for i in places],
-            request_ids=[self.request_ids[i] for i in places],
-            num_tokens=self.num_tokens[places],
-            num_drafts=None if self.num_drafts is None else self.num_drafts[places],
+            rows=self.rows[indices],
+            requests=[self.requests[i] for i in indices],
+            request_ids=[self.request_ids[i] for i in indices],
+            num_tokens=self.num_tokens[indices],
+            num_drafts=None if self.num_drafts is None else self.num_drafts[indices],
         )
 
     def num_cached_tokens(self) -> dict[str, int]:
@@ -124,17 +124,17 @@ class Step:
 
 
 def select_tokens(
-    token_ids: IntArray, counts: IntArray | None, places: list[int]
+    token_ids: IntArray, counts: IntArray | None, indices: list[int]
 ) -> tuple[IntArray, IntArray | None]:
     """Select the tokens of some requests of a step.
 
     Args:
         token_ids: tokens of all requests, one request after another.
         counts: number of tokens of each request; None: one each.
-        places: indices of the wanted requests, ascending.
+        indices: indices of the wanted requests, ascending.
     """
     if counts is None:
-        return token_ids[places], None
+        return token_ids[indices], None
     is_kept = np.zeros(len(counts), np.bool_)
-    is_kept[places] = True
-    return token_ids[np.repeat(is_kept, counts)], counts[places]
+    is_kept[indices] = True
+    return token_ids[np.repeat(is_kept, counts)], counts[indices]

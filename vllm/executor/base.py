@@ -246,8 +246,8 @@ class WarmUpSteps:
         found = self._executor.call_workers(Worker.next_warm_up, *given)
         self._given_up = self._seconds = None
         steps = [step for step in found if step is not None]
-        places = {(step.phase, step.name, step.index, step.total) for step in steps}
-        assert len(steps) in (0, len(found)) and len(places) <= 1, f"ranks differ: {found}"
+        steps_of_ranks = {(step.phase, step.name, step.index, step.total) for step in steps}
+        assert len(steps) in (0, len(found)) and len(steps_of_ranks) <= 1, f"ranks differ: {found}"
         if steps:
             refusal = _first_reason([each.given_up for each in steps])
             self._named = msgspec.structs.replace(steps[0], given_up=refusal)

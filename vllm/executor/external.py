@@ -75,13 +75,13 @@ class ExternalExecutor(UniProcExecutor):
             )
         self._size = world_size
         num_local = _number("LOCAL_WORLD_SIZE", world_size)
-        self._place = RankAssignment(
+        self._assignment = RankAssignment(
             index=_number("LOCAL_RANK", self._rank),
             count=num_local,
             has_own_devices=False,
             has_whole_stage=num_local == world_size,
         )
-        self._meeting = _meeting(parallel, self._rank, self._place)
+        self._meeting = _meeting(parallel, self._rank, self._assignment)
         self._calls = itertools.count()
         self._layout = RankLayout.of(parallel)
         self._results = itertools.count()
@@ -113,7 +113,7 @@ class ExternalExecutor(UniProcExecutor):
                 )
 
     def _load_worker(self) -> None:
-        worker = make_worker(self._config, self._rank, self._place)
+        worker = make_worker(self._config, self._rank, self._assignment)
         worker.load(self._rank)
         self._worker = worker
 
@@ -219,7 +219,7 @@ class _SharedStep:
         return self._output
 
 
-def _meeting(parallel: ParallelConfig, rank: int, place: RankAssignment) -> Rendezvous:
+def _meeting(parallel: ParallelConfig, rank: int, assignment: RankAssignment) -> Rendezvous:
     host = envs.of_launcher("MASTER_ADDR")
     if not host:
         raise _missing("MASTER_ADDR")
@@ -232,7 +232,7 @@ def _meeting(parallel: ParallelConfig, rank: int, place: RankAssignment) -> Rend
         address,
         is_host=is_host,
         name=f"vllm-{next(_ENGINES)}",
-        has_whole_stage=place.has_whole_stage,
+        has_whole_stage=assignment.has_whole_stage,
     )
 
 

@@ -146,8 +146,8 @@ class AdapterConfig:
             for name in EXPERT_PARAMETERS
             if any(f".{experts}.{name}".endswith(f".{end}") for end in self.parameters)
         ]
-        place = len(found) - (2 if is_inner else 1)
-        return found[place] if place >= 0 else None
+        index = len(found) - (2 if is_inner else 1)
+        return found[index] if index >= 0 else None
 
     def for_module(self, module: str) -> "AdapterConfig":
         """Return a config in which this module's settings apply to all modules."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.attention import LaunchAdapters
-from vllm.lora.target_modules import LoRATargets
+from vllm.lora.adapted_layers import AdaptedLayers
 from vllm.ops import get_ops
 from vllm.ops.lora_weights import (
     AdaptedExpert,
@@ -32,13 +32,13 @@ def _run_expert(
     adapters: LaunchAdapters,
     single: SingleExperts,
     number: int,
-    place: AdaptedExpert,
+    expert: AdaptedExpert,
     x: Tensor,
 ) -> Tensor:
     """Run an expert of this rank, with adapters, on all tokens x [n, hidden]."""
-    gate_up = adapters.adapt(place.gate_up, x, single.gate_up(number, x))
+    gate_up = adapters.adapt(expert.gate_up, x, single.gate_up(number, x))
     middle = activated(get_ops(), gate_up, single.options)
-    return adapters.adapt(place.down, middle, single.down(number, middle))
+    return adapters.adapt(expert.down, middle, single.down(number, middle))
 
 
 def _inputs_of(single: SingleExperts, x: Tensor, weight: Tensor) -> Tensor:
@@ -139,12 +139,12 @@ class RaggedAdapters:
         rows = torch.isin(self.rows.of_rows, numbers).nonzero().flatten()
         adapters, x, ids, weights = self.select(rows), x[rows], ids[rows], weights[rows]
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for number, place in enumerate(layer.experts):
+        for number, expert in enumerate(layer.experts):
             tokens, choices = (ids == layer.first_expert + number).nonzero(as_tuple=True)
             if len(tokens):
                 own, weight = adapters.select(tokens), weights[tokens, choices, None]
                 given = _inputs_of(single, x[tokens], weight)
-                result = _run_expert(own, single, number, place, given).float()
+                result = _run_expert(own, single, number, expert, given).float()
                 total.index_add_(
                     0, tokens, result if single.options.scales_inputs else result * weight
                 )
@@ -160,24 +160,24 @@ class HostSlots:
     """Slots of adapters in host memory. Each slot refers to one adapter.
 
     Args:
-        places: layers that adapters can change.
+        adapted: layers that adapters can change.
         num_slots: number of adapters in use at the same time.
         dtype: dtype of the inputs of layers.
     """
 
-    def __init__(self, places: LoRATargets, num_slots: int, dtype: torch.dtype) -> None:
-        self._places = places
+    def __init__(self, adapted: AdaptedLayers, num_slots: int, dtype: torch.dtype) -> None:
+        self._adapted = adapted
         self._dtype = dtype
         self.adapters: list[HostAdapter | None] = [None] * num_slots
         """Loaded adapter by slot."""
 
     def prepare(self, parts: Sequence[LoRAWeights | None], rest: Rest = no_rest) -> HostAdapter:
         """Prepare an adapter for the kernels."""
-        places = self._places
-        layers = [layer for layer in places.layers if layer is not places.embedding]
+        adapted = self._adapted
+        layers = [layer for layer in adapted.layers if layer is not adapted.embedding]
         prepared = get_ops().prepare_adapter(layers, parts, self._dtype, rest)
-        changes = places.change_head(parts), places.change_experts(parts)
-        return HostAdapter(prepared, places.embedding_of(parts), *changes)
+        changes = adapted.change_head(parts), adapted.change_experts(parts)
+        return HostAdapter(prepared, adapted.embedding_of(parts), *changes)
 
     def put(self, slot: int, prepared: HostAdapter) -> None:
         """Put an adapter into a slot."""
@@ -259,9 +259,9 @@ class SlottedAdapters:
         """
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         choices = choices_of(len(layer.experts), ids, weights, layer.first_expert)
-        for number, (place, choice) in enumerate(zip(layer.experts, choices, strict=True)):
+        for number, (expert, choice) in enumerate(zip(layer.experts, choices, strict=True)):
             is_other, weight = choice
-            result = _run_expert(self, single, number, place, _inputs_of(single, x, weight))
+            result = _run_expert(self, single, number, expert, _inputs_of(single, x, weight))
             if single.options.scales_inputs:
                 weight = (~is_other).any(-1, keepdim=True).float()
             total += weight * result
@@ -295,7 +295,7 @@ class DeviceSlots:
     the number of writes does not grow with them; G of any other layer is 1.
 
     Args:
-        places: layers that adapters can change; the projections of each cover all of its outputs,
+        adapted: layers that adapters can change; the projections of each cover all of its outputs,
             in order.
         num_slots: S.
         rank: R, the largest rank of an adapter; smaller ones are padded with zeros.
@@ -311,15 +311,15 @@ class DeviceSlots:
 
     def __init__(
         self,
-        places: LoRATargets,
+        adapted: AdaptedLayers,
         num_slots: int,
         rank: int,
         dtype: torch.dtype,
         device: torch.device,
         end: Callable[[], None],
     ) -> None:
-        self._num_parts = places.num_parts
-        self._stacks = [[places.layers[n] for n in numbers] for numbers in places.stacks()]
+        self._num_parts = adapted.num_parts
+        self._stacks = [[adapted.layers[n] for n in numbers] for numbers in adapted.stacks()]
         self._where: dict[int, tuple[int, int]] = {}
         """Number of a layer -> its stack, and the index in it."""
         self._zeros: dict[tuple[int, ...], Tensor] = {}
@@ -330,18 +330,18 @@ class DeviceSlots:
         self.a: list[Tensor] = []
         self.b: list[list[Tensor]] = []
         for number, stack in enumerate(self._stacks):
-            place = stack[0]
-            assert all(each.parts == place.parts for each in stack)
+            layer = stack[0]
+            assert all(each.parts == layer.parts for each in stack)
             self._where |= {each.number: (number, index) for index, each in enumerate(stack)}
-            ends = [offset + size for offset, size in place.parts]
-            assert [0, *ends[:-1]] == [offset for offset, _ in place.parts], place
+            ends = [offset + size for offset, size in layer.parts]
+            assert [0, *ends[:-1]] == [offset for offset, _ in layer.parts], layer
             sizes = len(stack), num_slots
-            shape = (*sizes, len(place.parts) * rank, place.in_features)
+            shape = (*sizes, len(layer.parts) * rank, layer.in_features)
             self.a.append(torch.zeros(shape, dtype=dtype, device=device))
             self.b.append(
                 [
                     torch.zeros((*sizes, rank, size), dtype=dtype, device=device)
-                    for _, size in place.parts
+                    for _, size in layer.parts
                 ]
             )
         self._numbers = torch.arange(num_slots, dtype=torch.int32).to(device)
@@ -371,7 +371,7 @@ class DeviceSlots:
         """
         found = []
         for stack, a, b in zip(self._stacks, self.a, self.b, strict=True):
-            own = [[parts[place.first_part + i] for i in range(len(b))] for place in stack]
+            own = [[parts[layer.first_part + i] for i in range(len(b))] for layer in stack]
             is_changed = any(part is not None for each in own for part in each)
             first, *others = (self._host_zeros(each, is_changed) for each in (a, *b))
             for number, index in product(range(len(stack)), range(len(b))):

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from vllm.attention import ContextHolder, share_context
 from vllm.errors import ConfigError, WeightLoadError
+from vllm.lora.adapted_layers import AdaptedLayers
 from vllm.lora.experts import ExpertsWithAdapters, can_adapt
 from vllm.lora.files import EXPERT_PARAMETERS, NAME_PREFIX
 from vllm.lora.methods import HeadWithAdapters, LoRALinearMethod
-from vllm.lora.target_modules import LoRATargets
 from vllm.lora.targets import LatentTarget, Target
 from vllm.lora.weights import source_of
 from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -39,7 +39,7 @@ class AdapterLayers:
 
     Attributes:
         model: as given.
-        places: the layers with their indices and sizes.
+        adapted_layers: the layers with their indices and sizes.
         targets: projections of the checkpoint, by their names in the model.
         table: name of the input embedding, and the embedding; None: adapters cannot change it.
         experts: name of an expert module that can be changed -> the layer.
@@ -59,7 +59,7 @@ class AdapterLayers:
         self.left_out: set[str] = set()
         self.targets: dict[str, Target] = {}
         self.experts: dict[str, Experts] = {}
-        self.places = LoRATargets()
+        self.adapted_layers = AdaptedLayers()
         self.table: tuple[str, VocabParallelEmbedding] | None = None
         self._absent = {
             path for path, module in model.named_modules() if isinstance(module, PPMissingLayer)
@@ -79,7 +79,6 @@ class AdapterLayers:
     # ---- what adapters may change -----------------------------------------------------------
 
     def _add_linear_layers(self, launch: ContextHolder) -> None:
-        places = self.places
         for path, layer in self.model.named_modules():
             if not isinstance(layer, ParallelLinear) or layer.is_held or layer.is_of_items:
                 continue
@@ -92,27 +91,26 @@ class AdapterLayers:
             if isinstance(layer, LatentUpProjection):
                 self._add_heads(path, layer)
                 continue
-            place = self._add(path, layer)
-            layer.method = LoRALinearMethod(layer.method, place, launch)
+            adapted = self._add(path, layer)
+            layer.method = LoRALinearMethod(layer.method, adapted, launch)
             if layer.is_of_head:
-                places.of_head.append(place)
+                self.adapted_layers.of_head.append(adapted)
 
     def _add_tables(self, launch: ContextHolder) -> None:
-        places = self.places
         for path, layer in self.model.named_modules():
             if isinstance(layer, ParallelLMHead):
                 if not self._is_chosen(path):
                     continue
-                place = self._add(path, layer)
-                layer.method = HeadWithAdapters(layer.method, place, launch)
-                places.of_head.append(place)
+                adapted = self._add(path, layer)
+                layer.method = HeadWithAdapters(layer.method, adapted, launch)
+                self.adapted_layers.of_head.append(adapted)
             elif isinstance(layer, VocabParallelEmbedding) and self.table is None:
                 if not self._is_chosen(path):
                     continue
                 self.table = path, layer
-                sizes = layer.num_embeddings, ((0, layer.embedding_dim),)
-                layer.adapted = AdaptedLayer(len(places.layers), places.num_parts, *sizes)
-                places.embedding = places.add(layer.adapted)
+                parts = ((0, layer.embedding_dim),)
+                layer.adapted = self.adapted_layers.add(layer.num_embeddings, parts)
+                self.adapted_layers.embedding = layer.adapted
 
     def _is_chosen(self, path: str, *features: str, is_default: bool = True) -> bool:
         """Return whether adapters may change a module, which is known by its own name and the names
@@ -132,7 +130,7 @@ class AdapterLayers:
         return is_chosen
 
     def _add_experts(self, launch: ContextHolder) -> None:
-        first = self.places.num_parts
+        first = self.adapted_layers.num_parts
         for path, layer in self.model.named_modules():
             if not isinstance(layer, Experts) or not can_adapt(layer):
                 continue
@@ -140,17 +138,17 @@ class AdapterLayers:
                 continue
             self.experts[path] = layer
             self._absent |= {f"{path}.{number}" for number in layer.elsewhere}
-            start = len(self.places.layers)
+            start = len(self.adapted_layers.layers)
             experts = [self._add_expert(f"{path}.{number}", layer) for number in layer.expert_ids]
-            end = len(self.places.layers)
-            self.places.alike += [range(start, end, 2), range(start + 1, end, 2)]
+            end = len(self.adapted_layers.layers)
+            self.adapted_layers.alike += [range(start, end, 2), range(start + 1, end, 2)]
             adapted = AdaptedExperts(experts, layer.expert_ids.start)
             layer.method = ExpertsWithAdapters(layer.method, adapted, launch)
-        self.places.experts = range(first, self.places.num_parts)
+        self.adapted_layers.experts = range(first, self.adapted_layers.num_parts)
 
     def _add_expert(self, path: str, layer: Experts) -> AdaptedExpert:
-        places, hidden, size = self.places, layer.hidden_size, layer.intermediate_size
-        total, first = size * layer.tp.size, places.num_parts
+        hidden, size = layer.hidden_size, layer.intermediate_size
+        total, first = size * layer.tp.size, self.adapted_layers.num_parts
         *first_parts, second = layer.options.parts
         parts = tuple((size * index, size) for index in range(len(first_parts)))
         for number, (name, (offset, _)) in enumerate(zip(first_parts, parts, strict=True), first):
@@ -159,39 +157,40 @@ class AdapterLayers:
             )
         last = first + len(parts)
         self.targets[f"{path}.{second}"] = Target(last, layer, Slice(1, 0, size, total), hidden)
-        gate_up = places.add(AdaptedLayer(len(places.layers), first, hidden, parts))
-        down = AdaptedLayer(len(places.layers), last, size, ((0, hidden),))
-        return AdaptedExpert(gate_up, places.add(down))
+        gate_up = self.adapted_layers.add(hidden, parts)
+        return AdaptedExpert(gate_up, self.adapted_layers.add(size, ((0, hidden),)))
 
     def _add_heads(self, path: str, layer: LatentUpProjection) -> None:
         """Add two layers of heads: for queries, and for the output of attention."""
-        (place,) = layer.feature_slices.values()
-        first, latent = self.places.num_parts, layer.input_size
+        (part,) = layer.feature_slices.values()
+        first, latent = self.adapted_layers.num_parts, layer.input_size
         key_size, value_size = layer.head_sizes
         count = layer.output_size // (key_size + value_size)
-        self.targets[path] = LatentTarget(first, layer, place, latent)
+        self.targets[path] = LatentTarget(first, layer, part, latent)
         layer.adapted = (
             self._add_alike(count, key_size, latent),
             self._add_alike(count, latent, value_size),
         )
 
     def _add_alike(self, count: int, in_features: int, out_features: int) -> LoRAHeads:
-        places, parts = self.places, ((0, out_features),)
-        start = len(places.layers)
-        heads = [
-            places.add(AdaptedLayer(len(places.layers), places.num_parts, in_features, parts))
-            for _ in range(count)
-        ]
-        places.alike.append(range(start, start + count))
+        parts, start = ((0, out_features),), len(self.adapted_layers.layers)
+        heads = [self.adapted_layers.add(in_features, parts) for _ in range(count)]
+        self.adapted_layers.alike.append(range(start, start + count))
         return LoRAHeads(heads)
 
     def _add(self, path: str, layer: ParallelLinear | ParallelLMHead) -> AdaptedLayer:
-        first = self.places.num_parts
+        first = self.adapted_layers.num_parts
         for number, (name, part) in enumerate(layer.feature_slices.items(), first):
             target = checkpoint_name(path, name, "").removesuffix(".")
             other_size = layer.input_size if part.dim == 0 else layer.output_size
             self.targets[target] = Target(number, layer, part, other_size)
-        return self.places.add(_place(layer, len(self.places.layers), first))
+        return self.adapted_layers.add(
+            layer.input_size,
+            [
+                (part.offset, part.size) if part.dim == 0 else (0, layer.output_size)
+                for part in layer.feature_slices.values()
+            ],
+        )
 
     # ---- names ------------------------------------------------------------------------------
 
@@ -275,25 +274,19 @@ class AdapterLayers:
         # out, in].
         count = len(layer.expert_ids) + len(layer.elsewhere)
         order = torch.arange(len(rows)).expand(count, 1, -1)
-        places: dict[str, Tensor] = {}
+        rows_of: dict[str, Tensor] = {}
         for numbers in (order, order.transpose(1, 2)):
             stored = self.model.convert(f"{experts}.{name}", source_of(numbers))
-            places = {
+            rows_of = {
                 each.removeprefix(first): source.read(()).flatten()
                 for each, source in takewhile(lambda found: found[0].startswith(first), stored)
             }
-            if sum(map(len, places.values())) == len(rows):
+            if sum(map(len, rows_of.values())) == len(rows):
                 break
-        if not places and name == "gate_up_proj":
+        if not rows_of and name == "gate_up_proj":
             gate, up = torch.arange(len(rows)).chunk(2)
-            places = {"gate_proj.weight": gate, "up_proj.weight": up}
-        elif not places:
-            places = {f"{name}.weight": torch.arange(len(rows))}
-        for matrix, chosen in places.items():
+            rows_of = {"gate_proj.weight": gate, "up_proj.weight": up}
+        elif not rows_of:
+            rows_of = {f"{name}.weight": torch.arange(len(rows))}
+        for matrix, chosen in rows_of.items():
             yield f"{experts}.{number}.{matrix}", source_of(rows[chosen])
-
-
-def _place(layer: ParallelLinear | ParallelLMHead, number: int, first_part: int) -> AdaptedLayer:
-    slices: Iterator[Slice] = iter(layer.feature_slices.values())
-    parts = tuple((p.offset, p.size) if p.dim == 0 else (0, layer.output_size) for p in slices)
-    return AdaptedLayer(number, first_part, layer.input_size, parts)

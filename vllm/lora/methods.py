@@ -17,13 +17,13 @@ class LoRALinearMethod(LinearMethod):
 
     Args:
         inner: method of the layer, whose weights are loaded.
-        place: index of the layer among the layers of the model.
+        adapted: index of the layer among the layers of the model.
         launch: has the adapters of the running batch.
     """
 
-    def __init__(self, inner: LinearMethod, place: AdaptedLayer, launch: ContextHolder) -> None:
+    def __init__(self, inner: LinearMethod, adapted: AdaptedLayer, launch: ContextHolder) -> None:
         self.inner = inner
-        self.place = place
+        self.adapted = adapted
         self.launch = launch
 
     def create_weights(self, layer: ParallelLinear) -> None:
@@ -35,8 +35,8 @@ class LoRALinearMethod(LinearMethod):
         if adapters is None:
             return y
         if x.dim() == 2:
-            return adapters.adapt(self.place, x, y)
-        rows = adapters.adapt(self.place, x.flatten(0, -2), y.flatten(0, -2))
+            return adapters.adapt(self.adapted, x, y)
+        rows = adapters.adapt(self.adapted, x.flatten(0, -2), y.flatten(0, -2))
         return rows.view(y.shape)
 
 
@@ -45,13 +45,15 @@ class HeadWithAdapters(EmbeddingMethod):
 
     Args:
         inner: method of the head, whose weights are loaded.
-        place: index of the head among the layers of the model.
+        adapted: index of the head among the layers of the model.
         launch: has the adapters of the hidden states.
     """
 
-    def __init__(self, inner: EmbeddingMethod, place: AdaptedLayer, launch: ContextHolder) -> None:
+    def __init__(
+        self, inner: EmbeddingMethod, adapted: AdaptedLayer, launch: ContextHolder
+    ) -> None:
         self.inner = inner
-        self.place = place
+        self.adapted = adapted
         self.launch = launch
 
     def create_weights(self, layer: VocabParallelEmbedding) -> None:
@@ -63,4 +65,4 @@ class HeadWithAdapters(EmbeddingMethod):
     def multiply(self, layer: VocabParallelEmbedding, hidden_states: Tensor) -> Tensor:
         logits = self.inner.multiply(layer, hidden_states)
         adapters = self.launch.adapters
-        return logits if adapters is None else adapters.adapt(self.place, hidden_states, logits)
+        return logits if adapters is None else adapters.adapt(self.adapted, hidden_states, logits)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vllm.errors import RequestError, WeightLoadError
 from vllm.logger import init_logger
+from vllm.lora.adapted_layers import AdaptedLayers
 from vllm.lora.files import (
     ACCEPTED_PARAMETERS,
     NAME_PREFIX,
@@ -20,7 +21,6 @@ from vllm.lora.files import (
 )
 from vllm.lora.layers import AdapterLayers
 from vllm.lora.methods import HeadWithAdapters
-from vllm.lora.target_modules import LoRATargets
 from vllm.lora.targets import Target
 from vllm.lora.weights import check_header, is_close, is_finite, open_weights, source_of
 from vllm.model_executor.layers.embedding import (
@@ -85,9 +85,9 @@ class AdapterReader:
         }
 
     @property
-    def places(self) -> LoRATargets:
+    def adapted_layers(self) -> AdaptedLayers:
         """The layers that adapters can change."""
-        return self._layers.places
+        return self._layers.adapted_layers
 
     def load(self, folder: Path, rest: Rest = no_rest) -> list[LoRAWeights | None]:
         """Read an adapter, and return its weights for each projection, by index; None: not changed.
@@ -108,9 +108,9 @@ class AdapterReader:
                 *(folder, shown(list(config.unknown))),
             )
         path = weights_file(folder)
-        parts: list[LoRAWeights | None] = [None] * self.places.num_parts
+        parts: list[LoRAWeights | None] = [None] * self.adapted_layers.num_parts
         try:
-            check_header(path, self.places.num_parts)
+            check_header(path, self.adapted_layers.num_parts)
             with open_weights(path, rest) as tensors:
                 self._check_unchanged(path, tensors, rest)
                 for module, pair in self._pairs(path, list(tensors), rest).items():
@@ -165,8 +165,8 @@ class AdapterReader:
                 f"{str(self._dtype).removeprefix('torch.')}"
             )
         if self._layers.is_table(module):
-            assert self.places.embedding is not None
-            parts[self.places.embedding.first_part] = LoRAWeights(a, b)
+            assert self.adapted_layers.embedding is not None
+            parts[self.adapted_layers.embedding.first_part] = LoRAWeights(a, b)
             return
         for target, source in self._projections(module, b, config):
             target.put(a, source.read(()), parts)
@@ -342,9 +342,9 @@ class AdapterReader:
         """Compare the shapes of A and B with the model before any memory is allocated."""
         rank = config.rank_of(module)
         if self._layers.is_table(module):
-            place = self.places.embedding
-            assert place is not None
-            sizes = [[rank, place.in_features], [place.out_features, rank]]
+            layer = self.adapted_layers.embedding
+            assert layer is not None
+            sizes = [[rank, layer.in_features], [layer.out_features, rank]]
             self._compare(path, module, rank, [a_shape, b_shape], sizes)
             return
         stand_in = torch.empty(b_shape, device="meta") if len(b_shape) == 2 else None

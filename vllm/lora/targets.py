@@ -26,19 +26,19 @@ class Target:
     number: int
     """Index of the projection among all that can be adapted."""
     layer: Layer
-    place: Slice
+    part: Slice
     other_size: int
     """Size of the dimension that is not split."""
 
     @property
     def input_size(self) -> int:
         """Number of inputs over all ranks."""
-        return self.place.total if self.place.dim == 1 else self.other_size
+        return self.part.total if self.part.dim == 1 else self.other_size
 
     @property
     def output_size(self) -> int:
         """Number of outputs over all ranks."""
-        return self.place.total if self.place.dim == 0 else self.other_size
+        return self.part.total if self.part.dim == 0 else self.other_size
 
     def put(self, a: Tensor, b: Tensor, parts: list[LoRAWeights | None]) -> None:
         """Store the part of an adapter's weights that this rank needs in `parts`.
@@ -58,12 +58,12 @@ class Target:
         """Return this rank's slice of the dimension that is divided; padding is zero."""
         if self.layer.tp.size == 1:
             return a, b
-        if self.place.dim == 1:
-            return self._slice(a, torch.empty(len(a), self.place.size, dtype=a.dtype)), b
-        return a, self._slice(b, torch.empty(self.place.size, b.shape[1], dtype=b.dtype))
+        if self.part.dim == 1:
+            return self._slice(a, torch.empty(len(a), self.part.size, dtype=a.dtype)), b
+        return a, self._slice(b, torch.empty(self.part.size, b.shape[1], dtype=b.dtype))
 
     def _slice(self, whole: Tensor, part: Tensor) -> Tensor:
-        replace(self.place, offset=0).copy(part, source_of(whole), self.layer.tp)
+        replace(self.part, offset=0).copy(part, source_of(whole), self.layer.tp)
         return part
 
 

@@ -123,14 +123,14 @@ def replace_tensors(model: nn.Module, replacement: Callable[[str, Tensor], Tenso
         model: any module. A tensor that two modules share is replaced once and stays shared.
         replacement: called with the first name of a tensor and the tensor; returns the new one.
     """
-    places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules():
         owned = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for name, tensor in owned:
             full_name = f"{path}.{name}" if path else name
-            places.setdefault(id(tensor), []).append((full_name, module, name))
+            owners.setdefault(id(tensor), []).append((full_name, module, name))
     del owned, tensor  # each tensor is freed when its last reference is replaced
-    for shared in places.values():
+    for shared in owners.values():
         full_name, module, name = shared[0]
         is_parameter = name in module._parameters
         new = replacement(full_name, getattr(module, name).detach())

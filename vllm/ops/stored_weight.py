@@ -312,8 +312,8 @@ def round_to_int4(weight: Tensor) -> GroupedWeight | Int8Weight:
     if weight.shape[1] % _INT4_GROUP:
         return round_to_int8(weight)
     groups = weight.float().unflatten(1, (-1, _INT4_GROUP))
-    places = groups.abs().argmax(dim=-1, keepdim=True)
-    largest = -groups.gather(-1, places)
+    indices = groups.abs().argmax(dim=-1, keepdim=True)
+    largest = -groups.gather(-1, indices)
     scales = torch.where(largest == 0, 1.0, largest / _INT4_MIDDLE)
     scales = scales.where(scales.isfinite(), float("nan"))
     numbers = (groups / scales.nan_to_num(1.0)).nan_to_num(0.0).round()
@@ -649,8 +649,8 @@ def unpack_bits(words: Tensor, bits: int) -> Tensor:
     """
     if 32 % bits:  # 32 values of n bits fill n whole words
         several = words.unflatten(1, (-1, bits)).long() & 0xFFFFFFFF
-        places = torch.arange(32) * bits
-        first, shifts = places // 32, places % 32
+        starts = torch.arange(32) * bits
+        first, shifts = starts // 32, starts % 32
         low = several[..., first] >> shifts
         high = several[..., (first + 1).clamp(max=bits - 1)] << (32 - shifts)
         return ((low | high) & (1 << bits) - 1).to(torch.uint8).flatten(1)

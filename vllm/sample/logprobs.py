@@ -100,14 +100,14 @@ def split_rows(found: LogprobTensors, rows: IntArray, plan: LogprobPlan) -> dict
         plan: plan of the batch.
     """
     token_ids, logprobs, ranks = (values.cpu().numpy() for values in found)
-    places = plan.indices if plan.rows is None else np.arange(len(plan.indices))
+    indices = plan.indices if plan.rows is None else np.arange(len(plan.indices))
     wanted = zip(
-        rows[plan.indices].tolist(), places.tolist(), plan.num_logprobs.tolist(), strict=True
+        rows[plan.indices].tolist(), indices.tolist(), plan.num_logprobs.tolist(), strict=True
     )
     ranges: dict[int, tuple[int, int, int]] = {}
-    for row, place, k in wanted:
-        first = ranges[row][0] if row in ranges else place
-        ranges[row] = first, place + 1, k
+    for row, index, k in wanted:
+        first = ranges[row][0] if row in ranges else index
+        ranges[row] = first, index + 1, k
     return {
         row: LogprobRows(
             token_ids=token_ids[first:end, : 1 + k],

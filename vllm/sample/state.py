@@ -506,11 +506,11 @@ class SamplingState:
         ahead: list[Sequence[int]] | None,
     ) -> LogitRules:
         found = np.flatnonzero(features & Feature.RULES)
-        places = found.tolist()
+        indices = found.tolist()
         own = [self._rules[row] for row in rows[found].tolist()]
         allowed = [
             rules.allowed(int(num_output_tokens[i]), ahead[i] if ahead else ())
-            for i, rules in zip(places, own, strict=True)
+            for i, rules in zip(indices, own, strict=True)
         ]
         masks = self._as_masks(rows, found, allowed)
         first_times = [NO_TIMES if r.first_time is None else r.first_time for r in own]

@@ -441,13 +441,13 @@ def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         raw = {**raw, "architectures": text["architectures"]}
     name = _architecture(raw)
     wanted = None if name is None else TEXT_TYPES.get(name)
-    place = next((key for key in _TEXT_KEYS if isinstance(raw.get(key), Mapping)), None)
-    if name is not None and wanted is None and place is not None:
-        own, inner = family_of_architecture(name), raw[place]
+    section = next((key for key in _TEXT_KEYS if isinstance(raw.get(key), Mapping)), None)
+    if name is not None and wanted is None and section is not None:
+        own, inner = family_of_architecture(name), raw[section]
         # Programs that save a part of a multimodal model keep its values where they were.
         is_whole = inner.get("model_type", own.model_type) == own.model_type
         if own.module and is_whole and not _SIZES & raw.keys():
-            return {**inner, **{key: raw[key] for key in raw if key != place}}
+            return {**inner, **{key: raw[key] for key in raw if key != section}}
     if wanted is None or (text is None and raw.get("model_type") in text_types_of(str(name))):
         return dict(raw)
     family = family_of_architecture(str(name))

@@ -31,6 +31,6 @@ def split_spans(
     done = np.zeros_like(counts)
     while (rest := counts - done).any():
         take = np.clip(limit - (np.cumsum(rest) - rest), 0, rest).astype(np.int32)
-        places = np.flatnonzero(take).astype(np.int32)
-        yield places, done[places], take[places]
+        chosen = np.flatnonzero(take).astype(np.int32)
+        yield chosen, done[chosen], take[chosen]
         done += take

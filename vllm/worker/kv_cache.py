@@ -283,20 +283,20 @@ def bind_kv_caches(
             )
     pool: list[list[torch.Tensor]] = []
     for index, group in enumerate(layout.groups):
-        for place, layer_index in enumerate(group.layers):
+        for number, layer_index in enumerate(group.layers):
             layer = layers[layer_index]
-            if place == len(pool):
+            if number == len(pool):
                 tensors = layer.cache_spec(dtype).tensors
                 pool.append([_allocate(t, platform, num_blocks, layout) for t in tensors])
-            layer.bind_kv_cache(*pool[place])
+            layer.bind_kv_cache(*pool[number])
             layer.cache_group = index
 
 
 def _allocate(
     tensor: CacheTensor, platform: Platform, num_blocks: int, layout: KVCacheLayout
 ) -> torch.Tensor:
-    places: tuple[int, ...] = (num_blocks, layout.block_size)
+    sizes: tuple[int, ...] = (num_blocks, layout.block_size)
     if platform.has_flat_cache:
-        places = (num_blocks * layout.block_size,)
-    shape = (*places, *tensor.shape)
+        sizes = (num_blocks * layout.block_size,)
+    shape = (*sizes, *tensor.shape)
     return platform.allocate_cache(shape, getattr(torch, tensor.dtype))

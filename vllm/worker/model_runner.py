@@ -187,9 +187,9 @@ class ModelRunner(Runner):
             errors=first.errors,
         )
 
-    def _retract(self, expected: ExpectedTokens, places: IntArray) -> None:
+    def _retract(self, expected: ExpectedTokens, indices: IntArray) -> None:
         """Remove the last tokens of some requests; see `InputBatch.retract`."""
-        self.batch.retract(expected, places)
+        self.batch.retract(expected, indices)
 
     def record_tokens(self, tokens: StepTokens) -> None:
         """Record the tokens that another pipeline stage has sampled; see `Worker.record_tokens`."""

@@ -37,7 +37,7 @@ class PooledRows:
     """[n] tokens of each."""
     numbers: Tensor
     """[n, size], or [sum(counts), size] with one result per token."""
-    places: IntArray | None = None
+    indices: IntArray | None = None
     """Indices of the valid rows of `numbers`; None: all."""
 
 
@@ -71,8 +71,8 @@ class PoolingRequests(RowPart):
             if not len(launch.rows):
                 continue
             numbers = launch.numbers.cpu().float().numpy()
-            if launch.places is not None:
-                numbers = numbers[launch.places]
+            if launch.indices is not None:
+                numbers = numbers[launch.indices]
             parts = split_results(numbers, self.pooler, launch.counts)
             for row, part in zip(launch.rows.tolist(), parts, strict=True):
                 if np.isfinite(part).all():

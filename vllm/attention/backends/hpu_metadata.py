@@ -157,12 +157,12 @@ def build_decode_metadata(
         )
     if padded_shared is None:
         num_entries = num_listed = padded_blocks
-        places = np.arange(len(flat.block_list))
-        if len(places) > padded_blocks:
+        indices = np.arange(len(flat.block_list))
+        if len(indices) > padded_blocks:
             raise ValueError(
-                f"{len(places)} block references do not fit a bucket of {padded_blocks} blocks"
+                f"{len(indices)} block references do not fit a bucket of {padded_blocks} blocks"
             )
-        block_list = _padded(num_listed, NULL_BLOCK_ID, places, flat.block_list)
+        block_list = _padded(num_listed, NULL_BLOCK_ID, indices, flat.block_list)
     else:
         num_entries, num_listed = padded_blocks + padded_shared, padded_shared
         is_repeat = np.ones(len(flat.block_list), bool)
@@ -175,14 +175,14 @@ def build_decode_metadata(
                 f"{padded_blocks} blocks), {len(repeats)} extra references to shared blocks "
                 f"(bucket: {padded_shared})"
             )
-        places = flat.block_list.astype(np.int64)
-        places[is_repeat] = padded_blocks + np.arange(len(repeats))
+        indices = flat.block_list.astype(np.int64)
+        indices[is_repeat] = padded_blocks + np.arange(len(repeats))
         block_list = _padded(num_listed, NULL_BLOCK_ID, np.arange(len(repeats)), repeats)
     return HPUDecodeMetadata(
         block_list=block_list,
-        block_groups=_padded(num_entries, PADDING_GROUP, places, flat.groups),
-        block_usage=_padded(num_entries, 1, places, np.minimum(flat.ages + 1, block_size)),
-        block_age=_padded(num_entries, 0, places, flat.ages),
+        block_groups=_padded(num_entries, PADDING_GROUP, indices, flat.groups),
+        block_usage=_padded(num_entries, 1, indices, np.minimum(flat.ages + 1, block_size)),
+        block_age=_padded(num_entries, 0, indices, flat.ages),
         slot_mapping=_new_slots(flat, query_lens, (padded_batch, padded_query_len), block_size),
     )
 
@@ -310,9 +310,9 @@ def check_tables(tables: IntArray, seq_lens: IntArray, block_size: int) -> None:
         )
 
 
-def _padded(size: int, fill: int, places: npt.NDArray[np.int64], values: IntArray) -> IntArray:
+def _padded(size: int, fill: int, indices: npt.NDArray[np.int64], values: IntArray) -> IntArray:
     out = np.full(size, fill, np.int32)
-    out[places] = values
+    out[indices] = values
     return out
 
 

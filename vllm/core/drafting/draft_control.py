@@ -271,13 +271,13 @@ class DraftControl:
             right = max(0, count - 1)
             self._num_drafts += 1
             self._num_draft_tokens += drafted
-            for place in range(right):
-                self._accepted[place] += 1
+            for index in range(right):
+                self._accepted[index] += 1
             evidence, share = self._accuracy(request)
             usual = self._usual_accuracy[evidence]
-            for place in range(min(right + 1, drafted)):
-                share += _LEARNING * ((place < right) - share)
-                usual += _LEARNING_OF_ALL * ((place < right) - usual)
+            for index in range(min(right + 1, drafted)):
+                share += _LEARNING * ((index < right) - share)
+                usual += _LEARNING_OF_ALL * ((index < right) - usual)
             request.draft_accuracy[evidence], self._usual_accuracy[evidence] = share, usual
 
     def _accuracy(self, request: Request) -> tuple[int, float]:

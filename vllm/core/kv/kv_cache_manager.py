@@ -277,14 +277,14 @@ class KVCacheManager:
         hashes = self._hashes(request, end)
         for index, table in enumerate((request.block_ids, *request.more_block_ids)):
             block_ids, new = table[first:end], hashes[first:]
-            places: Sequence[int] = range(first, end)
+            indices: Sequence[int] = range(first, end)
             if index in self._windowed:
-                places = [place for place in places if table[place] != NULL_BLOCK_ID]
-                block_ids, new = [table[i] for i in places], [hashes[i] for i in places]
+                indices = [i for i in indices if table[i] != NULL_BLOCK_ID]
+                block_ids, new = [table[i] for i in indices], [hashes[i] for i in indices]
             stored = self.pool.cache_blocks(block_ids, group_keys(new, index))
             if self._events is not None and index == 0:
-                new_places = [places[i] for i in stored]
-                self._events.stored(hashes, new_places, request.token_ids, request.spec)
+                new_indices = [indices[i] for i in stored]
+                self._events.stored(hashes, new_indices, request.token_ids, request.spec)
             self._being_computed.update(block_ids)
         request.num_cached_blocks = end
 
@@ -360,8 +360,8 @@ class KVCacheManager:
             end = len(found) + len(contents)
             stored = pool.cache_blocks(block_ids, hashes[len(found) : end])
             if self._events is not None:
-                places = [len(found) + i for i in stored]
-                self._events.stored(hashes, places, token_ids, source)
+                indices = [len(found) + i for i in stored]
+                self._events.stored(hashes, indices, token_ids, source)
             return len(contents)
         finally:
             pool.free(reversed(block_ids))

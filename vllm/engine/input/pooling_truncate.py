@@ -58,7 +58,7 @@ def _parts(
 
 def _kept(parts: list[int | None], most: int, *, is_left: bool) -> list[int]:
     """Return the indices of the tokens to keep, in order."""
-    places = [[i for i, part in enumerate(parts) if part == text] for text in (0, 1)]
+    indices = [[i for i, part in enumerate(parts) if part == text] for text in (0, 1)]
     room = most - parts.count(None)
     if room < 1:
         raise RequestError(
@@ -66,9 +66,9 @@ def _kept(parts: list[int | None], most: int, *, is_left: bool) -> list[int]:
             f"the prompt, got {most}",
             param="truncate_prompt_tokens",
         )
-    sizes = share_room(len(places[0]), len(places[1]), room)
+    sizes = share_room(len(indices[0]), len(indices[1]), room)
     kept = {i for i, part in enumerate(parts) if part is None}
-    for own, size in zip(places, sizes, strict=True):
+    for own, size in zip(indices, sizes, strict=True):
         kept.update(own[len(own) - size :] if is_left else own[:size])
     return sorted(kept)
 

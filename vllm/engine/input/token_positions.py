@@ -68,9 +68,9 @@ def position_keys(positions: IntArray, offset: int) -> tuple[CacheKey, ...]:
     run of other tokens has a key at its start, so that requests share the blocks before their first
     difference.
     """
-    num_places, num_prompt = positions.shape
-    after = np.full((num_places, 1), num_prompt + offset)
-    before = np.full((num_places, 1), -1)
+    num_positions, num_prompt = positions.shape
+    after = np.full((num_positions, 1), num_prompt + offset)
+    before = np.full((num_positions, 1), -1)
     known = np.concatenate((before, positions, after), axis=1)
     jumps = np.flatnonzero((np.diff(known, axis=1) != 1).any(0))
     runs = np.split(jumps, np.flatnonzero(np.diff(jumps) != 1) + 1)

@@ -550,13 +550,13 @@ def _add_draft_metrics(metrics: MetricSet, drafts: DraftStats) -> None:
         "Number of steps without drafts, as drafts would not be faster.",
         drafts.num_declined_steps,
     )
-    places = metrics.counters(
+    positions = metrics.counters(
         "vllm:spec_decode_num_accepted_tokens_per_pos",
         "Number of draft tokens accepted, by position in the draft.",
         "position",
     )
-    for place, count in enumerate(drafts.accepted):
-        places.cell(str(place)).add(count)
+    for position, count in enumerate(drafts.accepted):
+        positions.cell(str(position)).add(count)
 
 
 def _between(start: float | None, end: float | None) -> float | None:

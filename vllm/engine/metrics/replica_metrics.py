@@ -130,7 +130,7 @@ def sum_stats(every: Sequence[SchedulerStats]) -> SchedulerStats:
         return every[0]
     num_blocks = sum(stats.num_kv_blocks for stats in every)
     num_used = sum(stats.num_kv_blocks * stats.kv_cache_usage for stats in every)
-    places = zip_longest(*(stats.drafts.accepted for stats in every), fillvalue=0)
+    positions = zip_longest(*(stats.drafts.accepted for stats in every), fillvalue=0)
     numbers = (
         "num_running",
         "num_waiting",
@@ -148,7 +148,7 @@ def sum_stats(every: Sequence[SchedulerStats]) -> SchedulerStats:
             num_drafts=sum(stats.drafts.num_drafts for stats in every),
             num_draft_tokens=sum(stats.drafts.num_draft_tokens for stats in every),
             num_declined_steps=sum(stats.drafts.num_declined_steps for stats in every),
-            accepted=tuple(map(sum, places)),
+            accepted=tuple(map(sum, positions)),
         ),
         transfer=reduce(_add, (stats.transfer for stats in every)),
         media=reduce(_add, (stats.media for stats in every)),

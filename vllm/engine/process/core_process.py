@@ -310,8 +310,8 @@ def _config_of(start: StartCore) -> VllmConfig:
     """
     from vllm.model_executor.models.registry import ModelRegistry
 
-    for name, place in start.models.items():
-        ModelRegistry.register_model(name, place)
+    for name, path in start.models.items():
+        ModelRegistry.register_model(name, path)
     config = start.config
     # No progress bars in the log of a server.
     load = replace(

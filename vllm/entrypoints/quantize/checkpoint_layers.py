@@ -20,7 +20,7 @@ from vllm.model_executor.layers.slice import CheckpointTensor, Features, ParamTa
 from vllm.model_executor.layers.stored.stored_experts import are_plain
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader.model_loader import build_model
-from vllm.model_executor.loader.weights import find_places, names_in_checkpoint
+from vllm.model_executor.loader.weights import names_in_checkpoint, targets_by_name
 from vllm.model_executor.models.registry import BY_TRANSFORMERS, ModelRegistry
 from vllm.transformers_utils.hf_config import complete_hf_config, read_hf_config
 
@@ -62,7 +62,7 @@ class CheckpointLayers:
         if arch.architecture not in ModelRegistry.supported():
             arch = replace(arch, architecture=BY_TRANSFORMERS)
         self._model = build_model(arch, TPGroup(), torch.float32)
-        self._places = find_places(self._model)
+        self._targets = targets_by_name(self._model)
         self._paths = {module: path for path, module in self._model.named_modules()}
         self._fits = fits
         self._known: dict[MethodLayer, bool] = {}
@@ -80,7 +80,7 @@ class CheckpointLayers:
     def is_quantized(self, key: str) -> bool:
         """Return whether the weight with this key will be quantized."""
         parts = self._parts(key)
-        return bool(parts) and all(self._holds(place, parts) for place, _ in parts)
+        return bool(parts) and all(self._holds(target, parts) for target, _ in parts)
 
     def is_linear(self, key: str) -> bool:
         """Return whether this is a linear layer, quantized or not, and not an expert's layer."""
@@ -125,8 +125,8 @@ class CheckpointLayers:
         source = CheckpointTensor(tensor.shape, tensor.__getitem__, dtype=tensor.dtype)
         for part, matrix in self._model.convert(self._model.renamed(name), source):
             key = part.removesuffix(".weight")
-            place = self._places.get(part)
-            if place is None or not isinstance(place.module, Experts) or key == part:
+            target = self._targets.get(part)
+            if target is None or not isinstance(target.module, Experts) or key == part:
                 return
             if self.is_quantized(key):
                 yield CheckpointWeight(self._name_in_checkpoint(key), key, matrix.read(()))
@@ -140,16 +140,16 @@ class CheckpointLayers:
         """
         whole = f"{key}.weight"
         found: list[tuple[ParamTarget, Features | None]] = []
-        parts = ((whole, _PROBE),) if whole in self._places else self._model.convert(whole, _PROBE)
+        parts = ((whole, _PROBE),) if whole in self._targets else self._model.convert(whole, _PROBE)
         for name, source in parts:
-            place = self._places.get(name)
-            if place is None or not isinstance(place.module, MethodLayer):
+            target = self._targets.get(name)
+            if target is None or not isinstance(target.module, MethodLayer):
                 return []
-            found.append((place, source.features))
+            found.append((target, source.features))
         return found
 
-    def _holds(self, place: ParamTarget, parts: list[tuple[ParamTarget, Features | None]]) -> bool:
-        layer = place.module
+    def _holds(self, target: ParamTarget, parts: list[tuple[ParamTarget, Features | None]]) -> bool:
+        layer = target.module
         if isinstance(layer, Experts):
             return self._experts_fit(layer)
         if not isinstance(layer, ParallelLinear) or layer.keeps_precision:

@@ -60,7 +60,7 @@ class StartRank(Message, frozen=True, kw_only=True):
     rank: int
     models: dict[str, str]
     """Architectures that plug-ins have registered: name -> "module:Class"."""
-    place: RankAssignment | None = None
+    assignment: RankAssignment | None = None
     """Assignment of the rank on its machine; None: all ranks are on one machine."""
 
 

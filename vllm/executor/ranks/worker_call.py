@@ -41,28 +41,28 @@ _ACCEPTED = (
 )
 
 
-def make_worker(config: VllmConfig, rank: int, place: RankAssignment | None = None) -> Worker:
+def make_worker(config: VllmConfig, rank: int, assignment: RankAssignment | None = None) -> Worker:
     """Create the worker of a rank in this process, without loading it.
 
     Args:
         config: config of the engine.
         rank: rank of the worker.
-        place: position of the rank on its machine; None: all ranks are on this machine.
+        assignment: position of the rank on its machine; None: all ranks are on this machine.
 
     Raises:
         ConfigError: a class that `config.parallel` names cannot be used, or there is no device.
     """
     parallel = config.parallel
     platform = resolve_platform(config.device.device)
-    if place is None:
+    if assignment is None:
         platform.set_rank(rank, parallel.world_size)
-    elif place.has_own_devices:
+    elif assignment.has_own_devices:
         platform.set_rank(rank, parallel.world_size, 0, 1)
     else:
-        platform.set_rank(rank, parallel.world_size, place.index, place.count)
+        platform.set_rank(rank, parallel.world_size, assignment.index, assignment.count)
     worker: Worker = resolve_worker_class(parallel, platform.worker_class)(config)
-    if place is not None:
-        worker.num_local_ranks = place.count
+    if assignment is not None:
+        worker.num_local_ranks = assignment.count
     return worker
 
 

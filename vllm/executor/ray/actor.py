@@ -71,7 +71,7 @@ class RankActor:
                 address,
                 is_host=self._listener is not None,
                 listener=self._listener,
-                has_whole_stage=start.place is not None and start.place.has_whole_stage,
+                has_whole_stage=start.assignment is not None and start.assignment.has_whole_stage,
             )
 
         try:

@@ -138,8 +138,8 @@ class RayExecutor(Executor):
         address = self._get([self._actors[0].open_address.remote()])[0]
         models = ModelRegistry.plugins()
         starts = [
-            StartRank(config=config, rank=rank, models=models, place=place)
-            for rank, place in enumerate(placement.places)
+            StartRank(config=config, rank=rank, models=models, assignment=assignment)
+            for rank, assignment in enumerate(placement.assignments)
         ]
         self._answers(
             [

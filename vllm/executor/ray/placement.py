@@ -30,7 +30,7 @@ class Placement:
     """Index of each rank's bundle in the group."""
     nodes: list[str]
     """Id of each rank's machine."""
-    places: list[RankAssignment]
+    assignments: list[RankAssignment]
     """Assignment of each rank."""
 
 
@@ -71,8 +71,8 @@ def place_ranks(parallel: ParallelConfig, resources: dict[str, float]) -> Placem
     ranks = [bundle for bundle in order for _ in range(layout.tensor_size if is_whole else 1)]
     nodes = [found[bundle] for bundle in ranks]
     logger.info("Ray: %d workers on %d machines of the cluster", size, len(set(nodes)))
-    places = _places(nodes, has_own_devices="HPU" in resources, has_whole_stage=is_whole)
-    return Placement(group, ranks, nodes, places)
+    assignments = _assignments(nodes, has_own_devices="HPU" in resources, has_whole_stage=is_whole)
+    return Placement(group, ranks, nodes, assignments)
 
 
 def _wait_for_machines(ray: Any, size: int, resources: dict[str, float], timeout_s: float) -> None:
@@ -163,12 +163,12 @@ def _ordered(nodes: dict[int, str], here: str) -> list[int]:
     return sorted(nodes, key=lambda b: (-on_node[nodes[b]], nodes[b] != here, nodes[b]))
 
 
-def _places(
+def _assignments(
     nodes: list[str], *, has_own_devices: bool, has_whole_stage: bool
 ) -> list[RankAssignment]:
-    on_node, seen, places = Counter(nodes), Counter[str](), []
+    on_node, seen, assignments = Counter(nodes), Counter[str](), []
     for node in nodes:
-        places.append(
+        assignments.append(
             RankAssignment(
                 index=seen[node],
                 count=on_node[node],
@@ -177,4 +177,4 @@ def _places(
             )
         )
         seen[node] += 1
-    return places
+    return assignments

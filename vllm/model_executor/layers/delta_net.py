@@ -214,8 +214,8 @@ class DeltaLayer(SlicedModule, StateLayer):
             steps, rate = steps.unflatten(-1, (self.num_heads, self.key_size)), rate[:, None]
         beta = b.float().sigmoid()
         if lengths is not None:
-            places = torch.arange(b.shape[1], dtype=lengths.dtype, device=b.device)
-            beta = beta * (places < lengths[:, None])[:, :, None]
+            indices = torch.arange(b.shape[1], dtype=lengths.dtype, device=b.device)
+            beta = beta * (indices < lengths[:, None])[:, :, None]
         return steps * rate, beta
 
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -95,9 +95,9 @@ class VocabParallelEmbedding(MethodLayer, ReadsContext):
             return rows
         return context.replaced.put_into(rows)
 
-    def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
+    def load(self, target: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
         shape, wanted = list(source.shape), [self.num_embeddings, self.embedding_dim]
-        if place.slice is None:  # a file for each rank has only its part of the table
+        if target.slice is None:  # a file for each rank has only its part of the table
             wanted[0] = self.local_size
         is_table = name.endswith(".weight")  # other tensors of a quantized table have other shapes
         if is_table and len(shape) == 2 and shape[0] != wanted[0] and shape[1] == wanted[1]:
@@ -106,7 +106,7 @@ class VocabParallelEmbedding(MethodLayer, ReadsContext):
                 f"If the vocabulary of the checkpoint has {shape[0]} tokens, set vocab_size in "
                 "config.json or with hf_overrides"
             )
-        super().load(place, name, source, tp)
+        super().load(target, name, source, tp)
 
     def look_up(self, input_ids: Tensor) -> Tensor:
         """Return unscaled embeddings, as in the checkpoint, [T] int64 -> [T, embedding_dim]."""

@@ -106,12 +106,12 @@ def rotary_sections(rope: RopeConfig) -> Tensor:
     alternate, and the first position also rotates the remaining pairs.
     """
     sections = torch.tensor(rope.sections)
-    places = torch.arange(len(sections), dtype=torch.int32)
+    axes = torch.arange(len(sections), dtype=torch.int32)
     if not rope.interleaves_sections:
-        return places.repeat_interleave(sections)
+        return axes.repeat_interleave(sections)
     pairs = torch.arange(rope.rotary_dim // 2)
-    place = places[pairs % len(sections)]
-    return place.where(pairs < len(sections) * sections[place], 0)
+    axis = axes[pairs % len(sections)]
+    return axis.where(pairs < len(sections) * sections[axis], 0)
 
 
 def rotary_frequencies(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:

@@ -132,23 +132,23 @@ class CheckpointTensor:
         whole = replace(self, features=None)
         if dim is None:
             return whole
-        places = part.in_words(bits)
-        if places is None:
+        words = part.in_words(bits)
+        if words is None:
             raise WeightLoadError(
                 f"tensor {name} stores {WORD_BITS // bits} output features in a word: the "
                 f"{part.count} features from index {part.start} in each {part.group} do not fill "
                 "whole words, so the layer cannot be divided into the parts that the model needs. "
                 "Use a checkpoint in a different format"
             )
-        if len(self.shape) <= dim or self.shape[dim] != places.total:
+        if len(self.shape) <= dim or self.shape[dim] != words.total:
             raise WeightLoadError(
                 f"tensor {name} has shape {list(self.shape)} in the checkpoint, but the model "
-                f"needs {places.total} in dimension {dim}, for the {part.total} output features "
+                f"needs {words.total} in dimension {dim}, for the {part.total} output features "
                 "of the layer"
             )
-        if places.group == places.total:
-            return whole.narrow(dim, places.start, places.count)
-        return whole.mapped(partial(_pick, dim=dim, places=places))
+        if words.group == words.total:
+            return whole.narrow(dim, words.start, words.count)
+        return whole.mapped(partial(_pick, dim=dim, words=words))
 
     def fill(self, target: Tensor, index: Index = ()) -> None:
         """Copy the part `index` into `target`, which has its shape, and convert to its dtype."""
@@ -162,9 +162,9 @@ NamedTensors = Iterable[tuple[str, CheckpointTensor]]
 """Names of tensors, and the tensors."""
 
 
-def _pick(tensor: Tensor, dim: int, places: Features) -> Tensor:
-    groups = tensor.unflatten(dim, (-1, places.group))
-    return groups.narrow(dim + 1, places.start, places.count).flatten(dim, dim + 1)
+def _pick(tensor: Tensor, dim: int, words: Features) -> Tensor:
+    groups = tensor.unflatten(dim, (-1, words.group))
+    return groups.narrow(dim + 1, words.start, words.count).flatten(dim, dim + 1)
 
 
 @dataclass(frozen=True)

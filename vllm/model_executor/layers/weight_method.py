@@ -30,11 +30,11 @@ class WeightMethod(ABC, Generic[Layer]):
         Called under the model's dtype and, while a model is built, on the meta device.
         """
 
-    def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
+    def load(self, target: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
         """Fill a parameter, or a part of it, from a checkpoint tensor.
 
         Args:
-            place: the parameter of the tensor, from `layer.slices`.
+            target: the parameter of the tensor, from `layer.slices`.
             name: name of the tensor in the checkpoint.
             source: the tensor.
             tp: the ranks that share the layer.
@@ -42,7 +42,7 @@ class WeightMethod(ABC, Generic[Layer]):
         Raises:
             WeightLoadError: the tensor has the wrong shape.
         """
-        place.fill(name, source, tp)
+        target.fill(name, source, tp)
 
     optional_parameters: tuple[str, ...] = ()
     """Parameters that a checkpoint may lack; see `fill_missing`."""
@@ -50,9 +50,9 @@ class WeightMethod(ABC, Generic[Layer]):
     unused_tensors: tuple[str, ...] = ()
     """Ends of the names of tensors that a checkpoint may have of the layer and nothing reads."""
 
-    def fill_missing(self, place: ParamTarget) -> None:
+    def fill_missing(self, target: ParamTarget) -> None:
         """Fill a part of an optional parameter if the checkpoint has no tensor for it."""
-        raise AssertionError(f"{place.param_name} is not optional")
+        raise AssertionError(f"{target.param_name} is not optional")
 
     @property
     def is_dequantized(self) -> bool:
@@ -117,16 +117,16 @@ class MethodLayer(SlicedModule):
             delattr(self, name)
             self.slices.pop(name, None)
 
-    def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
+    def load(self, target: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
         """Fill one of the layer's parameters; see `WeightMethod.load`.
 
         The layer's own `tp` is used: a layer that is not split is filled whole on every rank.
         """
         tp = self.tp
-        if place.param_name in self.own_parameters:
-            place.fill(name, source, tp)
+        if target.param_name in self.own_parameters:
+            target.fill(name, source, tp)
         else:
-            self.method.load(place, name, source, tp)
+            self.method.load(target, name, source, tp)
 
     def finish(self) -> None:
         """Convert the weights to the layout that runs; see `WeightMethod.finish`."""

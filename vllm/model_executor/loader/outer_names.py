@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 
 from vllm.logger import init_logger
-from vllm.model_executor.loader.weights import find_places
+from vllm.model_executor.loader.weights import targets_by_name
 from vllm.model_executor.models.interface import LoadableModel
 
 logger = init_logger(__name__)
@@ -38,7 +38,7 @@ def find_outer_names(
         others: returns the names in all files, which are only read if necessary.
     """
     # An output head has the same name in multimodal checkpoints.
-    expected = {name for name in find_places(model) if not name.startswith("lm_head.")}
+    expected = {name for name in targets_by_name(model) if not name.startswith("lm_head.")}
 
     def has_own(names: Iterable[str], prefix: str = "", inner: str = "") -> bool:
         return any(

@@ -98,7 +98,7 @@ def _read_header(path: Path, fd: int) -> dict[str, _Place]:
     (length,) = _LENGTH.unpack(os.pread(fd, _LENGTH.size, 0))
     header = json.loads(os.pread(fd, length, _LENGTH.size))
     header.pop("__metadata__", None)
-    places = {}
+    entries = {}
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
         if entry["dtype"] not in _DTYPES:
             raise WeightLoadError(
@@ -106,8 +106,8 @@ def _read_header(path: Path, fd: int) -> dict[str, _Place]:
                 f"{', '.join(_DTYPES)}"
             )
         start = _LENGTH.size + length + entry["data_offsets"][0]
-        places[name] = (start, _DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
-    return places
+        entries[name] = (start, _DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
+    return entries
 
 
 class _Buffers(threading.local):

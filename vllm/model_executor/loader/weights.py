@@ -184,7 +184,7 @@ def _fill(
         folders = sorted({str(path.parent) for path in paths if path is not None})
         where = f" {', '.join(folders)}" if folders else ""
         hint = ""
-        if any(isinstance(place.module, ParallelLMHead) for place in todo.values()):
+        if any(isinstance(target.module, ParallelLMHead) for target in todo.values()):
             hint = (
                 ". The output head is missing: if its weights are those of the token embeddings, "
                 "set tie_word_embeddings to true in config.json or with hf_overrides"
@@ -353,7 +353,7 @@ def names_in_checkpoint(name: str, model: LoadableModel) -> list[str]:
     )
 
 
-def find_places(model: LoadableModel) -> dict[str, ParamTarget]:
+def targets_by_name(model: LoadableModel) -> dict[str, ParamTarget]:
     """Return name in the model -> parameter, for each tensor that a checkpoint must have."""
     return _find_targets(model).by_name
 

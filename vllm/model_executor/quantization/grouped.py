@@ -111,13 +111,15 @@ class GroupedLinear(StoredLinear):
             "g_idx": StoredTensor((torch.int32, torch.int64), None),
         }
 
-    def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
-        if place.param_name == "scales":
+    def arranged(
+        self, target: ParamTarget, name: str, source: CheckpointTensor
+    ) -> CheckpointTensor:
+        if target.param_name == "scales":
             return checked_scales(name, source)
-        if place.param_name == "g_idx":
-            return self._groups_of(layer_of(place)).checked(name, source)
-        if place.param.dtype == torch.uint8:
-            return in_numbers(place, name, source, self.layout.bits, self._unpacked)
+        if target.param_name == "g_idx":
+            return self._groups_of(layer_of(target)).checked(name, source)
+        if target.param.dtype == torch.uint8:
+            return in_numbers(target, name, source, self.layout.bits, self._unpacked)
         return source
 
     def _unpacked(self, words: Tensor) -> Tensor:
@@ -125,14 +127,14 @@ class GroupedLinear(StoredLinear):
         is_awq = self.layout.is_awq
         return unpack_awq(words) if is_awq else unpack_bits(words, self.layout.bits)
 
-    def fill_missing(self, place: ParamTarget) -> None:
-        assert place.slice is not None
-        if place.param_name == "qzeros":
-            part = place.slice
-            place.param.narrow(part.dim, part.offset, part.size).fill_(self._stored_middle)
+    def fill_missing(self, target: ParamTarget) -> None:
+        assert target.slice is not None
+        if target.param_name == "qzeros":
+            part = target.slice
+            target.param.narrow(part.dim, part.offset, part.size).fill_(self._stored_middle)
             return
-        row = place.slice.offset if place.slice.dim == 0 else 0
-        place.param[row].copy_(self._groups_of(layer_of(place)).neighbours())
+        row = target.slice.offset if target.slice.dim == 0 else 0
+        target.param[row].copy_(self._groups_of(layer_of(target)).neighbours())
 
     def fill_indices(self, layer: ParallelLinear) -> None:
         if self.layout.has_groups:
@@ -188,9 +190,9 @@ def check_symmetric(name: str, layout: GroupLayout, zeros: Tensor) -> None:
     )
 
 
-def layer_of(place: ParamTarget) -> ParallelLinear:
+def layer_of(target: ParamTarget) -> ParallelLinear:
     """Return the layer of a parameter; an output head counts as a linear layer here."""
-    layer: Any = place.module
+    layer: Any = target.module
     return cast(ParallelLinear, layer)
 
 

@@ -155,8 +155,10 @@ class RowsLinear(StoredLinear):
             for name, tensor in self.tensors.items()
         }
 
-    def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
-        tensor = self.tensors[place.param_name]
+    def arranged(
+        self, target: ParamTarget, name: str, source: CheckpointTensor
+    ) -> CheckpointTensor:
+        tensor = self.tensors[target.param_name]
         if tensor.check is not None:
             source = tensor.check(name, source)
         if tensor.of == "layer":
@@ -166,14 +168,14 @@ class RowsLinear(StoredLinear):
             return source.mapped(lambda values: values.reshape(-1))
         if tensor.of == "groups":
             in_parts = self.flat_parts if self.is_flat else self._in_parts
-            return in_parts(place, name, source)
+            return in_parts(target, name, source)
         return source
 
     def _in_parts(
-        self, place: ParamTarget, name: str, source: CheckpointTensor
+        self, target: ParamTarget, name: str, source: CheckpointTensor
     ) -> CheckpointTensor:
         """Return the tensor with one column for each group of the parameter."""
-        num_out, num_groups = self.features_of(place, source)[0], self.total_inputs // self.group
+        num_out, num_groups = self.features_of(target, source)[0], self.total_inputs // self.group
         if list(source.shape) != [num_out, num_groups]:
             raise WeightLoadError(
                 f"tensor {name} has shape {list(source.shape)} in the checkpoint, but the layer "
@@ -184,13 +186,13 @@ class RowsLinear(StoredLinear):
         return source if repeats == 1 else source.mapped(lambda x: repeated(x, repeats))
 
     def flat_parts(
-        self, place: ParamTarget, name: str, source: CheckpointTensor, repeats: int = 1
+        self, target: ParamTarget, name: str, source: CheckpointTensor, repeats: int = 1
     ) -> CheckpointTensor:
         """Return values of groups that cross rows (`is_flat`), regrouped for the parameter.
 
         For the arguments see `arranged`; `repeats` is the number of groups that share a value.
         """
-        num_out, num_in = self.features_of(place, source)
+        num_out, num_in = self.features_of(target, source)
         num_groups = -(-num_out * num_in // self.group)
         check_size(name, source, -(-num_groups // repeats))
 
@@ -201,22 +203,22 @@ class RowsLinear(StoredLinear):
 
         return source.mapped(in_parts)
 
-    def features_of(self, place: ParamTarget, source: CheckpointTensor) -> tuple[int, int]:
+    def features_of(self, target: ParamTarget, source: CheckpointTensor) -> tuple[int, int]:
         """Return (outputs, inputs) of the whole layer in the checkpoint."""
-        assert place.slice is not None
+        assert target.slice is not None
         if source.features is not None:
             return source.features.total, self.total_inputs
-        if self.tensors[place.param_name].of == "layer":
-            layer = layer_of(place)
-            part = list(layer.feature_slices.values())[place.slice.offset]
+        if self.tensors[target.param_name].of == "layer":
+            layer = layer_of(target)
+            part = list(layer.feature_slices.values())[target.slice.offset]
             return (part.total if part.dim == 0 else layer.output_size), self.total_inputs
-        return place.slice.checkpoint_shape(place.param)[0], self.total_inputs
+        return target.slice.checkpoint_shape(target.param)[0], self.total_inputs
 
-    def fill_missing(self, place: ParamTarget) -> None:
-        assert place.slice is not None
-        value = self.tensors[place.param_name].missing
+    def fill_missing(self, target: ParamTarget) -> None:
+        assert target.slice is not None
+        value = self.tensors[target.param_name].missing
         assert value is not None
-        place.param.narrow(place.slice.dim, place.slice.offset, place.slice.size).fill_(value)
+        target.param.narrow(target.slice.dim, target.slice.offset, target.slice.size).fill_(value)
 
     def of_outputs(self, layer: ParallelLinear, param: str) -> Tensor:
         """Expand a per-part tensor of the layer to its outputs, [out_features, size]."""

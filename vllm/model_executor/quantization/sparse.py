@@ -49,11 +49,13 @@ class SparseLinear(RowsLinear):
             tensors.append(scale_tensor("weight_scale"))
         super().__init__(name, tensors, -1)
 
-    def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
-        if place.param_name == "weight_scale" and source.shape.numel() == 1:
-            num_out = self.features_of(place, source)[0]
+    def arranged(
+        self, target: ParamTarget, name: str, source: CheckpointTensor
+    ) -> CheckpointTensor:
+        if target.param_name == "weight_scale" and source.shape.numel() == 1:
+            num_out = self.features_of(target, source)[0]
             source = source.mapped(lambda scale: scale.reshape(1, 1).expand(num_out, 1))
-        return super().arranged(place, name, source)
+        return super().arranged(target, name, source)
 
     def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
         values = self._inflated(on_host(layer, "compressed"), on_host(layer, "bitmask"))

@@ -75,12 +75,12 @@ class Eagle(Speculator):
         "model.": "",
     }
 
-    def step(self, place: int, input_ids: Tensor, states: Tensor, positions: Tensor) -> Tensor:
+    def step(self, index: int, input_ids: Tensor, states: Tensor, positions: Tensor) -> Tensor:
         x = self.fc(torch.cat((self.target.embedding.look_up(input_ids), states), dim=-1))
         hidden_states, residual = self.layer(positions, x, None)
         return hidden_states + residual
 
-    def compute_logits(self, place: int, states: Tensor) -> Tensor:
+    def compute_logits(self, index: int, states: Tensor) -> Tensor:
         return self.target.compute_logits(states)
 
 
@@ -166,10 +166,10 @@ class Eagle3(Speculator):
         found = dict(zip(self.inner_layers, inner, strict=True))
         return self.fc(torch.cat([found[layer] for layer in self._read_layers], dim=-1))
 
-    def step(self, place: int, input_ids: Tensor, states: Tensor, positions: Tensor) -> Tensor:
+    def step(self, index: int, input_ids: Tensor, states: Tensor, positions: Tensor) -> Tensor:
         return self.midlayer.guess(positions, self.target.embedding.look_up(input_ids), states)
 
-    def compute_logits(self, place: int, states: Tensor) -> Tensor:
+    def compute_logits(self, index: int, states: Tensor) -> Tensor:
         logits = self.lm_head(self.norm(states))
         if self.d2t is None:
             return logits

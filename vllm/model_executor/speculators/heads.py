@@ -90,11 +90,11 @@ class Medusa(Speculator):
     def num_networks(self) -> int:
         return len(self.heads)
 
-    def step(self, place: int, input_ids: Tensor, states: Tensor, positions: Tensor) -> Tensor:
+    def step(self, index: int, input_ids: Tensor, states: Tensor, positions: Tensor) -> Tensor:
         return states
 
-    def compute_logits(self, place: int, states: Tensor) -> Tensor:
-        logits: Tensor = self.heads[place](states)
+    def compute_logits(self, index: int, states: Tensor) -> Tensor:
+        logits: Tensor = self.heads[index](states)
         return logits
 
 
@@ -147,7 +147,7 @@ class MLPSpeculator(Speculator):
             VocabParallelEmbedding(vocab_size, inner, tp) for _ in range(num_own)
         )
         self.proj = nn.ModuleList(
-            whole_linear(inner if place else hidden, inner, tp) for place in range(num_proj)
+            whole_linear(inner if index else hidden, inner, tp) for index in range(num_proj)
         )
         self.ln = nn.ModuleList(ScaleAndShift(inner) for _ in range(num_own))
         self.head = nn.ModuleList(ParallelLMHead(vocab_size, inner, tp) for _ in range(num_own))
@@ -157,13 +157,13 @@ class MLPSpeculator(Speculator):
     def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Drop copies of shared weights, which may occur once for each draft."""
         part, _, rest = name.partition(".")
-        place = rest.partition(".")[0]
+        index = rest.partition(".")[0]
         modules = getattr(self, part, None) if part in ("emb", "proj", "ln", "head") else None
         is_copy = (
             self.arch.hf_config["tie_weights"]
             and isinstance(modules, nn.ModuleList)
-            and place.isdecimal()
-            and len(modules) <= int(place) < self.arch.hf_config["n_predict"]
+            and index.isdecimal()
+            and len(modules) <= int(index) < self.arch.hf_config["n_predict"]
         )
         return () if is_copy else ((name, source),)
 
@@ -176,18 +176,18 @@ class MLPSpeculator(Speculator):
     def step_size(self) -> int:
         return int(self.arch.hf_config["inner_dim"])
 
-    def step(self, place: int, input_ids: Tensor, states: Tensor, positions: Tensor) -> Tensor:
-        if place == 0 and self.scales_input:
+    def step(self, index: int, input_ids: Tensor, states: Tensor, positions: Tensor) -> Tensor:
+        if index == 0 and self.scales_input:
             states = _normed(states) / math.sqrt(2)
-        emb, proj, ln = (self._at(place, part) for part in (self.emb, self.proj, self.ln))
+        emb, proj, ln = (self._at(index, part) for part in (self.emb, self.proj, self.ln))
         added = proj(states) + emb(input_ids) * self.embedding_weight
         return F.gelu(ln(added))
 
-    def compute_logits(self, place: int, states: Tensor) -> Tensor:
-        logits: Tensor = self._at(place, self.head)(states)
+    def compute_logits(self, index: int, states: Tensor) -> Tensor:
+        logits: Tensor = self._at(index, self.head)(states)
         return logits
 
     @staticmethod
-    def _at(place: int, modules: nn.ModuleList) -> nn.Module:
+    def _at(index: int, modules: nn.ModuleList) -> nn.Module:
         """Return the weights for a draft position: its own, or the last ones if there are fewer."""
-        return modules[min(place, len(modules) - 1)]
+        return modules[min(index, len(modules) - 1)]

@@ -92,13 +92,13 @@ class Speculator(LoadableModel):
         return result
 
     @abstractmethod
-    def step(self, place: int, input_ids: Tensor, states: Tensor, positions: Tensor) -> Tensor:
+    def step(self, index: int, input_ids: Tensor, states: Tensor, positions: Tensor) -> Tensor:
         """Run one draft step for n tokens.
 
         Args:
-            place: index of the draft that follows the token, from 0.
+            index: index of the draft that follows the token, from 0.
             input_ids: [n] int64
-            states: [n, kept_size] at `place` 0, else [n, step_size]. For tokens before the newest
+            states: [n, kept_size] at `index` 0, else [n, step_size]. For tokens before the newest
                 one, the result of `keep`. May be overwritten.
             positions: [P, n] int64, see `LaunchContext`
 
@@ -107,7 +107,7 @@ class Speculator(LoadableModel):
         """
 
     @abstractmethod
-    def compute_logits(self, place: int, states: Tensor) -> Tensor:
+    def compute_logits(self, index: int, states: Tensor) -> Tensor:
         """Compute the logits of a draft position from the result of `step`.
 
         [n, step_size] -> [n, tokens of the target].

@@ -59,12 +59,12 @@ class MTP(Speculator):
         found = self.target.convert(self.target.renamed(last + own), source)
         return [(f"layer.{each.removeprefix(last)}", part) for each, part in found]
 
-    def step(self, place: int, input_ids: Tensor, states: Tensor, positions: Tensor) -> Tensor:
+    def step(self, index: int, input_ids: Tensor, states: Tensor, positions: Tensor) -> Tensor:
         parts = [self.enorm(self.target.embedding.look_up(input_ids)), self.hnorm(states)]
         if self._facts.is_state_first:
             parts.reverse()
         x = self.eh_proj(torch.cat(parts, dim=-1))
         return add_norm(self.norm, *self.layer(positions, x, None))[0]
 
-    def compute_logits(self, place: int, states: Tensor) -> Tensor:
+    def compute_logits(self, index: int, states: Tensor) -> Tensor:
         return self.target.compute_logits(states)

@@ -80,9 +80,9 @@ class CPUKernels:
         library.vllm_cpu_set_openmp(*(ctypes.cast(found, c_void_p) for found in functions))
 
     def _add(self, name: str, described: Any, dtype: torch.dtype | None) -> None:
-        places = (self.plain, *self.of.values()) if dtype is None else (self.of[dtype],)
-        for place in places:
-            setattr(place, name, described)
+        holders = (self.plain, *self.of.values()) if dtype is None else (self.of[dtype],)
+        for holder in holders:
+            setattr(holder, name, described)
 
     @property
     def isa(self) -> str:

@@ -90,7 +90,7 @@ def _stack(
 ) -> "_NarrowStack | None":
     num_in = weights[0].shape[1] if weights[0] is not None else 0
     in_groups: list[StoredWeight] = []
-    places = []
+    columns = []
     for number, weight in enumerate(weights):
         if weight is None:
             return None
@@ -99,10 +99,10 @@ def _stack(
             return None
         in_groups.append(found[0])
         order = found[1]
-        place = torch.arange(num_in) if order is None else order.argsort()
-        places.append(place + number * num_in)
+        column = torch.arange(num_in) if order is None else order.argsort()
+        columns.append(column + number * num_in)
     rows = low_bit_weight(in_groups, card.kernels, dtype)
-    return None if rows is None else _NarrowStack(rows, places)
+    return None if rows is None else _NarrowStack(rows, columns)
 
 
 class _NarrowStack(nn.Module):
@@ -113,29 +113,29 @@ class _NarrowStack(nn.Module):
 
     Args:
         rows: the matrices of the experts, one after another.
-        places: for each expert, index of the row of each of its inputs [in].
+        columns: for each expert, index of the row of each of its inputs [in].
     """
 
-    def __init__(self, rows: LowBitWeight, places: Sequence[Tensor]) -> None:
+    def __init__(self, rows: LowBitWeight, columns: Sequence[Tensor]) -> None:
         super().__init__()
-        self.rows, self.num_experts = rows, len(places)
-        self.register_parameter("places", None)
-        all_places = torch.cat(list(places))
-        if not torch.equal(all_places, torch.arange(len(all_places))):
-            self.places = nn.Parameter(all_places.int(), requires_grad=False)
+        self.rows, self.num_experts = rows, len(columns)
+        self.register_parameter("columns", None)
+        all_columns = torch.cat(list(columns))
+        if not torch.equal(all_columns, torch.arange(len(all_columns))):
+            self.columns = nn.Parameter(all_columns.int(), requires_grad=False)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Dequantize the matrices of all experts, [E, in, out]."""
         rows = self.rows.widened(dtype)
-        if self.places is not None:
-            rows = rows.index_select(0, self.places)
+        if self.columns is not None:
+            rows = rows.index_select(0, self.columns)
         return rows.unflatten(0, (self.num_experts, -1))
 
     def of_expert(self, expert: int, dtype: torch.dtype) -> Tensor:
         """Dequantize the matrix [in, out] of one expert."""
         rows = self.rows.widened(dtype, partial(self._part, expert))
-        if self.places is not None:
-            rows = rows.index_select(0, self._part(expert, self.places) - expert * len(rows))
+        if self.columns is not None:
+            rows = rows.index_select(0, self._part(expert, self.columns) - expert * len(rows))
         return rows
 
     def _part(self, expert: int, kept: Tensor) -> Tensor:

@@ -330,9 +330,9 @@ def check_attention(
     Raises:
         ValueError: heads, head sizes or dtypes do not fit, or slopes or sinks do not fit the heads.
     """
-    *places, head_size = key_cache.shape
-    *value_places, value_size = value_cache.shape
-    if places != value_places or not value_size <= head_size == query.shape[2]:
+    *slots, head_size = key_cache.shape
+    *value_slots, value_size = value_cache.shape
+    if slots != value_slots or not value_size <= head_size == query.shape[2]:
         raise ValueError(
             f"query {list(query.shape)}, key_cache {list(key_cache.shape)} and value_cache "
             f"{list(value_cache.shape)} do not fit together"
@@ -503,11 +503,11 @@ def angles_at(positions: Tensor, cos_sin_cache: Tensor, sections: Tensor | None)
             "positions must have one entry for each token unless the rotation has sections, got "
             f"{list(positions.shape)}"
         )
-    places = torch.cat((sections, sections))
+    axes = torch.cat((sections, sections))
     angles = cos_sin_cache.index_select(0, positions[0])
-    for place in range(1, positions.shape[0]):
-        others = cos_sin_cache.index_select(0, positions[place])
-        angles = torch.where(places == place, others, angles)
+    for axis in range(1, positions.shape[0]):
+        others = cos_sin_cache.index_select(0, positions[axis])
+        angles = torch.where(axes == axis, others, angles)
     return angles
 
 

@@ -126,11 +126,11 @@ def _fade_by_key(q: Tensor, k: Tensor, logs: Tensor) -> _Faded:
         logs: [N, B, G, R, Q, K].
     """
     size = k.shape[-2]
-    places = torch.arange(size, device=k.device)
-    starts, inner = places[::_BLOCK], places[:_BLOCK]
+    indices = torch.arange(size, device=k.device)
+    starts, inner = indices[::_BLOCK], indices[:_BLOCK]
     steps = logs.unflatten(-2, (-1, _BLOCK))  # [..., blocks, _BLOCK, K]
-    is_before = places < starts[:, None]  # [blocks, Q]
-    up_to_start = (places > places[:, None]) & is_before[:, None]  # [blocks, Q, Q]
+    is_before = indices < starts[:, None]  # [blocks, Q]
+    up_to_start = (indices > indices[:, None]) & is_before[:, None]  # [blocks, Q, Q]
     earlier = (up_to_start.to(logs.dtype) @ logs.unsqueeze(-3)).exp()
     earlier = (earlier * is_before[..., None] * k.unsqueeze(-3)).transpose(-2, -1)
     is_between = (inner > inner[:, None]) & (inner <= inner[:, None, None])  # [i, j, token]
@@ -145,7 +145,7 @@ def _fade_by_key(q: Tensor, k: Tensor, logs: Tensor) -> _Faded:
         own = (pairs @ x.unsqueeze(-1)).squeeze(-1)
         own = (own.unsqueeze(-2) * is_own).flatten(-2)
         products.append(((x * from_start) @ earlier + own).flatten(-3, -2))
-    ends = ((places > places[:, None]).to(logs.dtype) @ logs).exp()
+    ends = ((indices > indices[:, None]).to(logs.dtype) @ logs).exp()
     return _Faded(products[0], products[1], logs.cumsum(-2).exp(), ends)
 
 
@@ -193,11 +193,11 @@ def invert_unit_lower(lower: Tensor) -> Tensor:
         lower: [..., Q, Q], 0 on the diagonal and above.
     """
     size = lower.shape[-1]
-    places = torch.arange(size, device=lower.device)
-    inverse = (places[:, None] == places).to(lower.dtype)
+    indices = torch.arange(size, device=lower.device)
+    inverse = (indices[:, None] == indices).to(lower.dtype)
     block = 1
     while block < size:
-        number = places // block
+        number = indices // block
         is_beside = (number[:, None] % 2 == 1) & (number[None, :] == number[:, None] - 1)
         beside = lower.masked_fill(~is_beside, 0.0)
         inverse = inverse - (beside if block == 1 else inverse @ beside @ inverse)

@@ -78,8 +78,8 @@ def convolve(
     if lengths is None:
         window = padded[:, length:]
     else:
-        places = lengths[:, None] + torch.arange(size, dtype=lengths.dtype, device=x.device)
-        window = padded.gather(1, places.long()[:, :, None].expand(-1, -1, padded.shape[2]))
+        indices = lengths[:, None] + torch.arange(size, dtype=lengths.dtype, device=x.device)
+        window = padded.gather(1, indices.long()[:, :, None].expand(-1, -1, padded.shape[2]))
     return F.silu(out) if has_silu else out, window
 
 
@@ -158,11 +158,11 @@ def faded_between(logs: Tensor) -> Tensor:
         logs: [..., Q] logarithm of the decay at each token.
     """
     size = logs.shape[-1]
-    places = torch.arange(size, device=logs.device)
-    is_later = places[:, None] > places
+    indices = torch.arange(size, device=logs.device)
+    is_later = indices[:, None] > indices
     # Add up the tokens in between. Differences of cumulative sums would lose precision.
     steps = logs[..., :, None].expand(*logs.shape, size).masked_fill(~is_later, 0.0)
-    return steps.cumsum(-2).masked_fill(places[:, None] < places, float("-inf")).exp()
+    return steps.cumsum(-2).masked_fill(indices[:, None] < indices, float("-inf")).exp()
 
 
 def _step_heads(

@@ -58,12 +58,14 @@ class TokenMasks:
         """Select the masks of requests by indices [k]; the requests are renumbered in this
         order.
         """
-        place = {row: i for i, row in enumerate(self.rows.tolist())}
-        found = [(new, place[old]) for new, old in enumerate(indices.tolist()) if old in place]
+        index_of = {row: i for i, row in enumerate(self.rows.tolist())}
+        found = [
+            (new, index_of[old]) for new, old in enumerate(indices.tolist()) if old in index_of
+        ]
         if not found:
             return None
-        rows, places = np.array(found, np.int64).T
-        words = self.words[torch.from_numpy(places.copy()).to(self.words.device)]
+        rows, chosen = np.array(found, np.int64).T
+        words = self.words[torch.from_numpy(chosen.copy()).to(self.words.device)]
         return TokenMasks(rows.copy(), words, self.bits)
 
     def apply(self, logits: Tensor) -> None:

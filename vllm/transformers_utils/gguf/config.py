@@ -143,9 +143,9 @@ def read_generation_config(model: GGUFModel) -> dict[str, Any]:
     kinds = model.metadata.get("tokenizer.ggml.token_type") or []
     for text in _ENDS_OF_TURN:
         if text in tokens and not (text == _END_OF_PART and _END_OF_ANSWER in tokens):
-            place = tokens.index(text)
-            if place < len(kinds) and kinds[place] == 3:  # type 3 is a control token
-                ids.append(place)
+            index = tokens.index(text)
+            if index < len(kinds) and kinds[index] == 3:  # type 3 is a control token
+                ids.append(index)
     found = sorted({i for i in ids if type(i) is int and 0 <= i < len(tokens)})
     return {"eos_token_id": found} if found else {}
 

@@ -162,7 +162,7 @@ class _Reader:
         self.path = path
         self.data = data
         self.size = size
-        self.place = 0
+        self.position = 0
 
     def read(self) -> Header:
         if self._take(len(_MAGIC)) != _MAGIC:
@@ -183,16 +183,16 @@ class _Reader:
             if name in metadata:
                 raise _damaged(self.path, f"it has the metadata {name!r} twice")
             metadata[name] = self._value(name, kind)
-        places = [self._tensor_place() for _ in range(num_tensors)]
+        entries = [self._tensor_entry() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT:
             raise _damaged(
                 self.path,
                 f"general.alignment must be from 1 to {_MAX_ALIGNMENT}, got {alignment!r}",
             )
-        first = -(-self.place // alignment) * alignment
+        first = -(-self.position // alignment) * alignment
         tensors: dict[str, StoredTensor] = {}
-        for name, offset, block_type, shape in places:
+        for name, offset, block_type, shape in entries:
             if name in tensors:
                 raise _damaged(self.path, f"it has the tensor {name} twice")
             tensor = StoredTensor(self.path, first + offset, block_type, shape)
@@ -209,7 +209,7 @@ class _Reader:
             tensors[name] = tensor
         return Header(metadata, tensors)
 
-    def _tensor_place(self) -> tuple[str, int, BlockType, tuple[int, ...]]:
+    def _tensor_entry(self) -> tuple[str, int, BlockType, tuple[int, ...]]:
         name = self._string()
         (num_dims,) = self._numbers("<I")
         if not 0 < num_dims <= _MAX_DIMS:
@@ -266,23 +266,24 @@ class _Reader:
         return struct.unpack(layout, self._take(struct.calcsize(layout)))
 
     def _check_count(self, count: int, item_bytes: int, what: str) -> None:
-        left = self.size - self.place
+        left = self.size - self.position
         if count * item_bytes > left:
             raise _damaged(
                 self.path,
-                f"it announces {count} {what} at byte {self.place}, but only {left} bytes are left",
+                f"it announces {count} {what} at byte {self.position}, but only {left} bytes are "
+                "left",
             )
         if count > _MAX_ITEMS:
             raise _damaged(
                 self.path,
-                f"it announces {count} {what} at byte {self.place}, but at most {_MAX_ITEMS} are "
-                "accepted",
+                f"it announces {count} {what} at byte {self.position}, but at most {_MAX_ITEMS} "
+                "are accepted",
             )
 
     def _take(self, count: int) -> bytes:
-        end = self.place + count
+        end = self.position + count
         if end > self.size:
             raise _damaged(self.path, f"it ends at byte {self.size}, inside its header")
-        taken = self.data[self.place : end]
-        self.place = end
+        taken = self.data[self.position : end]
+        self.position = end
         return taken

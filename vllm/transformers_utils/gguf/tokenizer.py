@@ -307,9 +307,9 @@ def _special_tokens(
     found: dict[str, Any] = {}
     for key, names in names_of.items():
         for name in names:
-            place = model.metadata.get(f"tokenizer.ggml.{name}_token_id")
-            if type(place) is int and 0 <= place < len(tokens):
-                found.setdefault(f"{key}_token", tokens[place])
+            token_id = model.metadata.get(f"tokenizer.ggml.{name}_token_id")
+            if type(token_id) is int and 0 <= token_id < len(tokens):
+                found.setdefault(f"{key}_token", tokens[token_id])
     return found
 
 

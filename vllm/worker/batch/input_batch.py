@@ -177,17 +177,17 @@ class InputBatch:
         """Return whether one of these tokens, one for each request, ends its request."""
         return bool((self.end_tokens[rows] == token_ids[:, None]).any())
 
-    def retract(self, expected: ExpectedTokens, places: IntArray) -> None:
+    def retract(self, expected: ExpectedTokens, indices: IntArray) -> None:
         """Remove a token of some requests, and the tokens after it.
 
         Args:
             expected: one token each of m requests, without drafts before them.
-            places: indices into `expected` of the requests.
+            indices: indices into `expected` of the requests.
         """
-        rows = expected.rows[places]
-        is_same = self._owner[rows] == expected.owners[places]
-        self.num_tokens[rows[is_same]] = expected.positions[places][is_same]
-        self.num_recorded[rows[is_same]] = expected.positions[places][is_same]
+        rows = expected.rows[indices]
+        is_same = self._owner[rows] == expected.owners[indices]
+        self.num_tokens[rows[is_same]] = expected.positions[indices][is_same]
+        self.num_recorded[rows[is_same]] = expected.positions[indices][is_same]
 
     def _place(self, new: NewRequest) -> None:
         row, prompt, output = new.row, new.request.prompt_token_ids, new.output_token_ids

@@ -33,9 +33,9 @@ class PendingLogprobs:
             for column in zip(*self.parts, strict=True)
         )
         if self.absent:
-            places = list(self.absent)
-            found[places, 0] = list(self.absent.values())
-            logprobs[places, 0], ranks[places] = -np.inf, self.vocab_size + 1
+            indices = list(self.absent)
+            found[indices, 0] = list(self.absent.values())
+            logprobs[indices, 0], ranks[indices] = -np.inf, self.vocab_size + 1
         width = 1 + self.num_logprobs
         return LogprobRows(token_ids=found[:, :width], logprobs=logprobs[:, :width], ranks=ranks)
 

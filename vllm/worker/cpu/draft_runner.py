@@ -63,16 +63,16 @@ class DraftRunner(DraftMaker):
         if has_drafts.all() and (spans.count == 1).all():
             self._run_newest(spans.rows, 0)
             return
-        for places, done, count in split_spans(spans.count, self._max_tokens):
-            ends = done + count == spans.count[places]
+        for chosen, done, count in split_spans(spans.count, self._max_tokens):
+            ends = done + count == spans.count[chosen]
             self._run_ragged(
-                spans.rows[places],
-                spans.first[places] + done,
+                spans.rows[chosen],
+                spans.first[chosen] + done,
                 count,
-                has_drafts[places] & ends,
+                has_drafts[chosen] & ends,
             )
 
-    def _run_newest(self, rows: IntArray, place: int) -> None:
+    def _run_newest(self, rows: IntArray, index: int) -> None:
         newest = self.batch.num_tokens[rows] - 1
         ones = np.ones_like(newest)
         step = self.launches.decode_steps.without if self._are_known(rows, newest) else None

@@ -101,35 +101,35 @@ class SpeculatorRunner(DraftMaker):
         assert self._states is not None, "the KV cache is not bound"
         rows, first = spans.rows, spans.first
         last = torch.empty(0)
-        for places, done, taken in split_spans(spans.count, self._max_tokens):
+        for chosen, done, taken in split_spans(spans.count, self._max_tokens):
             order = np.argsort(taken > 1, kind="stable")  # rows with a single token go first
-            places, done, taken = places[order], done[order], taken[order]
-            launch = Launch(rows[places], first[places] + done, taken)
+            chosen, done, taken = chosen[order], done[order], taken[order]
+            launch = Launch(rows[chosen], first[chosen] + done, taken)
             positions = np.repeat(launch.num_computed_tokens, taken) + positions_within(taken)
             states = self._states.read(np.repeat(launch.rows, taken), positions)
             result = self._run(0, launch, states)
             if not len(last):
                 last = result.new_empty(len(rows), result.shape[1])
             ends = torch.from_numpy(np.cumsum(taken, dtype=np.int64) - 1)
-            last[torch.from_numpy(places.astype(np.int64))] = result[ends]
+            last[torch.from_numpy(chosen.astype(np.int64))] = result[ends]
         has_drafts = np.flatnonzero(spans.num_drafts > 0)
         self._append(rows[has_drafts], last[torch.from_numpy(has_drafts)], 0)
 
-    def _run_newest(self, rows: IntArray, place: int) -> None:
+    def _run_newest(self, rows: IntArray, index: int) -> None:
         states = self._newest[torch.from_numpy(np.flatnonzero(np.isin(self._rows, rows)))]
         first = self.batch.num_tokens[rows] - 2
         launch = Launch(rows, first, np.ones_like(rows, dtype=np.int32))
-        self._append(rows, self._run(place, launch, states), place)
+        self._append(rows, self._run(index, launch, states), index)
 
     def _note_drafts(self, progress: DraftProgress | NewestTokens, spans: DraftSpans) -> None:
         """Do nothing: once drafts are accepted, they run again with hidden states of the model."""
 
-    def _append(self, rows: IntArray, states: Tensor, place: int) -> None:
+    def _append(self, rows: IntArray, states: Tensor, index: int) -> None:
         """Append the drafts that follow from the newest states of the requests."""
         self._rows, self._newest = rows, states
-        append_drafts(self, rows, self._speculator.compute_logits(place, states))
+        append_drafts(self, rows, self._speculator.compute_logits(index, states))
 
-    def _run(self, place: int, launch: Launch, states: Tensor) -> Tensor:
+    def _run(self, index: int, launch: Launch, states: Tensor) -> Tensor:
         """Run one speculator step for the tokens after the tokens of a forward pass."""
         rows, count = launch.rows, launch.num_scheduled_tokens
         indices = np.repeat(launch.num_computed_tokens, count) + positions_within(count)
@@ -147,4 +147,4 @@ class SpeculatorRunner(DraftMaker):
             ).context
             at = context.positions
         with self._launch_holder.running(context):
-            return self._speculator.step(place, input_ids, states, at)
+            return self._speculator.step(index, input_ids, states, at)

@@ -80,8 +80,8 @@ class DraftMaker(ABC):
         num_tokens[spans.rows] = spans.num_known
         try:
             self._run_known(spans)
-            for place in range(1, int(spans.num_drafts.max())):
-                self._run_newest(spans.rows[spans.num_drafts > place], place)
+            for index in range(1, int(spans.num_drafts.max())):
+                self._run_newest(spans.rows[spans.num_drafts > index], index)
         finally:
             num_tokens[spans.rows] = known
         self._write_drafts()
@@ -92,12 +92,12 @@ class DraftMaker(ABC):
         """Run known tokens, and append the first draft of the requests that get drafts."""
 
     @abstractmethod
-    def _run_newest(self, rows: IntArray, place: int) -> None:
+    def _run_newest(self, rows: IntArray, index: int) -> None:
         """Run the newest token of each request, and append the token that follows.
 
         Args:
             rows: batch indices of the requests.
-            place: index of the draft that is appended.
+            index: index of the draft that is appended.
         """
 
     def _write_drafts(self) -> None:  # noqa: B027

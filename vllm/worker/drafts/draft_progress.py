@@ -35,17 +35,17 @@ class DraftSpans:
 
     @classmethod
     def of(
-        cls, step: SchedulerOutput, places: BoolArray, first: IntArray, count: IntArray
+        cls, step: SchedulerOutput, chosen: BoolArray, first: IntArray, count: IntArray
     ) -> "DraftSpans":
         """Select some requests of a step, with the spans of tokens to run."""
         num_drafts = _num_drafts(step)
         num_known = step.num_computed_tokens + step.num_scheduled_tokens - num_drafts
         return cls(
-            rows=step.rows[places],
+            rows=step.rows[chosen],
             first=first,
             count=count,
-            num_drafts=num_drafts[places],
-            num_known=num_known[places],
+            num_drafts=num_drafts[chosen],
+            num_known=num_known[chosen],
         )
 
 
@@ -140,15 +140,15 @@ class DraftProgress:
         decodes = runs & (num_drafts > 0)
         self._note(rows[decodes], first[decodes], end[decodes])
         # One at a time: a prompt may share blocks that an earlier prompt of this step computes.
-        for place in np.flatnonzero((runs & ~decodes) | is_new).tolist():
-            if is_new[place]:
-                first[place] = self._find(int(rows[place]), int(start[place]))
+        for index in np.flatnonzero((runs & ~decodes) | is_new).tolist():
+            if is_new[index]:
+                first[index] = self._find(int(rows[index]), int(start[index]))
                 # The last cached token was computed with a different next token.
                 if self._reads_states:
-                    first[place] = max(0, first[place] - 1)
-                self._num_tokens[rows[place]] = first[place]
-            if runs[place]:
-                one = slice(place, place + 1)
+                    first[index] = max(0, first[index] - 1)
+                self._num_tokens[rows[index]] = first[index]
+            if runs[index]:
+                one = slice(index, index + 1)
                 self._note(rows[one], first[one], end[one])
         runs &= end > first
         if not runs.any():
@@ -178,20 +178,18 @@ class DraftProgress:
 
     def _forget(self, rows: IntArray, start: IntArray, count: IntArray) -> None:
         """Mark these slots as not computed, because the model writes other tokens to them."""
-        blocks, offsets = self._places(rows, start, count)
+        blocks, offsets = self._slots(rows, start, count)
         np.minimum.at(self._in_block, blocks, offsets)
 
     def _note(self, rows: IntArray, first: IntArray, end: IntArray) -> None:
         """Mark the tokens from `first` up to `end` of each request as computed by the
         draft model.
         """
-        blocks, offsets = self._places(rows, first, np.maximum(end - first, 0))
+        blocks, offsets = self._slots(rows, first, np.maximum(end - first, 0))
         self._in_block[blocks] = offsets + 1
         self._num_tokens[rows] = np.maximum(first, end)
 
-    def _places(
-        self, rows: IntArray, first: IntArray, count: IntArray
-    ) -> tuple[IntArray, IntArray]:
+    def _slots(self, rows: IntArray, first: IntArray, count: IntArray) -> tuple[IntArray, IntArray]:
         """Return block and offset of each token, request by request."""
         positions = np.repeat(first, count) + positions_within(count)
         blocks = self._batch.block_table[np.repeat(rows, count), positions // self._block_size]

@@ -26,15 +26,15 @@ class HiddenStateStore(ABC):
 
     def __init__(self, batch: InputBatch, size: int, dtype: torch.dtype) -> None:
         self._batch = batch
-        self.memory = torch.zeros(self._num_places, size, dtype=dtype)
+        self.memory = torch.zeros(self._num_slots, size, dtype=dtype)
 
     @property
     @abstractmethod
-    def _num_places(self) -> int:
+    def _num_slots(self) -> int:
         """Number of vectors that the memory has space for."""
 
     @abstractmethod
-    def _places(self, rows: IntArray, positions: IntArray) -> IntArray:
+    def _slots(self, rows: IntArray, positions: IntArray) -> IntArray:
         """Return the memory slots of the vectors of tokens."""
 
     def _is_kept(self, positions: IntArray, ends: IntArray) -> IntArray:
@@ -64,7 +64,7 @@ class HiddenStateStore(ABC):
         return self.memory[self._index(rows, positions)]
 
     def _index(self, rows: IntArray, positions: IntArray) -> Tensor:
-        return torch.from_numpy(self._places(rows, positions).astype(np.int64))
+        return torch.from_numpy(self._slots(rows, positions).astype(np.int64))
 
 
 class BlockHiddenStates(HiddenStateStore):
@@ -79,10 +79,10 @@ class BlockHiddenStates(HiddenStateStore):
         super().__init__(batch, size, dtype)
 
     @property
-    def _num_places(self) -> int:
+    def _num_slots(self) -> int:
         return self._num_blocks * self._block_size
 
-    def _places(self, rows: IntArray, positions: IntArray) -> IntArray:
+    def _slots(self, rows: IntArray, positions: IntArray) -> IntArray:
         block_size = self._block_size
         blocks = self._batch.block_table[rows, positions // block_size]
         return blocks * block_size + positions % block_size
@@ -98,10 +98,10 @@ class LastHiddenStates(HiddenStateStore):
         super().__init__(batch, size, dtype)
 
     @property
-    def _num_places(self) -> int:
+    def _num_slots(self) -> int:
         return len(self._batch.num_tokens) * self._num_latest
 
-    def _places(self, rows: IntArray, positions: IntArray) -> IntArray:
+    def _slots(self, rows: IntArray, positions: IntArray) -> IntArray:
         return rows * self._num_latest + positions % self._num_latest
 
     def _is_kept(self, positions: IntArray, ends: IntArray) -> IntArray:

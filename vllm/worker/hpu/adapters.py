@@ -32,7 +32,12 @@ class DeviceRows(Adapters):
         lora = config.lora
         dtype, device = adapter_dtype(config), bridge.device
         self.slots = DeviceSlots(
-            reader.places, lora.num_slots, lora.max_lora_rank, dtype, device, bridge.mark_step
+            reader.adapted_layers,
+            lora.num_slots,
+            lora.max_lora_rank,
+            dtype,
+            device,
+            bridge.mark_step,
         )
         self.slots.warm_up()
         logger.info(

@@ -92,7 +92,7 @@ class HPUDraftRunner(DraftMaker):
         self.states = states
         self._target, self._sampling = target, target.card_sampling
         self._max_drafts = max_drafts
-        self._at_place, self.launches = launches, launches[0]
+        self._by_index, self.launches = launches, launches[0]
         self._tokens_ahead = self.launches.inputs.tokens_ahead
         self._positions = draft_positions(target, config)
         self._reads = False
@@ -115,7 +115,7 @@ class HPUDraftRunner(DraftMaker):
 
     def _run_known(self, spans: DraftSpans) -> None:
         has_drafts = spans.num_drafts > 0
-        self.launches.inputs.place(spans.rows.tolist())
+        self.launches.inputs.index(spans.rows.tolist())
         num_last = np.where(has_drafts, np.minimum(spans.count, self._max_drafts + 1), 0)
         if self._positions is not None:
             # A decode computes positions by adding an offset to the token index. If the token that
@@ -136,17 +136,17 @@ class HPUDraftRunner(DraftMaker):
             count = num_last[has_drafts].astype(np.int32)
             self._run_decodes(spans.rows[has_drafts], first, count, 0)
 
-    def _run_newest(self, rows: IntArray, place: int) -> None:
+    def _run_newest(self, rows: IntArray, index: int) -> None:
         newest = self.batch.num_tokens[rows] - 1 - self._tokens_ahead
-        self._run_decodes(rows, newest, np.ones_like(newest), place)
+        self._run_decodes(rows, newest, np.ones_like(newest), index)
 
-    def _run_decodes(self, rows: IntArray, first: IntArray, count: IntArray, place: int) -> None:
+    def _run_decodes(self, rows: IntArray, first: IntArray, count: IntArray, index: int) -> None:
         for launch in self.launches.planner.plan_known(rows, first, count, is_decode=True):
-            self._run_draft(launch, samples=True, place=place)
+            self._run_draft(launch, samples=True, index=index)
 
-    def _run_draft(self, launch: Launch, *, samples: bool, place: int = 0) -> None:
+    def _run_draft(self, launch: Launch, *, samples: bool, index: int = 0) -> None:
         assert isinstance(launch, PaddedLaunch)
-        launches = self._at_place[min(place, len(self._at_place) - 1)]
+        launches = self._by_index[min(index, len(self._by_index) - 1)]
 
         def begin(given: PaddedInput) -> Callable[[PaddedOutput], None]:
             return lambda output: self._sample(launches, launch, output) if samples else None
@@ -180,8 +180,8 @@ class HPUDraftRunner(DraftMaker):
         made, self._made = self._made, []
         for launch, positions, sampled in made:
             first = np.arange(len(launch.rows)) * launch.bucket.query_len
-            places = first + launch.num_scheduled_tokens - 1
-            token_ids = sampled.host_ids.cpu().numpy()[places]
+            indices = first + launch.num_scheduled_tokens - 1
+            token_ids = sampled.host_ids.cpu().numpy()[indices]
             self.batch.token_ids[launch.rows, positions] = np.maximum(token_ids, 0)
 
     # ---- warm-up --------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class HPUDraftRunner(DraftMaker):
 
         It samples like the model's warm-up if the model samples on this stage.
         """
-        for launches in self._at_place:
+        for launches in self._by_index:
             if not launches.runs(shape):
                 continue
             output = launches.run_padding(shape)

@@ -214,11 +214,11 @@ class HPUModelRunner(ModelRunner):
         """
         return self.sampling.follows_output(step.rows)
 
-    def _retract(self, expected: ExpectedTokens, places: IntArray) -> None:
-        super()._retract(expected, places)
+    def _retract(self, expected: ExpectedTokens, indices: IntArray) -> None:
+        super()._retract(expected, indices)
         # The card still has tokens of the removed drafts: the next launch must use the host's
         # tokens.
-        self.launches.inputs.place(expected.rows[places].tolist())
+        self.launches.inputs.place(expected.rows[indices].tolist())
 
     # ---- warm-up --------------------------------------------------------------------------
 

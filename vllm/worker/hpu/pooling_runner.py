@@ -64,13 +64,13 @@ class HPUPoolingRunner(PoolingRunner):
         )
 
         def pool(given: PaddedInput, output: PaddedOutput) -> PooledRows:
-            launch, places = given.launch, given.sampled
-            counts = np.ones_like(places)
+            launch, indices = given.launch, given.sampled
+            counts = np.ones_like(indices)
             if pooler.pooling_type in ("ALL", "STEP"):
-                counts = launch.num_scheduled_tokens[places]
-                first = np.repeat(places * launch.bucket.query_len, counts)
-                places = first + positions_within(counts)
-            return PooledRows(given.rows, counts, launches.kept(output.result), places)
+                counts = launch.num_scheduled_tokens[indices]
+                first = np.repeat(indices * launch.bucket.query_len, counts)
+                indices = first + positions_within(counts)
+            return PooledRows(given.rows, counts, launches.kept(output.result), indices)
 
         made = RunnerParts(cache_layout=layout, batch=batch, rows=rows, launches=launches)
         super().__init__(model, made, requests, pool)

@@ -167,17 +167,17 @@ class PaddedTokens:
         """Sample the next tokens; the logits of a decode include its padded tokens."""
         launch, sampled, num_drafts = given.launch, given.sampled, given.num_drafts
         width = launch.tokens_with_logits
-        places = sampled * np.int32(width)
-        within = np.zeros_like(places)
+        indices = sampled * np.int32(width)
+        within = np.zeros_like(indices)
         if num_drafts is not None:
             within = positions_within(num_drafts + 1).astype(np.int32)
-            places = np.repeat(places, num_drafts + 1) + within
+            indices = np.repeat(indices, num_drafts + 1) + within
         rows = np.full(len(launch.rows) * width, self.state.padding_row, np.int32)
-        rows[places] = launch.rows[places // width]
+        rows[indices] = launch.rows[indices // width]
         if not len(sampled):
-            return Sampled(rows, places, None)
+            return Sampled(rows, indices, None)
         numbers = np.zeros_like(rows)
-        numbers[places] = num_output[places // width] + within
+        numbers[indices] = num_output[indices // width] + within
         num_logits = len(output.result)
         tokens, accepted = self._sampling.sample(
             self._launches,
@@ -186,7 +186,7 @@ class PaddedTokens:
             self.state.metadata(rows, numbers, num_logits, drafts),
         )
         self._launches.inputs.mark_sampled(launch.rows[sampled])
-        return Sampled(rows, places, tokens, accepted)
+        return Sampled(rows, indices, tokens, accepted)
 
 
 def _resident(launches: PaddedLaunches) -> DeviceTokens:

@@ -33,11 +33,11 @@ class HPUSpeculatorModel(HPUModel):
     """A speculator in padded forward passes, for the draft at one position.
 
     Attributes:
-        place: index of the draft.
+        index: index of the draft.
         states: hidden states that it reads and stores.
     """
 
-    place: int
+    index: int
     states: DeviceHiddenStates
     model: Any  # a speculator, which has layers, but no embedding and no output head
 
@@ -52,12 +52,12 @@ class HPUSpeculatorModel(HPUModel):
             self._leave(packed, shape, result)
         last = launch.last_tokens
         rows = result if last is None else result.index_select(0, last)
-        logits: Tensor = self.model.compute_logits(self.place, rows)
+        logits: Tensor = self.model.compute_logits(self.index, rows)
         return logits, result
 
     def _forward(self, inputs: Tensor, positions: Tensor, *more: Any) -> Any:
         (states,) = more
-        return self.model.step(self.place, inputs, states, positions)
+        return self.model.step(self.index, inputs, states, positions)
 
     def _states(self, packed: Tensor, shape: PaddedShape, slots: Tensor) -> Tensor:
         """Return the hidden states for the tokens of a forward pass.
@@ -67,13 +67,13 @@ class HPUSpeculatorModel(HPUModel):
         """
         has_networks = self.model.num_networks > 1
         has_drafts = shape.bucket.phase is Phase.DECODE and shape.bucket.query_len == 1
-        if self.place == 0:
+        if self.index == 0:
             states = self.states.by_slot.index_select(0, slots)
             if has_networks or not has_drafts:
                 return states
         given = unpack_decode(packed, shape)
         of_rows = self.states.by_row.index_select(0, given.rows)
-        if self.place:
+        if self.index:
             return of_rows
         assert isinstance(self.resident, DeviceDrafts)
         return torch.where(self.resident.are_drafts(given)[:, None], of_rows, states)
@@ -118,7 +118,7 @@ def make_speculator_runner(
     positions = draft_positions(target, config)
     inputs = SpeculatorInputBuilder(target.batch, block_size, positions=positions)
     launches = []
-    for place in range(max(1, speculator.num_networks)):
+    for index in range(max(1, speculator.num_networks)):
         padded = HPUSpeculatorModel(
             speculator,  # type: ignore[arg-type]  # only what a speculator has, too, is read
             block_size,
@@ -128,8 +128,8 @@ def make_speculator_runner(
             dtype=dtype,
             num_positions=0 if positions is None else positions.num_positions,
         )
-        padded.place, padded.states = place, states
+        padded.index, padded.states = index, states
         launches.append(
-            make_draft_launches(config, target, padded, inputs, single_tokens=place > 0)
+            make_draft_launches(config, target, padded, inputs, single_tokens=index > 0)
         )
     return HPUDraftRunner(config, speculator, target, max_drafts, launches, states)

@@ -148,7 +148,7 @@ class RaggedRows(Adapters):
 
     def __init__(self, config: VllmConfig, reader: AdapterReader) -> None:
         dtype: torch.dtype = getattr(torch, config.model.dtype_name)
-        self._host = HostSlots(reader.places, config.lora.num_slots, dtype)
+        self._host = HostSlots(reader.adapted_layers, config.lora.num_slots, dtype)
         super().__init__(config, reader, self._host)
 
     def part_of(self, launch: Launch) -> LaunchParts:

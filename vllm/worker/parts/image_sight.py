@@ -69,10 +69,10 @@ class ImageSight(RowPart):
         """
         starts, ends = launch.starts, launch.num_computed_tokens + launch.num_scheduled_tokens
         has_some = launch.num_computed_tokens < self._ends[launch.rows]
-        for place in np.flatnonzero(has_some).tolist():
-            computed, end = int(launch.num_computed_tokens[place]), int(ends[place])
-            first = int(starts[place]) - computed
-            for begin, count in self._runs[int(launch.rows[place])]:
+        for index in np.flatnonzero(has_some).tolist():
+            computed, end = int(launch.num_computed_tokens[index]), int(ends[index])
+            first = int(starts[index]) - computed
+            for begin, count in self._runs[int(launch.rows[index])]:
                 if begin < end and begin + count > computed:
                     tokens = slice(first + max(begin, computed), first + begin + count)
                     last_keys[tokens] = begin + count - 1

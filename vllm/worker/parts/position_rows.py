@@ -84,11 +84,11 @@ class PositionRows(RowPart):
         """
         starts = launch.starts
         is_given = launch.num_computed_tokens < self.ends[launch.rows]
-        for place in np.flatnonzero(is_given).tolist():
-            of_prompt = self._rows[int(launch.rows[place])]
-            begin = int(launch.num_computed_tokens[place])
-            given = of_prompt[:, begin : begin + int(launch.num_scheduled_tokens[place])]
-            first = int(starts[place])
+        for index in np.flatnonzero(is_given).tolist():
+            of_prompt = self._rows[int(launch.rows[index])]
+            begin = int(launch.num_computed_tokens[index])
+            given = of_prompt[:, begin : begin + int(launch.num_scheduled_tokens[index])]
+            first = int(starts[index])
             positions[:, first : first + given.shape[1]] = given
 
 

@@ -130,8 +130,8 @@ class PromptLogprobs(RowPart):
             parts.append(self._gather_logprobs(logits, token_ids, width))
             if self._end_stage is not None:
                 self._end_stage()
-        places = np.flatnonzero(targets >= vocab_size).tolist()
-        absent = {place: int(targets[place]) for place in places}
+        indices = np.flatnonzero(targets >= vocab_size).tolist()
+        absent = {index: int(targets[index]) for index in indices}
         return PendingLogprobs(parts, len(targets), num_logprobs, vocab_size, absent)
 
     def _fixed_size(

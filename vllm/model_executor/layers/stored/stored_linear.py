@@ -106,7 +106,9 @@ class StoredLinear(KeepsPacked):
         """Return parameter name -> how the checkpoint stores it."""
         raise NotImplementedError(f"{type(self).__name__} must define how its tensors are loaded")
 
-    def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
+    def arranged(
+        self, target: ParamTarget, name: str, source: CheckpointTensor
+    ) -> CheckpointTensor:
         """Return a checkpoint tensor with its dimensions in the order of the parameter.
 
         It is called before this rank's part is selected; for the arguments see `load`.
@@ -116,22 +118,22 @@ class StoredLinear(KeepsPacked):
         """
         return source
 
-    def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
-        stored = self.stored_tensors()[place.param_name]
+    def load(self, target: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
+        stored = self.stored_tensors()[target.param_name]
         dtypes = stored.dtypes
-        if place.slice is None:  # a saved parameter of this rank, which is read unchanged
-            dtypes = (*dtypes, place.param.dtype)
+        if target.slice is None:  # a saved parameter of this rank, which is read unchanged
+            dtypes = (*dtypes, target.param.dtype)
         if source.dtype not in (*dtypes, None):
             accepted = " or ".join(map(dtype_name, dtypes))
             raise SettingsMismatch(
                 f"tensor {name} has the dtype {dtype_name(source.dtype)} in the checkpoint; by "
                 f"{setting()} it must be {accepted}"
             )
-        if place.slice is not None:
-            source = self.arranged(place, name, source)
+        if target.slice is not None:
+            source = self.arranged(target, name, source)
         elif stored.dtypes == SCALES:
             source = checked_scales(name, source)
-        place.fill(name, source.picked(name, stored.output_dim, stored.bits), tp)
+        target.fill(name, source.picked(name, stored.output_dim, stored.bits), tp)
 
     @abstractmethod
     def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
@@ -178,11 +180,11 @@ class StoredHead(EmbeddingMethod):
     def create_weights(self, layer: VocabParallelEmbedding) -> None:
         self.linear.create_weights(layer)
 
-    def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
-        self.linear.load(place, name, source, tp)
+    def load(self, target: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
+        self.linear.load(target, name, source, tp)
 
-    def fill_missing(self, place: ParamTarget) -> None:
-        self.linear.fill_missing(place)
+    def fill_missing(self, target: ParamTarget) -> None:
+        self.linear.fill_missing(target)
 
     def fill_indices(self, layer: VocabParallelEmbedding) -> None:
         self.linear.fill_indices(layer)
@@ -224,8 +226,8 @@ class StoredTable(DenseTable):
     def create_weights(self, layer: VocabParallelEmbedding) -> None:
         self.linear.create_weights(layer)
 
-    def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
-        self.linear.load(place, name, source, tp)
+    def load(self, target: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
+        self.linear.load(target, name, source, tp)
 
     @torch.no_grad()
     def finish(self, layer: VocabParallelEmbedding) -> None:

@@ -84,11 +84,13 @@ class GemvLinear(RowsLinear):
         super().__init__(name, tensors, layout.group_size)
         self.layout = layout
 
-    def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
-        if place.param_name == "scales":
+    def arranged(
+        self, target: ParamTarget, name: str, source: CheckpointTensor
+    ) -> CheckpointTensor:
+        if target.param_name == "scales":
             # Groups of padding have a scale of 0.
             source = checked_scales(name, source)
-        elif place.param_name == "qzeros":
+        elif target.param_name == "qzeros":
             shape = torch.Size((source.shape[0], source.shape[-1] * _PER_WORD))
             source = source.made(shape, torch.uint8, lambda words: unpack_bits(words, _BITS))
         else:
@@ -99,7 +101,7 @@ class GemvLinear(RowsLinear):
                 f"tensor {name} has values of {list(source.shape)} groups in the checkpoint, but "
                 f"the layer needs {num_groups} for each output, plus padding"
             )
-        return super().arranged(place, name, source.narrow(1, 0, num_groups))
+        return super().arranged(target, name, source.narrow(1, 0, num_groups))
 
     def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
         scales, zeros = on_host(layer, "scales"), on_host(layer, "qzeros")

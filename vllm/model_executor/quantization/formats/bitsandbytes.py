@@ -117,28 +117,30 @@ class TableLinear(RowsLinear):
         self.storage = storage
         self.state = tensors[2].param
 
-    def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
-        param = place.param_name
+    def arranged(
+        self, target: ParamTarget, name: str, source: CheckpointTensor
+    ) -> CheckpointTensor:
+        param = target.param_name
         if param == self.state:
-            return self._state(place, name, source)
+            return self._state(target, name, source)
         if param == "weight":
-            num_out, num_in = self.features_of(place, source)
+            num_out, num_in = self.features_of(target, source)
             # `mapped` is lazy, so that only the shape is read here.
             in_bytes = source.mapped(lambda words: words.reshape(-1).view(torch.uint8))
             check_size(name, in_bytes, num_out * num_in // 2)
             return in_bytes.mapped(lambda each: each.view(num_out, num_in // 2))
         if param == "weight_nested_absmax":
-            return self.flat_parts(place, name, finite(name, source), _NESTED_BLOCK)
-        return super().arranged(place, name, source)
+            return self.flat_parts(target, name, finite(name, source), _NESTED_BLOCK)
+        return super().arranged(target, name, source)
 
-    def _state(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
+    def _state(self, target: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
         """Return the offset of nested scales, [1, 1], from a tensor that contains settings
         in JSON.
         """
         expected: dict[str, Any] = {
             "quant_type": self.storage.kind,
             "blocksize": _BLOCK,
-            "shape": list(self.features_of(place, source)),
+            "shape": list(self.features_of(target, source)),
         }
         if self.storage.is_nested:
             expected["nested_blocksize"] = _NESTED_BLOCK

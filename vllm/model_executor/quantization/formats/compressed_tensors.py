@@ -294,27 +294,29 @@ class _WholeNumbers(StoredLinear):
             "input_zero_point": StoredTensor((torch.int8,), None),
         }
 
-    def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
-        param_name = place.param_name
+    def arranged(
+        self, target: ParamTarget, name: str, source: CheckpointTensor
+    ) -> CheckpointTensor:
+        param_name = target.param_name
         if param_name == "weight_scale":
-            return self._scales_of(place, name, source)
+            return self._scales_of(target, name, source)
         if param_name == "input_scale":
             return one_scale(name, source).mapped(lambda scale: scale[None])
         if param_name in ("weight_shape", "input_zero_point"):
             return source.mapped(partial(_in_a_row, features=source.features))
         if param_name == "weight_g_idx":
-            return self._groups_of(layer_of(place)).checked(name, source)
+            return self._groups_of(layer_of(target)).checked(name, source)
         if param_name == "weight_zero_point":
             bits = self.scheme.bits
-            return in_numbers(place, name, source, bits, partial(unpack_bits, bits=bits), dim=0)
+            return in_numbers(target, name, source, bits, partial(unpack_bits, bits=bits), dim=0)
         return source
 
     def _scales_of(
-        self, place: ParamTarget, name: str, source: CheckpointTensor
+        self, target: ParamTarget, name: str, source: CheckpointTensor
     ) -> CheckpointTensor:
         """Return the scales of a checkpoint tensor as [outputs, groups]."""
-        assert place.slice is not None
-        num_out, num_groups = place.slice.checkpoint_shape(place.param)
+        assert target.slice is not None
+        num_out, num_groups = target.slice.checkpoint_shape(target.param)
         if source.features is not None:
             num_out = source.features.total
         source = checked_scales(name, source)

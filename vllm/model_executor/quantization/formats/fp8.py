@@ -195,17 +195,19 @@ class Fp8Linear(StoredLinear):
             "input_scale": StoredTensor(SCALES, output_dim=None),
         }
 
-    def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
-        if place.param_name == self.scale_name:
-            return self._per_output(place, name, source)
-        return one_scale(name, source) if place.param_name == "input_scale" else source
+    def arranged(
+        self, target: ParamTarget, name: str, source: CheckpointTensor
+    ) -> CheckpointTensor:
+        if target.param_name == self.scale_name:
+            return self._per_output(target, name, source)
+        return one_scale(name, source) if target.param_name == "input_scale" else source
 
     def _per_output(
-        self, place: ParamTarget, name: str, source: CheckpointTensor
+        self, target: ParamTarget, name: str, source: CheckpointTensor
     ) -> CheckpointTensor:
         """Expand the scales of a checkpoint tensor to [outputs, blocks of inputs]."""
-        assert place.slice is not None
-        num_out, num_blocks = place.slice.checkpoint_shape(place.param)
+        assert target.slice is not None
+        num_out, num_blocks = target.slice.checkpoint_shape(target.param)
         if source.features is not None:
             num_out = source.features.total
         accepted = [(), (1,), (1, 1), (num_out,), (num_out, 1)]

@@ -129,14 +129,16 @@ class HQQLinear(RowsLinear):
         )
         super().__init__(name, tensors, group, is_flat=True)
 
-    def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
-        num_out, num_in = self.features_of(place, source)
+    def arranged(
+        self, target: ParamTarget, name: str, source: CheckpointTensor
+    ) -> CheckpointTensor:
+        num_out, num_in = self.features_of(target, source)
         num_rows, num_columns = num_out * num_in // self.group, self.group
         if not self.axis:
             num_rows, num_columns = num_columns, num_rows
-        if place.param_name != "W_q":
+        if target.param_name != "W_q":
             if self.axis:
-                return super().arranged(place, name, source)
+                return super().arranged(target, name, source)
             check_size(name, source, num_columns)
             return finite(name, source).made(
                 torch.Size((num_out, num_in)),

@@ -155,15 +155,17 @@ class SignedNibblesLinear(RowsLinear):
         self.has_input_factors = has_input_factors
         self.unused_tensors = ("weight_scale_2", "input_scale")
 
-    def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
-        num_out, num_in = self.features_of(place, source)
-        if place.param_name == _INPUT_FACTORS:
+    def arranged(
+        self, target: ParamTarget, name: str, source: CheckpointTensor
+    ) -> CheckpointTensor:
+        num_out, num_in = self.features_of(target, source)
+        if target.param_name == _INPUT_FACTORS:
             check_shape(name, source, [num_in])
             assert source.dtype is not None
             shape = torch.Size((num_out, num_in))
             return finite(name, source).made(shape, source.dtype, lambda x: x.expand(shape))
-        if place.param_name != "weight":
-            return super().arranged(place, name, source)
+        if target.param_name != "weight":
+            return super().arranged(target, name, source)
         check_shape(name, source, [-(-num_out // 2), num_in])
         return source.made(
             torch.Size((num_out, num_in // 2)),

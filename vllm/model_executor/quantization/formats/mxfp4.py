@@ -94,10 +94,10 @@ class Mxfp4Linear(StoredLinear):
             part: replace(slice_, tensor="weight") for part, slice_ in layer.feature_slices.items()
         }
 
-    def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
-        slice_ = place.slice
+    def load(self, target: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
+        slice_ = target.slice
         assert slice_ is not None
-        scales = place.module.get_parameter("scales")
+        scales = target.module.get_parameter("scales")
         expected = list(scales.shape)
         expected[1] *= self.part
         expected[slice_.dim] = slice_.total
@@ -108,7 +108,7 @@ class Mxfp4Linear(StoredLinear):
                 f"needs {expected} in MXFP4"
             )
         for param, stored, group in (
-            (place.param, weight.blocks.flatten(1), 2),
+            (target.param, weight.blocks.flatten(1), 2),
             (scales, weight.scales.repeat_interleave(_GROUP // self.part, dim=1), self.part),
         ):
             part = CheckpointTensor(stored.shape, stored.__getitem__)

@@ -183,11 +183,13 @@ class _Int4Linear(GroupedLinear):
             slices = layer.slices[param].items()
             layer.slices[param] = {part: replace(each, tensor=tensor) for part, each in slices}
 
-    def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
-        source = super().arranged(place, name, source)
-        if not self.has_signs or place.param_name == "scales":
+    def arranged(
+        self, target: ParamTarget, name: str, source: CheckpointTensor
+    ) -> CheckpointTensor:
+        source = super().arranged(target, name, source)
+        if not self.has_signs or target.param_name == "scales":
             return source
-        signs = _SIGN if place.param.dtype == torch.uint8 else _SIGNS
+        signs = _SIGN if target.param.dtype == torch.uint8 else _SIGNS
         return source.mapped(lambda numbers: numbers ^ signs)
 
 

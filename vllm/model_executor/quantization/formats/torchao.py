@@ -173,11 +173,13 @@ class TiledLinear(RowsLinear):
         )
         super().__init__(name, tensors, group)
 
-    def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
-        num_out, num_in = self.features_of(place, source)
+    def arranged(
+        self, target: ParamTarget, name: str, source: CheckpointTensor
+    ) -> CheckpointTensor:
+        num_out, num_in = self.features_of(target, source)
         padded_out = -(-num_out // _TILE_OUTPUTS) * _TILE_OUTPUTS
         padded_in = -(-num_in // _PADDED_INPUTS) * _PADDED_INPUTS
-        is_words = place.param_name == _NUMBERS
+        is_words = target.param_name == _NUMBERS
         expected = [padded_in // self.group, padded_out, 2]
         if is_words:
             expected = [padded_out // _TILE_OUTPUTS, padded_in // _TILE_INPUTS, 32, 4]

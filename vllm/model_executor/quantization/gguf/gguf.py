@@ -174,10 +174,10 @@ class BlockLinear(StoredLinear):
         """Return a parameter of the layer, in host memory."""
         return on_host(layer, self.prefix + name)
 
-    def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
-        slice_ = place.slice
+    def load(self, target: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
+        slice_ = target.slice
         assert slice_ is not None
-        expected = slice_.checkpoint_shape(place.param)
+        expected = slice_.checkpoint_shape(target.param)
         if not isinstance(source, BlockSource) or source.shape != expected:
             raise WeightLoadError(
                 f"tensor {name} has shape {list(source.shape)} in the file, the model needs "
@@ -185,10 +185,10 @@ class BlockLinear(StoredLinear):
             )
         assert source.part is not None
         num_in = expected[1]
-        slice_.copy(place.param, source.part(self.codes, torch.uint8, num_in), tp)
+        slice_.copy(target.param, source.part(self.codes, torch.uint8, num_in), tp)
         for each in self.scales:
             values = source.part(each.of(num_in), each.dtype, num_in // each.group)
-            param = place.module.get_parameter(self.prefix + each.name)
+            param = target.module.get_parameter(self.prefix + each.name)
             slice_.in_groups(each.group).copy(param, values, tp)
 
 
@@ -298,10 +298,10 @@ class StackedBlocks(StoredLinear):
         for method in self.methods.values():
             method.create_parameters(layer)
 
-    def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
+    def load(self, target: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
         for method in self.methods.values():
-            if place.param_name == f"{method.prefix}codes":
-                method.load(place, name, source, tp)
+            if target.param_name == f"{method.prefix}codes":
+                method.load(target, name, source, tp)
 
     def stored_weight(self, layer: ParallelLinear) -> StackedWeight:
         return StackedWeight(

@@ -110,8 +110,8 @@ class Inc(Quantization):
         own = (prefix, *place_in_engine(tp, stage))
         self._scale_path = file_path(*own, config.scale_method)
         # A file measured without pipeline stages also covers the layers of each stage.
-        places = dict.fromkeys((own, (prefix, tp.rank, tp.size)))
-        measured = next((path for place in places if (path := find_file(*place))), None)
+        sources = dict.fromkeys((own, (prefix, tp.rank, tp.size)))
+        measured = next((path for source in sources if (path := find_file(*source))), None)
         scales = None if config.recalculates else find_file(*own, config.scale_method)
         if measured is None and scales is None:
             if not config.assumes_measurements:

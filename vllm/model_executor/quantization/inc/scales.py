@@ -140,6 +140,6 @@ def _rounded(scales: Tensor, rounding: Rounding, limit: float) -> Tensor:
     exponents = scales.log2().ceil()
     if rounding == "hw":
         table = torch.tensor(_HW_EXPONENTS[limit], dtype=exponents.dtype)
-        places = torch.searchsorted(table, exponents).clamp(max=len(table) - 1)
-        exponents = table[places]
+        indices = torch.searchsorted(table, exponents).clamp(max=len(table) - 1)
+        exponents = table[indices]
     return torch.exp2(exponents)

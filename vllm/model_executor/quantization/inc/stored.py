@@ -93,11 +93,11 @@ class _OnStoredLinear(StoredLinear):
     def create_parameters(self, layer: ParallelLinear) -> None:
         self.stored.create_parameters(layer)
 
-    def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
-        self.stored.load(place, name, source, tp)
+    def load(self, target: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
+        self.stored.load(target, name, source, tp)
 
-    def fill_missing(self, place: ParamTarget) -> None:
-        self.stored.fill_missing(place)
+    def fill_missing(self, target: ParamTarget) -> None:
+        self.stored.fill_missing(target)
 
     def fill_indices(self, layer: ParallelLinear) -> None:
         self.stored.fill_indices(layer)

@@ -228,8 +228,8 @@ class Recorder(CPUOps):
             )
         sizes = [part.sizes[-1] for part in parts]
         out = self._new_rows((*heads, sum(sizes)))
-        for part, place in zip(parts, out.split(sizes), strict=True):
-            self._record("copy", part, None, place)
+        for part, target in zip(parts, out.split(sizes), strict=True):
+            self._record("copy", part, None, target)
         return out
 
     def widen(self, x: Rows) -> Rows:

@@ -87,9 +87,9 @@ class PackedExperts:
             activation = activations.kClampedSwiglu
         if not options.has_gate:
             activation = activations.kSquaredRelu
-        places = (ctypes.addressof(addresses) for addresses in self._addresses)
+        pointers = (ctypes.addressof(addresses) for addresses in self._addresses)
         self._struct = kernels.plain.Experts(
-            **dict(zip(("gate", "up", "down"), places, strict=True)),
+            **dict(zip(("gate", "up", "down"), pointers, strict=True)),
             gate_up_bias=None if biases.gate_up is None else biases.gate_up.data_ptr(),
             down_bias=None if biases.down is None else biases.down.data_ptr(),
             num_experts=self.num_experts,

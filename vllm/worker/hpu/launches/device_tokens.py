@@ -190,12 +190,12 @@ class DeviceDrafts(DeviceTokens):
         if not target.max_drafts:
             self.newest.index_copy_(0, rows.long(), drafts)
             return
-        place = ends - target.ends.index_select(0, rows) - 1
+        index = ends - target.ends.index_select(0, rows) - 1
         most = target.max_drafts
-        place = rows * most + place.clamp(0, most - 1)
+        index = rows * most + index.clamp(0, most - 1)
         self.newest.index_copy_(0, rows.long(), drafts)
         self.ends.index_copy_(0, rows.long(), ends)
-        target.drafts.index_copy_(0, place.long(), drafts)
+        target.drafts.index_copy_(0, index.long(), drafts)
 
 
 def _zeros(size: int, device: torch.device) -> Tensor:

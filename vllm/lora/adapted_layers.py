@@ -7,7 +7,7 @@ from vllm.ops.lora_weights import AdaptedLayer, LoRAWeights
 
 
 @dataclass
-class LoRATargets:
+class AdaptedLayers:
     """The layers of a model that adapters can change, with indices and sizes."""
 
     layers: list[AdaptedLayer] = field(default_factory=list)
@@ -26,11 +26,15 @@ class LoRATargets:
     alike: list[range] = field(default_factory=list)
     """Indices of layers that have the same sizes: one matmul of all experts of a layer."""
 
-    def add(self, layer: AdaptedLayer) -> AdaptedLayer:
-        """Add a layer, which must have the next index, and return it."""
-        assert (layer.number, layer.first_part) == (len(self.layers), self.num_parts)
+    def add(self, in_features: int, parts: Sequence[tuple[int, int]]) -> AdaptedLayer:
+        """Add a layer with the next indices.
+
+        Args:
+            in_features, parts: as in `AdaptedLayer`.
+        """
+        layer = AdaptedLayer(len(self.layers), self.num_parts, in_features, tuple(parts))
         self.layers.append(layer)
-        self.num_parts += len(layer.parts)
+        self.num_parts += len(parts)
         return layer
 
     def stacks(self) -> list[range]:
