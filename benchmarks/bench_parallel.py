@@ -73,11 +73,15 @@ def all_reduces() -> list[dict[str, Any]]:
     """Fork a second rank, exchange tensors with it, and return the times of this rank."""
     torch.set_num_threads(1)
     parallel = ParallelConfig(tensor_parallel_size=2, distributed_timeout_s=60.0)
-    meeting = Rendezvous.create(parallel)
+    rendezvous = Rendezvous.create(parallel)
     kernels = require_cpu_kernels("the benchmark needs")
     child = os.fork()
     rank = int(child == 0)
-    mine = Rendezvous.of(parallel, 1, meeting.arena_fd, meeting.address[1]) if rank else meeting
+    mine = (
+        Rendezvous.of(parallel, 1, rendezvous.arena_fd, rendezvous.address[1])
+        if rank
+        else rendezvous
+    )
     shared = SharedMemoryCollectives(
         kernels,
         mine.arena_fd,

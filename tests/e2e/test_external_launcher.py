@@ -128,7 +128,7 @@ def test_a_rank_that_was_started_differently_is_refused_before_it_loads(differs,
         tensor_parallel_size=2, distributed_executor_backend=EXTERNAL, max_num_seqs=5
     ).create_engine_config()
     executor = ExternalExecutor(config)
-    executor._meeting = OtherRank(**differs)
+    executor._rendezvous = OtherRank(**differs)
     ((name, value),) = differs.items()
     with pytest.raises(ConfigError, match=rf"{name} is .* on rank 0 and {value} on rank 1\. Start"):
         executor.start()

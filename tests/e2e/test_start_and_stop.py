@@ -85,11 +85,11 @@ def fail_to_start(config: VllmConfig) -> None:
 
 def give_up_the_start(config: VllmConfig) -> None:
     """End the ranks before they have imported torch, which takes no time."""
-    meeting = Rendezvous.create(config.parallel)
-    ranks = RankGroup(config, meeting, meeting.abort)
+    rendezvous = Rendezvous.create(config.parallel)
+    ranks = RankGroup(config, rendezvous, rendezvous.abort)
     ranks.end(RankError("the start was given up"))
     ranks.close()
-    meeting.close()
+    rendezvous.close()
 
 
 WHOLE: list[Any] = [start_and_lose_a_rank, fail_to_start, start_and_stop]

@@ -36,7 +36,7 @@ class SilentRank:
     last_words, is_stopped, name = None, False, "rank 1"
     theirs: socket.socket
 
-    def __init__(self, rank: int, meeting: Rendezvous, *, is_copy: bool) -> None:
+    def __init__(self, rank: int, rendezvous: Rendezvous, *, is_copy: bool) -> None:
         self.rank, self.process = rank, IdleProcess()
         self.connection, SilentRank.theirs = socket.socketpair()
         self.reader = FrameReader(self.connection)
@@ -56,9 +56,9 @@ class SilentRank:
 def test_what_is_no_message_ends_the_engine_and_its_calls(monkeypatch, data: bytes, reason: str):
     monkeypatch.setattr(rank_group, "ChildRank", SilentRank)
     config = EngineArgs(tensor_parallel_size=2).create_engine_config()
-    meeting = Rendezvous.create(config.parallel)
+    rendezvous = Rendezvous.create(config.parallel)
     failed: list[Any] = []
-    ranks = RankGroup(config, meeting, lambda: failed.append(True))
+    ranks = RankGroup(config, rendezvous, lambda: failed.append(True))
     (call,) = ranks.call("ping", [])
     with SilentRank.theirs as theirs:
         theirs.sendall(data)
@@ -68,5 +68,5 @@ def test_what_is_no_message_ends_the_engine_and_its_calls(monkeypatch, data: byt
     with pytest.raises(RankError, match=reason):
         ranks.check()
     ranks.close()
-    meeting.close()
+    rendezvous.close()
     assert failed == [True]

@@ -78,7 +78,7 @@ def test_every_process_of_a_launcher_gets_the_errors_of_the_first_stage(has_medi
     for rank in (0, 1):
         monkeypatch.setenv("RANK", str(rank))
         executor = ExternalExecutor(config_of("external_launcher"))
-        executor._has_media, executor._meeting = has_media, SimpleNamespace(store=store)
+        executor._has_media, executor._rendezvous = has_media, SimpleNamespace(store=store)
         replace_worker(executor, SimpleNamespace(record_tokens=lambda tokens: None))
         executors.append(executor)
     handles = [SimpleNamespace(result=lambda given=given: given) for given in (FIRST, LAST)]

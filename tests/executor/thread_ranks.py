@@ -21,12 +21,14 @@ class ThreadRanks(Executor):
     """
 
     def __init__(self, config: VllmConfig) -> None:
-        self._meeting = Rendezvous.create(config.parallel)
-        weakref.finalize(self, self._meeting.close)  # closes the meeting even if the start fails
+        self._rendezvous = Rendezvous.create(config.parallel)
+        weakref.finalize(
+            self, self._rendezvous.close
+        )  # closes the rendezvous even if the start fails
         self._config = config
         self.workers: list[Any] = []
         self._threads: list[ThreadPoolExecutor] = []
-        self._meetings: list[Rendezvous] = []
+        self._others: list[Rendezvous] = []
         self.most_in_flight = self._num_in_flight = self.most_rows = 0
 
     def start_workers(self) -> None:
@@ -36,10 +38,10 @@ class ThreadRanks(Executor):
         self._threads = [ThreadPoolExecutor(1) for _ in ranks]
         for rank, worker in enumerate(self.workers):
             worker.load(rank)
-        first = self._meeting
+        first = self._rendezvous
         shared = first.arena_fd, first.address[1]
-        self._meetings = [first, *(Rendezvous.of(parallel, rank, *shared) for rank in ranks[1:])]
-        self._on_all(lambda worker: worker.join(self._meetings[worker.rank]))
+        self._others = [first, *(Rendezvous.of(parallel, rank, *shared) for rank in ranks[1:])]
+        self._on_all(lambda worker: worker.join(self._others[worker.rank]))
 
     def call_workers(self, method: Callable[..., Any], *args: Any) -> list[Any]:
         return self._on_all(lambda worker: getattr(worker, method.__name__)(*args))
@@ -85,9 +87,9 @@ class ThreadRanks(Executor):
         self.workers.clear()
         for thread in self._threads:
             thread.shutdown()
-        for meeting in self._meetings:
-            meeting.leave()
-        self._meeting.close()
+        for rendezvous in self._others:
+            rendezvous.leave()
+        self._rendezvous.close()
 
 
 class _Step:

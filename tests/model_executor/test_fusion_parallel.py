@@ -74,7 +74,7 @@ class Ranks:
     models: list[CausalLM] = field(default_factory=list)
 
     def __enter__(self) -> "Ranks":
-        self.meeting = Rendezvous.create(
+        self.rendezvous = Rendezvous.create(
             ParallelConfig(tensor_parallel_size=self.size, distributed_timeout_s=self.timeout_s)
         )
         for rank in range(self.size):
@@ -82,7 +82,7 @@ class Ranks:
             if self.size > 1:
                 group.collectives = SharedMemoryCollectives(
                     load_cpu_kernels(),
-                    self.meeting.arena_fd,
+                    self.rendezvous.arena_fd,
                     rank,
                     self.size,
                     header_bytes=ARENA_HEADER_BYTES,
@@ -100,7 +100,7 @@ class Ranks:
 
     def __exit__(self, *args: object) -> None:
         self.pool.shutdown()
-        self.meeting.close()
+        self.rendezvous.close()
 
     def on_all(self, call: Callable[[CausalLM], Any]) -> list[Any]:
         return list(self.pool.map(call, self.models))
@@ -196,7 +196,7 @@ def test_a_program_names_the_rank_that_does_not_come(tiny_model):
         program = fuse(ranks.models[0])
         running = ranks.pool.submit(run_fused, program, *launch)
         time.sleep(0.05)
-        ranks.meeting.abort()
+        ranks.rendezvous.abort()
         with pytest.raises(CollectiveError, match="all_reduce on rank 0 failed: another rank has"):
             running.result(timeout=10)
 

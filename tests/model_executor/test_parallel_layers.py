@@ -53,20 +53,22 @@ class Rendezvous:
 class FakeTPGroup(TPGroup):
     """A tensor-parallel group whose ranks are threads of one process."""
 
-    meeting: Rendezvous | None = None
+    rendezvous: Rendezvous | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        assert self.meeting is not None
-        return x.copy_(torch.stack(self.meeting.exchange(self.rank, x)).sum(0))
+        assert self.rendezvous is not None
+        return x.copy_(torch.stack(self.rendezvous.exchange(self.rank, x)).sum(0))
 
     def all_gather(self, x: Tensor) -> Tensor:
-        assert self.meeting is not None
-        return torch.cat(self.meeting.exchange(self.rank, x), dim=-1)
+        assert self.rendezvous is not None
+        return torch.cat(self.rendezvous.exchange(self.rank, x), dim=-1)
 
 
 def logits_of_ranks(folder: Path, tp_size: int) -> list[Tensor]:
-    meeting = Rendezvous(tp_size)
-    models = [load(folder, FakeTPGroup(rank, tp_size, meeting=meeting)) for rank in range(tp_size)]
+    rendezvous = Rendezvous(tp_size)
+    models = [
+        load(folder, FakeTPGroup(rank, tp_size, rendezvous=rendezvous)) for rank in range(tp_size)
+    ]
     with ThreadPoolExecutor(tp_size) as pool:
         return list(pool.map(lambda model: logits_of(model, INPUT_IDS), models))
 

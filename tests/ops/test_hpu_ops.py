@@ -29,7 +29,7 @@ from vllm.ops.hpu.low_bit_experts import HPULowBitExperts
 from vllm.ops.hpu.operators import HPUOps
 from vllm.ops.hpu.quantized import HPUFp8Experts
 from vllm.ops.native.operators import NativeOps
-from vllm.ops.prepared import ExpertProducts
+from vllm.ops.prepared import ExpertMatmuls
 from vllm.ops.stored_weight import (
     Fp8Weight,
     GroupedWeight,
@@ -317,7 +317,7 @@ def test_experts_in_fp8_stay_in_fp8(card, block_inputs, is_lazy):
 
 
 def assert_products(
-    experts: ExpertProducts, gate: Tensor, up: Tensor, down: Tensor, most: float
+    experts: ExpertMatmuls, gate: Tensor, up: Tensor, down: Tensor, most: float
 ) -> None:
     """Check the matmuls of one expert. The largest error is a fraction `most` of the largest
     result.

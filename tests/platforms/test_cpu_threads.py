@@ -130,7 +130,7 @@ def test_ranks_get_neighbouring_cores_of_one_node(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("num_threads", "num_cores", "weight_bytes", "is_beside_server", "want"),
+    ("num_threads", "num_cores", "weight_bytes", "runs_with_server", "want"),
     [
         (2, 2, SMALL_MODEL_BYTES - 1, True, 1),
         (2, 2, SMALL_MODEL_BYTES - 1, False, 2),
@@ -141,20 +141,20 @@ def test_ranks_get_neighbouring_cores_of_one_node(tmp_path):
     ],
 )
 def test_threads_fit_the_cores_and_the_model(
-    num_threads, num_cores, weight_bytes, is_beside_server, want
+    num_threads, num_cores, weight_bytes, runs_with_server, want
 ):
     got = count_threads(
         num_threads,
         num_cores,
         weight_bytes,
-        is_beside_server=is_beside_server,
+        runs_with_server=runs_with_server,
         is_pooling=False,
     )
     assert got == want
 
 
 def test_a_small_model_that_pools_uses_all_cores():
-    assert count_threads(2, 2, 0, is_beside_server=True, is_pooling=True) == 2
+    assert count_threads(2, 2, 0, runs_with_server=True, is_pooling=True) == 2
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_variables_arrive_in_the_config(monkeypatch, variables, bound, counts):
     device = EngineArgs().create_engine_config().device
     assert device.bound_cores == (((min(usable_cores()),),) if bound else None)
     assert device.counts_threads is counts
-    assert not device.is_beside_server
+    assert not device.runs_with_server
 
 
 def run_worker(variables, **device):
@@ -205,7 +205,7 @@ def run_worker(variables, **device):
         exhaustive({"OMP_NUM_THREADS": "1"}, {}, 1, None),
         exhaustive({"VLLM_CPU_OMP_THREADS_BIND": "FIRST"}, {}, 1, 1),
         ({"VLLM_CPU_OMP_THREADS_BIND": "FIRST", "OMP_NUM_THREADS": "2"}, {}, 2, 1),
-        ({}, {"is_beside_server": True}, max(1, len(usable_cores()) - 1), None),
+        ({}, {"runs_with_server": True}, max(1, len(usable_cores()) - 1), None),
     ],
 )
 def test_a_worker_keeps_to_its_cores_and_threads(variables, device, num_threads, num_cores):

@@ -54,10 +54,10 @@ class Libraries:
 
 
 def make_matchers(
-    *, model: ModelConfig | None = None, is_beside_server: bool = False, **settings
+    *, model: ModelConfig | None = None, runs_with_server: bool = False, **settings
 ) -> GrammarMatchers:
     config = VllmConfig(
-        device=DeviceConfig(is_beside_server=is_beside_server),
+        device=DeviceConfig(runs_with_server=runs_with_server),
         model=model or ModelConfig(),
         cache=CacheConfig(block_size=16),
         scheduler=SchedulerConfig(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64),
@@ -96,10 +96,10 @@ def test_libraries_are_loaded_beside_the_weights_and_in_short_turns(
 ):
     usual = sys.getswitchinterval()
     libraries = Libraries(monkeypatch)
-    grammars = make_matchers(is_beside_server=True)
+    grammars = make_matchers(runs_with_server=True)
     if are_weights_loaded:
         grammars.end_preload()
-    grammars.preload_beside_weights()
+    grammars.preload_while_loading()
     future = grammars.prepare(make_request(compiled("regex", "[ab]")))
     libraries.may_load.set()
     future.result(120)

@@ -47,7 +47,7 @@ class DeviceConfig:
     counts_threads: bool = field(default=True, metadata={"cli": False})
     """Whether the CPU device chooses the number of its threads. False: OpenMP's settings do."""
 
-    is_beside_server: bool = field(default=False, metadata={"cli": False})
+    runs_with_server: bool = field(default=False, metadata={"cli": False})
     """Whether the engine runs in its own process, next to a server process on the same cores."""
 
     def __post_init__(self) -> None:

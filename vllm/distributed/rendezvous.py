@@ -66,10 +66,10 @@ class Rendezvous:
         """
         arena_fd = memory_file("arena")
         listener = open_listener("127.0.0.1")
-        meeting = cls.of(parallel, 0, arena_fd, listener.getsockname()[1])
-        meeting.is_host, meeting.listener = True, listener
-        os.ftruncate(arena_fd, meeting.layout.pipeline_size * meeting.arena_bytes)
-        return meeting
+        rendezvous = cls.of(parallel, 0, arena_fd, listener.getsockname()[1])
+        rendezvous.is_host, rendezvous.listener = True, listener
+        os.ftruncate(arena_fd, rendezvous.layout.pipeline_size * rendezvous.arena_bytes)
+        return rendezvous
 
     @classmethod
     def of(cls, parallel: ParallelConfig, rank: int, arena_fd: int, port: int) -> "Rendezvous":
@@ -156,7 +156,7 @@ class Rendezvous:
         else:
             with contextlib.suppress(OSError):
                 found = os.open(store.get(f"arena/{first}"), os.O_RDWR)
-        all_have_it = self.least("shared memory", int(found >= 0))
+        all_have_it = self.minimum("shared memory", int(found >= 0))
         if all_have_it:
             self.arena_fd = found
             return found, 0
@@ -204,7 +204,7 @@ class Rendezvous:
             f"the process that listens at {host}:{port} has not answered within {self.timeout_s} s"
         )
 
-    def least(self, name: str, value: int) -> int:
+    def minimum(self, name: str, value: int) -> int:
         """Return the minimum of the values of all ranks. Waits for all ranks to call it.
 
         Args:
@@ -321,7 +321,7 @@ class Rendezvous:
                 "join its workers. Shut the other engine down, or call "
                 "vllm.distributed.cleanup_dist_env_and_memory(), first"
             )
-        self.least(
+        self.minimum(
             "addresses for tensors", 0
         )  # reports ranks that do not arrive by name; init_process_group does not
         distributed.init_process_group(
@@ -351,7 +351,7 @@ class Rendezvous:
             self._link = link = CardLink(self.rank, *around, before=before)
             link.connect(card)
             return link
-        self.least("addresses of stages", 0)
+        self.minimum("addresses of stages", 0)
         distributed = torch.distributed
         group: Any = distributed.ProcessGroupGloo(
             distributed.PrefixStore("stages", self.store),

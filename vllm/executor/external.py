@@ -81,7 +81,7 @@ class ExternalExecutor(UniProcExecutor):
             has_own_devices=False,
             has_whole_stage=num_local == world_size,
         )
-        self._meeting = _meeting(parallel, self._rank, self._assignment)
+        self._rendezvous = _rendezvous(parallel, self._rank, self._assignment)
         self._calls = itertools.count()
         self._layout = RankLayout.of(parallel)
         self._results = itertools.count()
@@ -98,12 +98,12 @@ class ExternalExecutor(UniProcExecutor):
         """
         self._compare_facts()
         self._agree(Worker.load, self._load_worker)
-        self.call_workers(Worker.join, self._meeting)
+        self.call_workers(Worker.join, self._rendezvous)
 
     def _compare_facts(self) -> None:
         """Refuse ranks with settings that would lead to different decisions about steps."""
         ours = facts_of_rank(self._config)
-        found = self._meeting.exchange("facts", json.dumps(ours).encode(), "settings")
+        found = self._rendezvous.exchange("facts", json.dumps(ours).encode(), "settings")
         for rank, data in enumerate(found):
             if (differs := difference(ours, json.loads(data))) is not None:
                 raise ConfigError(
@@ -137,9 +137,9 @@ class ExternalExecutor(UniProcExecutor):
             failure = _FAILURE + encode(failure_of(error))
             # If the process that serves the store has exited too, reporting the failure raises as
             # well; then abort.
-            with on_failure(lambda: self._meeting.arrive(name, failure), self._meeting.abort):
+            with on_failure(lambda: self._rendezvous.arrive(name, failure), self._rendezvous.abort):
                 raise
-        found = self._meeting.exchange(
+        found = self._rendezvous.exchange(
             name, _VALUE + encode(value), f"results of {method.__name__}"
         )
         failures = {
@@ -169,7 +169,7 @@ class ExternalExecutor(UniProcExecutor):
         name, name_of_errors = f"result/{number}", f"errors/{number}"
         source, has_tokens = self._layout.result_rank, True
         errors = output.errors
-        store: Any = self._meeting.store  # its type stubs only allow strings
+        store: Any = self._rendezvous.store  # its type stubs only allow strings
         try:
             # First publish everything that other ranks wait for, then wait for others.
             if self._rank == source:
@@ -183,7 +183,7 @@ class ExternalExecutor(UniProcExecutor):
                 errors = _decode_errors(store.get(name_of_errors))
         except torch.distributed.DistError as error:
             what = f"the exchange of the result of rank {source}"
-            raise CollectiveError(what, self._rank, self._meeting.reason_of(error)) from None
+            raise CollectiveError(what, self._rank, self._rendezvous.reason_of(error)) from None
         if not has_tokens and len(output.rows):
             self._record_tokens(StepTokens.of(output))
         return output.with_errors(errors) if self._has_media else output
@@ -193,7 +193,7 @@ class ExternalExecutor(UniProcExecutor):
 
         All have read the value of a step once they are as many steps further as there are stages.
         """
-        store: Any = self._meeting.store
+        store: Any = self._rendezvous.store
         store.set(name, value)
         self._left.append(name)
         if len(self._left) > 2 * self._layout.pipeline_size:
@@ -202,7 +202,7 @@ class ExternalExecutor(UniProcExecutor):
     def shutdown(self) -> None:
         """Drop the model and its caches, and disconnect from the other ranks."""
         super().shutdown()
-        self._meeting.close()
+        self._rendezvous.close()
 
 
 class _SharedStep:
@@ -219,7 +219,7 @@ class _SharedStep:
         return self._output
 
 
-def _meeting(parallel: ParallelConfig, rank: int, assignment: RankAssignment) -> Rendezvous:
+def _rendezvous(parallel: ParallelConfig, rank: int, assignment: RankAssignment) -> Rendezvous:
     host = envs.of_launcher("MASTER_ADDR")
     if not host:
         raise _missing("MASTER_ADDR")

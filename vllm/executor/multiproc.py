@@ -45,7 +45,7 @@ class MultiprocExecutor(UniProcExecutor):
 
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config)
-        self._meeting: Rendezvous | None = None
+        self._rendezvous: Rendezvous | None = None
         self._ranks: RankGroup | None = None
         self._loading: list[Future[bytes]] = []
 
@@ -66,9 +66,9 @@ class MultiprocExecutor(UniProcExecutor):
         if self._ranks is not None:
             return
         are_copies = self._can_be_copied()
-        self._meeting = Rendezvous.create(self._config.parallel)
+        self._rendezvous = Rendezvous.create(self._config.parallel)
         self._ranks = RankGroup(
-            self._config, self._meeting, self._meeting.abort, are_copies=are_copies
+            self._config, self._rendezvous, self._rendezvous.abort, are_copies=are_copies
         )
         self._loading = self._ranks.call(Worker.load.__name__, [])
 
@@ -98,7 +98,7 @@ class MultiprocExecutor(UniProcExecutor):
     def call_workers(self, method: Callable[..., _Result], *args: Any) -> list[_Result]:
         """Call a method on all ranks at the same time."""
         calls = self._running_ranks.call(method.__name__, args)
-        own_args = (self._meeting,) if method is Worker.join else args
+        own_args = (self._rendezvous,) if method is Worker.join else args
         with self._explained():
             own = super().call_workers(method, *own_args)
         return own + self._results(method, calls)
@@ -181,9 +181,9 @@ class MultiprocExecutor(UniProcExecutor):
         super().shutdown()
         if self._ranks is not None:
             self._ranks.close()
-        if self._meeting is not None:
-            self._meeting.close()
-        self._ranks = self._meeting = None
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+        self._ranks = self._rendezvous = None
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -5,12 +5,12 @@ from torch import Tensor
 from vllm.attention import ContextHolder
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.ops.lora_weights import AdaptedExperts
-from vllm.ops.prepared import ExpertProducts, SingleExperts
+from vllm.ops.prepared import ExpertMatmuls, SingleExperts
 
 
 def can_adapt(layer: Experts) -> bool:
     """Return whether adapters can change the experts of a loaded layer."""
-    return layer.method.products(layer) is not None
+    return layer.method.matmuls(layer) is not None
 
 
 class ExpertsWithAdapters(ExpertsMethod):
@@ -36,15 +36,15 @@ class ExpertsWithAdapters(ExpertsMethod):
     def create_weights(self, layer: Experts) -> None:
         raise AssertionError("create_weights() must be called before LoRA wraps the layer")
 
-    def products(self, layer: Experts) -> ExpertProducts | None:
-        return self.inner.products(layer)
+    def matmuls(self, layer: Experts) -> ExpertMatmuls | None:
+        return self.inner.matmuls(layer)
 
     def apply(self, layer: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         y = self.inner.apply(layer, x, ids, weights)
         adapters = self.launch.adapters
         if adapters is None:
             return y
-        products = self.inner.products(layer)
-        assert products is not None
-        single = SingleExperts(products, layer.options, layer.biases)
+        matmuls = self.inner.matmuls(layer)
+        assert matmuls is not None
+        single = SingleExperts(matmuls, layer.options, layer.biases)
         return adapters.adapt_experts(self.adapted, single, x, ids, weights, y)

@@ -37,7 +37,7 @@ class PreparedExperts(Protocol):
 
 
 @runtime_checkable
-class ExpertProducts(Protocol):
+class ExpertMatmuls(Protocol):
     """The two matmuls of experts, computed for one expert at a time."""
 
     def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class ExpertProducts(Protocol):
 class SingleExperts:
     """Computes the experts of a layer, one expert and one matmul at a time, with biases."""
 
-    products: ExpertProducts
+    matmuls: ExpertMatmuls
     options: ExpertOptions
     """Computation between the matmuls, and where the weight of a choice applies."""
     biases: ExpertBiases = NO_BIASES
@@ -67,12 +67,12 @@ class SingleExperts:
 
         `expert` is the index on this rank.
         """
-        y = self.products.multiply_gate_up(expert, x)
+        y = self.matmuls.multiply_gate_up(expert, x)
         return y if self.biases.gate_up is None else y + self.biases.gate_up[expert]
 
     def down(self, expert: int, x: Tensor) -> Tensor:
         """Compute down of one expert with bias: [n, I] -> [n, hidden], new."""
-        y = self.products.multiply_down(expert, x)
+        y = self.matmuls.multiply_down(expert, x)
         return y if self.biases.down is None else y + self.biases.down[expert]
 
 

@@ -226,7 +226,7 @@ def count_threads(
     num_cores: int,
     weight_bytes: int,
     *,
-    is_beside_server: bool,
+    runs_with_server: bool,
     is_pooling: bool,
 ) -> int:
     """Return the default number of threads for the forward pass.
@@ -237,9 +237,9 @@ def count_threads(
         num_cores: number of cores for all processes of the engine; hardware threads count
             separately, because the API process can use them.
         weight_bytes: memory of the weights.
-        is_beside_server: whether a process that serves requests needs a core at the same time.
+        runs_with_server: whether a process that serves requests needs a core at the same time.
         is_pooling: whether the model pools prompts, so that each step is a lot of work.
     """
-    if is_beside_server and not is_pooling and weight_bytes < SMALL_MODEL_BYTES:
+    if runs_with_server and not is_pooling and weight_bytes < SMALL_MODEL_BYTES:
         num_cores -= 1
     return max(1, min(num_threads, num_cores))

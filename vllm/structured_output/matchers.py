@@ -45,7 +45,7 @@ class GrammarMatchers:
 
     def __init__(self, config: VllmConfig) -> None:
         self._model = config.model
-        self._has_requests_early = config.device.is_beside_server
+        self._has_requests_early = config.device.runs_with_server
         self._cache_bytes = config.structured_output.grammar_cache_bytes
         self._load_lock = threading.Lock()
         """Lock during imports and loading."""
@@ -60,7 +60,7 @@ class GrammarMatchers:
         self._loaded: OrderedDict[bytes, tuple[LoadedGrammar, int]] = OrderedDict()
         self._loaded_bytes = 0
 
-    def preload_beside_weights(self) -> None:
+    def preload_while_loading(self) -> None:
         """Import the libraries and read the vocabulary in the background, if this is a server.
 
         Called when the weights begin to load: the process waits for the model's files then, and an

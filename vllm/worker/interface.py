@@ -5,7 +5,7 @@ the methods of `WorkerForUsers` by name (`collective_rpc`); all others are only 
 start sequence of an executor is
 
     load(rank)              the model, or the part of it that this rank runs
-    join(meeting)           the other ranks, if there are several
+    join(rendezvous)           the other ranks, if there are several
     measure()               -> MemoryReport; the executor takes the least of all ranks
     allocate(num_blocks)    the KV cache, the same number of blocks on every rank
     next_warm_up, warm_up   what must have run before the first request, step by step
@@ -182,11 +182,11 @@ class Worker(WorkerForUsers, Protocol):
         """
         ...
 
-    def join(self, meeting: "Rendezvous") -> None:
+    def join(self, rendezvous: "Rendezvous") -> None:
         """Connect to the other ranks, if there are any; all of them must have loaded.
 
         Args:
-            meeting: rendezvous of the ranks.
+            rendezvous: rendezvous of the ranks.
         """
         ...
 

@@ -104,7 +104,7 @@ class WorkerBase(ABC):
         if parallel.data_parallel_size > 1:
             name = f"replica{parallel.data_parallel_rank}.{name}"
         self.profile = TorchProfile(observed.torch_profiler_dir, name, observed.profiled_steps)
-        self.grammars.preload_beside_weights()
+        self.grammars.preload_while_loading()
         self._load_model()
         self.grammars.end_preload()
 
@@ -112,15 +112,15 @@ class WorkerBase(ABC):
     def _load_model(self) -> None:
         """Load the model and set `model` and `runner`."""
 
-    def join(self, meeting: Rendezvous) -> None:
+    def join(self, rendezvous: Rendezvous) -> None:
         """Connect to the other ranks, so that layers can exchange tensors.
 
         See `Rendezvous.join`.
         """
         if self.tp.size > 1:
-            self.tp.collectives = self._make_collectives(meeting)
+            self.tp.collectives = self._make_collectives(rendezvous)
         if self.stage.count > 1:
-            self.stage.link = self._make_link(meeting)
+            self.stage.link = self._make_link(rendezvous)
 
     @property
     def _draft_config(self) -> VllmConfig | None:
@@ -130,12 +130,12 @@ class WorkerBase(ABC):
         return self.config.of_draft_model
 
     @abstractmethod
-    def _make_collectives(self, meeting: Rendezvous) -> Collectives:
+    def _make_collectives(self, rendezvous: Rendezvous) -> Collectives:
         """Create the collectives between the ranks that share layers."""
 
-    def _make_link(self, meeting: Rendezvous) -> Link:
+    def _make_link(self, rendezvous: Rendezvous) -> Link:
         """Create the link between the pipeline stages."""
-        return meeting.open_link()
+        return rendezvous.open_link()
 
     @abstractmethod
     def measure(self) -> MemoryReport:

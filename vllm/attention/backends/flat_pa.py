@@ -376,8 +376,8 @@ def _scores(
         options: scale of the scores and further changes to them.
         alibi_slopes: [H] slopes of ALiBi; None: the model has none.
     """
-    products = _by_head(part.of(queries), part.keys.permute(0, 2, 3, 1)).float()
-    scores = options.adjusted(products * options.scale_of(queries.shape[-1]))
+    dot_products = _by_head(part.of(queries), part.keys.permute(0, 2, 3, 1)).float()
+    scores = options.adjusted(dot_products * options.scale_of(queries.shape[-1]))
     if alibi_slopes is not None:
         scores = scores - alibi_slopes[:, None] * part.of(blocks.age).float()
     is_hidden = part.of(blocks.is_hidden)

@@ -94,8 +94,8 @@ def _context_range(limits: StepLimits) -> ExponentialRange:
     are short.
     """
     if limits.max_model_len >= LONG_CONTEXT_TOKENS:
-        beside = limits.max_query_len
+        new_tokens = limits.max_query_len
     else:
-        beside = limits.block_size
-    most = max(1, (limits.max_seq_len - beside) // limits.block_size)
+        new_tokens = limits.block_size
+    most = max(1, (limits.max_seq_len - new_tokens) // limits.block_size)
     return ExponentialRange(0, 1, most, 2 if most == 1 else num_powers(most))

@@ -143,7 +143,7 @@ def read_state_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool,
         ConfigError: the kinds of too few layers are given, or they are not a list.
     """
     family = family_of(config.get("model_type"))
-    if not family.has_attention or family.has_states_beside_attention:
+    if not family.has_attention or family.has_states_and_attention:
         return (True,) * num_layers
     if family.attention_period_keys is not None:
         period, first = (config.get(key) for key in family.attention_period_keys)

@@ -196,7 +196,7 @@ class Family:
     attention_period_keys: tuple[str, str] | None = None
     """Keys of the config with n and i: layer i, and every n-th one from there, has attention; the
     others keep a recurrent state."""
-    has_states_beside_attention: bool = False
+    has_states_and_attention: bool = False
     """Whether every layer has both a recurrent state, and keys and values."""
     has_shared_layers: bool = False
     """Whether layers share weights and read embeddings, so that a pipeline cannot divide them."""

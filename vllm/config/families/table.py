@@ -730,7 +730,7 @@ _OTHERS = (
         model_type="falcon_h1",
         module="falcon_h1",
         architectures=("FalconH1ForCausalLM",),
-        has_states_beside_attention=True,
+        has_states_and_attention=True,
     ),
     Family(
         model_type="flex_olmo",
@@ -1102,7 +1102,7 @@ _OTHERS = (
         model_type="zamba2",
         module="zamba",
         architectures=("Zamba2ForCausalLM",),
-        has_states_beside_attention=True,
+        has_states_and_attention=True,
         has_shared_layers=True,
         rope_switch=("use_mem_rope", True),
     ),

@@ -317,7 +317,7 @@ def _config_of(start: StartCore) -> VllmConfig:
     load = replace(
         config.load, use_tqdm_on_load=config.load.use_tqdm_on_load and sys.stderr.isatty()
     )
-    device = replace(config.device, is_beside_server=True)
+    device = replace(config.device, runs_with_server=True)
     parallel = config.parallel
     # Ray chooses the devices of its workers, which may be on any machine.
     if parallel.num_local_replicas > 1 and parallel.distributed_executor_backend != "ray":

@@ -28,7 +28,7 @@ class ChildRank:
 
     Args:
         rank: rank of the process.
-        meeting: rendezvous of rank 0; the process inherits its memory.
+        rendezvous: rendezvous of rank 0; the process inherits its memory.
         is_copy: fork this process (allowed if `can_fork`). False: start a new interpreter, which
             takes over a second for imports.
 
@@ -37,18 +37,18 @@ class ChildRank:
         last_words: why the rank has failed, if it could report that.
     """
 
-    def __init__(self, rank: int, meeting: Rendezvous, *, is_copy: bool) -> None:
+    def __init__(self, rank: int, rendezvous: Rendezvous, *, is_copy: bool) -> None:
         self.rank = rank
         self.connection, theirs = blocking_pair()
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        set_socket_timeout(self.connection, socket.SO_SNDTIMEO, meeting.timeout_s)
+        set_socket_timeout(self.connection, socket.SO_SNDTIMEO, rendezvous.timeout_s)
         self.reader = FrameReader(self.connection)
         self.last_words: RankFailed | None = None
-        assert meeting.arena_fd is not None, "the ranks are on one machine"
-        descriptors = (theirs.fileno(), meeting.arena_fd)
-        numbers = (*descriptors, meeting.address[1])
+        assert rendezvous.arena_fd is not None, "the ranks are on one machine"
+        descriptors = (theirs.fileno(), rendezvous.arena_fd)
+        numbers = (*descriptors, rendezvous.address[1])
         variables = {
-            **env_ranks.rank_variables(rank, meeting.layout.world_size),
+            **env_ranks.rank_variables(rank, rendezvous.layout.world_size),
             "VLLM_LOGGING_PREFIX": f"{envs.get().VLLM_LOGGING_PREFIX}[rank {rank}] ",
         }
         self.process: ForkedProcess | subprocess.Popen[bytes]

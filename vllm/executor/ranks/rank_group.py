@@ -81,7 +81,7 @@ class RankGroup:
 
     Args:
         config: config of the engine.
-        meeting: rendezvous of rank 0; the processes inherit its memory.
+        rendezvous: rendezvous of rank 0; the processes inherit its memory.
         on_failure: called once, in another thread, when a rank fails.
         are_copies: fork the processes from this one (allowed if `can_fork`).
 
@@ -92,13 +92,13 @@ class RankGroup:
     def __init__(
         self,
         config: VllmConfig,
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         on_failure: Callable[[], None],
         *,
         are_copies: bool = False,
     ) -> None:
         self._config = config
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._on_failure = on_failure
         self._ranks: list[ChildRank] = []
         self._futures: dict[tuple[int, int], Future[bytes]] = {}
@@ -219,7 +219,7 @@ class RankGroup:
             TimeoutError: after `timeout`.
             RankError: a rank has failed, or is stopped.
         """
-        look_s = self._meeting.timeout_s
+        look_s = self._rendezvous.timeout_s
         started = time.monotonic() if started is None else started
         deadline = None if timeout is None else started + timeout
         while True:
@@ -307,8 +307,8 @@ class RankGroup:
 
     def _start(self, *, are_copies: bool) -> None:
         with on_failure(lambda: self._end_processes(0), self._ranks.clear):
-            for rank in range(1, self._meeting.layout.world_size):
-                self._ranks.append(ChildRank(rank, self._meeting, is_copy=are_copies))
+            for rank in range(1, self._rendezvous.layout.world_size):
+                self._ranks.append(ChildRank(rank, self._rendezvous, is_copy=are_copies))
 
     def _watch(self, started: "Future[None]") -> None:
         try:
@@ -433,7 +433,7 @@ class RankGroup:
         try:
             each.connection.sendall(data)
         except BlockingIOError as error:
-            reason = f"{each.name} has not read a message for {self._meeting.timeout_s} s"
+            reason = f"{each.name} has not read a message for {self._rendezvous.timeout_s} s"
             raise RankError(reason) from error
         except OSError as error:
             raise self.explain(error) from error

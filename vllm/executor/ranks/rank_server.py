@@ -126,8 +126,8 @@ class RankServer:
         """Execute a call of the start sequence."""
         if method == Worker.join.__name__:
             # Kept open: other ranks may still use the store that it serves.
-            self._meeting = self._meet()
-            return self._worker.join(self._meeting)
+            self._rendezvous = self._meet()
+            return self._worker.join(self._rendezvous)
         if method == Worker.load.__name__:
             return self._worker.load(self._rank)
         result = getattr(self._worker, method)(*args)

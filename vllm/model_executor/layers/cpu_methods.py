@@ -16,7 +16,7 @@ from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.ops.cpu.weights.linear import PackedWeight
 from vllm.ops.cpu.weights.moe import PackedExperts
 from vllm.ops.cpu.weights.weight_format import DENSE_FORMATS, WeightFormat, can_pack
-from vllm.ops.prepared import ExpertProducts
+from vllm.ops.prepared import ExpertMatmuls
 
 StoredAs = Literal["dense", "int8", "int4"]
 """Format of a packed weight; dense is the model's dtype."""
@@ -101,8 +101,8 @@ class CPUExperts(DenseExperts):
             return super().apply(layer, x, ids, weights)
         return self.packed.forward(x, ids, weights)
 
-    def products(self, layer: Experts) -> ExpertProducts | None:
-        return super().products(layer) if self.packed is None else self.packed
+    def matmuls(self, layer: Experts) -> ExpertMatmuls | None:
+        return super().matmuls(layer) if self.packed is None else self.packed
 
 
 class PackedTable(DenseTable):

@@ -27,7 +27,7 @@ from vllm.ops.expert_options import (
     Routing,
     RoutingOptions,
 )
-from vllm.ops.prepared import ExpertProducts
+from vllm.ops.prepared import ExpertMatmuls
 
 
 class ExpertsMethod(WeightMethod["Experts"]):
@@ -38,15 +38,15 @@ class ExpertsMethod(WeightMethod["Experts"]):
         """Compute what `Experts.forward` returns, before the sum over ranks."""
 
     @abstractmethod
-    def products(self, layer: "Experts") -> ExpertProducts | None:
+    def matmuls(self, layer: "Experts") -> ExpertMatmuls | None:
         """Return the matmuls of single experts, without biases.
 
         None if the loaded weights can only run all experts at once.
         """
 
 
-class _DenseProducts:
-    """Computes single experts with dense parameters (implements `ExpertProducts`)."""
+class _DenseMatmuls:
+    """Computes single experts with dense parameters (implements `ExpertMatmuls`)."""
 
     def __init__(self, layer: "Experts") -> None:
         self._gate_up, self._down = layer.gate_up, layer.down
@@ -90,8 +90,8 @@ class DenseExperts(ExpertsMethod):
             *(x, ids, weights, layer.gate_up, layer.down, layer.biases, layer.options)
         )
 
-    def products(self, layer: "Experts") -> ExpertProducts | None:
-        return _DenseProducts(layer)
+    def matmuls(self, layer: "Experts") -> ExpertMatmuls | None:
+        return _DenseMatmuls(layer)
 
 
 class Experts(MethodLayer):

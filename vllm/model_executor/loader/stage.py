@@ -33,7 +33,7 @@ def keep_stage(model: LayeredModel, stage: Stage, *, last_embeds: bool = False) 
     model.stage = stage
     if stage.count == 1:
         return
-    first, last = model.modules_beside_layers()
+    first, last = model.modules_around_layers()
     dropped = [
         layer
         for index, layer in enumerate(model.layers)

@@ -190,7 +190,7 @@ class EncoderModel(PoolingModel):
     def layers(self) -> Sequence[nn.Module]:
         return list(self.model.encoder.layer)
 
-    def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
+    def modules_around_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
         heads = [module for module in self.children() if module is not self.model]
         return [self.model.embeddings], heads
 

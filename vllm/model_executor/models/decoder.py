@@ -551,7 +551,7 @@ class DecoderForCausalLM(CausalLM):
     def layers(self) -> Sequence[nn.Module]:
         return list(self.model.layers)
 
-    def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
+    def modules_around_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
         model = self.model
         first = [model.embed_tokens, model.embed_positions, model.embed_norm]
         last = [model.norm, getattr(self, "lm_head", None)]  # a pooling model has no output head

@@ -181,9 +181,9 @@ class Gemma3nLayer(Layer):
         predicted = self.altup.predict(streams)
         active = predicted[self.altup.active]
         normed = self.input_layernorm(active)
-        beside = self.laurel(normed)
+        laurel = self.laurel(normed)
         attended, given = self.self_attn(positions, normed, given)
-        x = (active + self.post_attention_layernorm(attended) + beside) / 2.0**0.5
+        x = (active + self.post_attention_layernorm(attended) + laurel) / 2.0**0.5
         normed, x = add_norm(self.pre_feedforward_layernorm, x, None)
         x = x + self.post_feedforward_layernorm(self.mlp(normed))
         streams = self.altup.correct(predicted, x)

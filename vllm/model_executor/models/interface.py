@@ -146,7 +146,7 @@ class LayeredModel(LoadableModel, ABC):
         self.media_encoder = None
         self.stage = Stage(0, arch.num_layers)
 
-    def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
+    def modules_around_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """Return the modules outside the layers that only the first, and only the last pipeline
         stage runs.
 

@@ -142,7 +142,7 @@ class OPTForCausalLM(CausalLM):
     def layers(self) -> Sequence[nn.Module]:
         return list(self.model.decoder.layers)
 
-    def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
+    def modules_around_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
         decoder = self.model.decoder
         first = [decoder.embed_tokens, decoder.embed_positions, decoder.project_in]
         head = getattr(self, "lm_head", None)  # a pooling model has no output head

@@ -55,8 +55,8 @@ class DecoderPooling(PoolingModel):
     def layers(self) -> Sequence[nn.Module]:
         return self.decoder.layers
 
-    def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        first, last = self.decoder.modules_beside_layers()
+    def modules_around_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        first, last = self.decoder.modules_around_layers()
         return first, last + [module for module in self.children() if module is not self.decoder]
 
     @property

@@ -84,8 +84,8 @@ class _LanguageModel(CausalLM):
             )
         return ((_ENCODER + own, source),)
 
-    def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        first, last = super().modules_beside_layers()
+    def modules_around_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        first, last = super().modules_around_layers()
         encoder = self.media_encoder
         return (first if encoder is None else [*first, encoder]), last
 

@@ -133,10 +133,10 @@ class TransformersForCausalLM(CausalLM):
         )
         return next((list(found) for found in lists if len(found) == self.arch.num_layers), [])
 
-    def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
+    def modules_around_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
         if not self.ranges.is_planned:
             raise self._refusal(str(self._not_splittable_reason()))
-        before, after = self.ranges.modules_beside()
+        before, after = self.ranges.modules_around()
         return before, [*after, self.lm_head]
 
     @property

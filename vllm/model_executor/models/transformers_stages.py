@@ -36,7 +36,7 @@ class LayerRanges:
             self._before, self._after = names[:place], names[place + 1 :]
             self._left_out = [_LeftOut(layer) for layer in layers or ()]
 
-    def modules_beside(self) -> tuple[list[nn.Module], list[nn.Module]]:
+    def modules_around(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """Return the modules that run before the layers, and the ones that run after them."""
         before, after = (
             [getattr(self._decoder, name) for name in names]

@@ -108,7 +108,7 @@ class WhisperForCausalLM(CausalLM):
     def layers(self) -> Sequence[nn.Module]:
         return list(self.model.decoder.layers)
 
-    def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
+    def modules_around_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
         decoder = self.model.decoder
         return [decoder.embed_tokens, decoder.embed_positions], [decoder.layer_norm, self.lm_head]
 

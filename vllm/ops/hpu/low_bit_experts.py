@@ -45,11 +45,11 @@ class HPULowBitExperts(CardLayer):
         )
 
     def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
-        """Multiply x with gate and up of one expert; see `ExpertProducts`."""
+        """Multiply x with gate and up of one expert; see `ExpertMatmuls`."""
         return x @ self.gate_up.of_expert(expert, x.dtype)
 
     def multiply_down(self, expert: int, x: Tensor) -> Tensor:
-        """Multiply x with down of one expert; see `ExpertProducts`."""
+        """Multiply x with down of one expert; see `ExpertMatmuls`."""
         return x @ self.down.of_expert(expert, x.dtype)
 
 

@@ -94,12 +94,12 @@ class HPUMxfp4Experts(CardLayer):
         )
 
     def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
-        """Multiply x with gate and up of one expert; see `ExpertProducts`."""
+        """Multiply x with gate and up of one expert; see `ExpertMatmuls`."""
         weight = self._dense(self.gate_up[expert], self.gate_up_scales[expert], x.dtype)
         return x @ (_apart(weight, 0) if self._is_biased else weight).T
 
     def multiply_down(self, expert: int, x: Tensor) -> Tensor:
-        """Multiply x with down of one expert; see `ExpertProducts`."""
+        """Multiply x with down of one expert; see `ExpertMatmuls`."""
         return x @ self._dense(self.down[expert], self.down_scales[expert], x.dtype).T
 
     def _dense(self, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -171,15 +171,15 @@ class HPUFp8Experts(CardLayer):
         )
         return summed.to(x.dtype)
 
-    def _biased(self, product: Tensor, bias: Tensor | None, expert: int) -> Tensor:
-        return product if bias is None else product + bias[expert]
+    def _biased(self, result: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+        return result if bias is None else result + bias[expert]
 
     def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
-        """Multiply x with gate and up of one expert; see `ExpertProducts`."""
+        """Multiply x with gate and up of one expert; see `ExpertMatmuls`."""
         return self._multiply(self.gate_up[expert], self.gate_up_scale[expert], x)
 
     def multiply_down(self, expert: int, x: Tensor) -> Tensor:
-        """Multiply x with down of one expert; see `ExpertProducts`."""
+        """Multiply x with down of one expert; see `ExpertMatmuls`."""
         return self._multiply(self.down[expert], self.down_scale[expert], x)
 
     def _multiply(self, weight: Tensor, weight_scale: Tensor, x: Tensor) -> Tensor:
@@ -222,8 +222,8 @@ class HPUStackedWeight(nn.Module):
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute x @ weight.T + bias for all weights; see `PreparedWeight`."""
-        products: list[Tensor] = [part.linear(x) for part in self.parts]  # type: ignore[operator]
-        out = torch.cat(products, dim=-1)
+        parts: list[Tensor] = [part.linear(x) for part in self.parts]  # type: ignore[operator]
+        out = torch.cat(parts, dim=-1)
         return out if bias is None else out + bias
 
 

@@ -139,14 +139,14 @@ def _fade_by_key(q: Tensor, k: Tensor, logs: Tensor) -> _Faded:
     pairs = pairs * (inner <= inner[:, None])[..., None] * keys.unsqueeze(-3)
     from_start = steps.cumsum(-2).exp()
     is_own = (starts[:, None] == starts)[:, None, :, None]
-    products = []
+    results = []
     for x in (q, k):
         x = x.unflatten(-2, (-1, _BLOCK))
         own = (pairs @ x.unsqueeze(-1)).squeeze(-1)
         own = (own.unsqueeze(-2) * is_own).flatten(-2)
-        products.append(((x * from_start) @ earlier + own).flatten(-3, -2))
+        results.append(((x * from_start) @ earlier + own).flatten(-3, -2))
     ends = ((indices > indices[:, None]).to(logs.dtype) @ logs).exp()
-    return _Faded(products[0], products[1], logs.cumsum(-2).exp(), ends)
+    return _Faded(results[0], results[1], logs.cumsum(-2).exp(), ends)
 
 
 def _run_chunks(
@@ -198,9 +198,9 @@ def invert_unit_lower(lower: Tensor) -> Tensor:
     block = 1
     while block < size:
         number = indices // block
-        is_beside = (number[:, None] % 2 == 1) & (number[None, :] == number[:, None] - 1)
-        beside = lower.masked_fill(~is_beside, 0.0)
-        inverse = inverse - (beside if block == 1 else inverse @ beside @ inverse)
+        is_neighbour = (number[:, None] % 2 == 1) & (number[None, :] == number[:, None] - 1)
+        neighbours = lower.masked_fill(~is_neighbour, 0.0)
+        inverse = inverse - (neighbours if block == 1 else inverse @ neighbours @ inverse)
         block *= 2
     return inverse.expand_as(lower)
 

@@ -198,7 +198,7 @@ class CPUWorker(WorkerBase):
                 min(found, num_physical),
                 num_cores,
                 weight_bytes,
-                is_beside_server=device.is_beside_server,
+                runs_with_server=device.runs_with_server,
                 is_pooling=self.config.model.pooler is not None,
             )
             if wanted != found:
@@ -219,9 +219,9 @@ class CPUWorker(WorkerBase):
             return make_pooling_runner(self.config, model, self.device)
         return CPUModelRunner(self.config, model, self.device, self.grammars)
 
-    def _make_collectives(self, meeting: Rendezvous) -> Collectives:
+    def _make_collectives(self, rendezvous: Rendezvous) -> Collectives:
         kernels = load_cpu_kernels()
-        memory = None if kernels is None else meeting.stage_memory()
+        memory = None if kernels is None else rendezvous.stage_memory()
         if kernels is not None and memory is not None:
             arena_fd, offset = memory
             return SharedMemoryCollectives(
@@ -231,12 +231,12 @@ class CPUWorker(WorkerBase):
                 self.tp.size,
                 header_bytes=ARENA_HEADER_BYTES,
                 buffer_bytes=ARENA_BUFFER_BYTES,
-                timeout_s=meeting.timeout_s,
+                timeout_s=rendezvous.timeout_s,
                 arena_offset=offset,
-                first_rank=meeting.stage_ranks[0],
+                first_rank=rendezvous.stage_ranks[0],
             )
-        meeting.join(self.platform.collectives_backend)
-        group = meeting.open_groups(meeting.layout.tensor_groups)
+        rendezvous.join(self.platform.collectives_backend)
+        group = rendezvous.open_groups(rendezvous.layout.tensor_groups)
         return CheckedCollectives(self.rank, self.tp.size, group)
 
     def measure(self) -> MemoryReport:

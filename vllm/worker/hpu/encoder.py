@@ -178,7 +178,7 @@ class CardEncoder:
         if self.agree is not None:
             self.agree([True])
 
-    def measure(self, resident_bytes: int, most_bytes: int, meeting: Rendezvous | None) -> int:
+    def measure(self, resident_bytes: int, most_bytes: int, rendezvous: Rendezvous | None) -> int:
         """Run larger and larger forward passes, and measure their memory.
 
         Sizes that need too much memory are disabled, and images that need them are refused later.
@@ -186,7 +186,7 @@ class CardEncoder:
         Args:
             resident_bytes: bytes in use on the card apart from its workspace.
             most_bytes: maximum number of bytes that a forward pass may need.
-            meeting: the other ranks, which then use the same sizes; None: there are none.
+            rendezvous: the other ranks, which then use the same sizes; None: there are none.
 
         Returns:
             The device memory that forward passes need.
@@ -197,8 +197,8 @@ class CardEncoder:
         needed, num_sizes, refused = 0, len(self.sizes), None
         if self.is_here and self._is_measured:
             needed, num_sizes, refused = self._measure(resident_bytes, most_bytes)
-        if meeting is not None:
-            num_sizes = meeting.least("sizes of the encoder", num_sizes)
+        if rendezvous is not None:
+            num_sizes = rendezvous.minimum("sizes of the encoder", num_sizes)
         if num_sizes == len(self.sizes):
             return needed
         given_up, self.sizes = self.sizes[num_sizes:], self.sizes[:num_sizes]

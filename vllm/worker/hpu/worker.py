@@ -148,7 +148,7 @@ class HPUWorker(WorkerBase):
         self._num_choices = 0
         self._slicing = config.hpu.prompt_slicing(config.scheduler.max_num_batched_tokens)
         self.forecast = MemoryForecast(self._slicing, config.cache.block_size)
-        self._meeting: Rendezvous | None = None
+        self._rendezvous: Rendezvous | None = None
         self._drafter: HPUDraftRunner | None = None
         self._num_kept_states: int | None = None
         self._num_item_states: int | None = None
@@ -249,20 +249,20 @@ class HPUWorker(WorkerBase):
             self._drafter = make_draft_runner(config, model, runner, max_drafts)
         runner.drafter = self._drafter
 
-    def join(self, meeting: Rendezvous) -> None:
+    def join(self, rendezvous: Rendezvous) -> None:
         """Join the other ranks; see `WorkerBase.join`."""
-        meeting.join(self.platform.collectives_backend)
-        self._meeting = meeting
-        super().join(meeting)
+        rendezvous.join(self.platform.collectives_backend)
+        self._rendezvous = rendezvous
+        super().join(rendezvous)
         if self.tp.size > 1:
-            self.runner.launches.peers = TPGroupStatus(meeting)
+            self.runner.launches.peers = TPGroupStatus(rendezvous)
 
-    def _make_collectives(self, meeting: Rendezvous) -> Collectives:
-        group = meeting.open_groups(meeting.layout.tensor_groups)
+    def _make_collectives(self, rendezvous: Rendezvous) -> Collectives:
+        group = rendezvous.open_groups(rendezvous.layout.tensor_groups)
         return TorchCollectives(self.tp.size, group, self.platform.before_collective)
 
-    def _make_link(self, meeting: Rendezvous) -> Link:
-        return meeting.open_link(self.bridge.device, self.platform.before_collective)
+    def _make_link(self, rendezvous: Rendezvous) -> Link:
+        return rendezvous.open_link(self.bridge.device, self.platform.before_collective)
 
     def measure(self) -> MemoryReport:
         """Run the largest shapes, and divide the memory that they leave.
@@ -307,8 +307,8 @@ class HPUWorker(WorkerBase):
         assert found is not None, "a model with such items has an encoder"
         count, num_bytes = found
         self._num_item_states = count
-        if self._meeting is not None:
-            self._num_item_states = self._meeting.least("hidden states of items", count)
+        if self._rendezvous is not None:
+            self._num_item_states = self._rendezvous.minimum("hidden states of items", count)
         self._item_bytes = num_bytes // count * self._num_item_states
         logger.info(
             "Cross-attention cache: %d hidden states of images and sounds (%s)",
@@ -564,15 +564,15 @@ class HPUWorker(WorkerBase):
         """Run the largest shapes on an almost empty cache; return the bytes they need in
         addition.
         """
-        if self._meeting is not None:
+        if self._rendezvous is not None:
             # All ranks must run the same launches, because launches exchange tensors. So all use
             # the least free memory of any rank.
-            free_bytes = self._meeting.least("free memory", free_bytes)
+            free_bytes = self._rendezvous.minimum("free memory", free_bytes)
         block_bytes = self._block_bytes()
         most = most_launch_bytes(self._memory_config, free_bytes, block_bytes)
         most_blocks = most_kv_blocks(self._memory_config, free_bytes, block_bytes)
-        if self._meeting is not None:
-            most_blocks = self._meeting.least("KV blocks that fit", most_blocks)
+        if self._rendezvous is not None:
+            most_blocks = self._rendezvous.minimum("KV blocks that fit", most_blocks)
         startup_progress.report("measuring the memory of forward passes")
         self._bind_caches(_PROFILE_BLOCKS)
         resident_bytes, encoder_bytes = used_bytes(self.bridge), 0
@@ -586,7 +586,7 @@ class HPUWorker(WorkerBase):
                 self.forecast,
             )
             if self._encoder is not None:
-                encoder_bytes = self._encoder.measure(resident_bytes, most, self._meeting)
+                encoder_bytes = self._encoder.measure(resident_bytes, most, self._rendezvous)
         self._release_caches()
         gc.collect()  # garbage must not count as memory in use
         if found is None:
@@ -771,9 +771,9 @@ class HPUWorker(WorkerBase):
 
     def _of_rank_0(self, name: str, buckets: list[Bucket]) -> list[Bucket]:
         """Return the buckets of rank 0, so that all ranks warm up the same."""
-        if self._meeting is None:
+        if self._rendezvous is None:
             return buckets
-        values = self._meeting.exchange(name, msgspec.json.encode(buckets))
+        values = self._rendezvous.exchange(name, msgspec.json.encode(buckets))
         return msgspec.json.decode(values[0], type=list[Bucket])
 
 

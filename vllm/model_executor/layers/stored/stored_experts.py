@@ -21,7 +21,7 @@ from vllm.model_executor.layers.stored.stored_linear import Kept, StoredLinear, 
 from vllm.model_executor.layers.stored.without_values import without_values
 from vllm.ops import get_ops
 from vllm.ops.expert_options import SILU_EXPERTS
-from vllm.ops.prepared import ExpertProducts, PreparedExperts
+from vllm.ops.prepared import ExpertMatmuls, PreparedExperts
 from vllm.ops.stored_weight import StoredWeight
 
 EXPERT_PARTS = SILU_EXPERTS.parts
@@ -122,10 +122,10 @@ class DeviceExperts(DenseExperts):
             return super().apply(layer, x, ids, weights)
         return self.packed.forward(x, ids, weights)
 
-    def products(self, layer: Experts) -> ExpertProducts | None:
+    def matmuls(self, layer: Experts) -> ExpertMatmuls | None:
         if self.packed is None:
-            return super().products(layer)
-        return self.packed if isinstance(self.packed, ExpertProducts) else None
+            return super().matmuls(layer)
+        return self.packed if isinstance(self.packed, ExpertMatmuls) else None
 
 
 class _ExpertsWithoutValues:

@@ -12,7 +12,7 @@ from vllm.ops.cpu.operators.recorder import Operation
 from vllm.ops.cpu.symbols import Buffer, Rows
 
 
-def activate_products(
+def activate_matmuls(
     operations: Sequence[Operation], result: Rows, taps: Sequence[Rows]
 ) -> list[Operation]:
     """Fuse GELU into the linear layer before it, if nothing else reads the layer's result.

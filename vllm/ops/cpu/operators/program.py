@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm.ops.cpu.attention import last_keys_address
 from vllm.ops.cpu.library import require_cpu_kernels
 from vllm.ops.cpu.low_rank import PackedRows
-from vllm.ops.cpu.operators.activations import activate_products
+from vllm.ops.cpu.operators.activations import activate_matmuls
 from vllm.ops.cpu.operators.recorder import ON_PARTS_OF_HEADS, Operand, Operation, Recorder
 from vllm.ops.cpu.symbols import Buffer, NotFusibleError, Rows
 from vllm.ops.cpu.weights.linear import PackedWeight
@@ -75,7 +75,7 @@ class Program:
         self._kernels, self._status = kernels, kernels.ProgramStatus
         self._forward, self._scratch_bytes = kernels.program_forward, kernels.program_scratch_bytes
         self._recorder = recorder
-        operations = activate_products(recorder.operations, result, taps)
+        operations = activate_matmuls(recorder.operations, result, taps)
         if not all(tap.is_whole for tap in taps):
             raise NotFusibleError("hidden states that a program returns must be whole buffers")
         buffers = _Buffers(

@@ -210,8 +210,8 @@ class Recorder(CPUOps):
                 )
             width = appended.sizes[-1]
         out = self._new_rows((heads.num_heads, size + width))
-        product, *rest = out.split((size, width) if width else (size,))
-        self._record("head_linear", x, None, product, {"packed": heads.weight})
+        result, *rest = out.split((size, width) if width else (size,))
+        self._record("head_linear", x, None, result, {"packed": heads.weight})
         if rest:
             self._record("copy", appended, None, rest[0])
         return out

@@ -159,14 +159,14 @@ class PackedExperts:
         return sum(weight.num_bytes for part in parts for weight in part)
 
     def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
-        """Multiply x with gate and up of one expert, without biases; see `ExpertProducts`."""
+        """Multiply x with gate and up of one expert, without biases; see `ExpertMatmuls`."""
         gate, up, _ = self._weights
         if not self._has_gate:
             return up[expert].linear(x)
         return torch.cat([gate[expert].linear(x), up[expert].linear(x)], dim=1)
 
     def multiply_down(self, expert: int, x: Tensor) -> Tensor:
-        """Multiply x with down of one expert, without biases; see `ExpertProducts`."""
+        """Multiply x with down of one expert, without biases; see `ExpertMatmuls`."""
         return self._weights[2][expert].linear(x)
 
     def forward(self, x: Any, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:

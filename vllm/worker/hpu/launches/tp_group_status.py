@@ -18,17 +18,17 @@ class TPGroupStatus:
     """Communicates the outcome of forward passes between the ranks that share layers.
 
     Args:
-        meeting: of this rank.
+        rendezvous: of this rank.
     """
 
-    def __init__(self, meeting: Rendezvous) -> None:
-        self._meeting = meeting
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
         self._num_launches = 0
 
     def end_launch(self) -> None:
         """Tell the other cards that this card has finished a forward pass, successfully or not."""
         self._num_launches += 1
-        self._meeting.arrive(self._name)
+        self._rendezvous.arrive(self._name)
 
     def are_done(self, took_s: float) -> bool:
         """Return whether all cards have finished the forward pass that this one has finished.
@@ -36,13 +36,13 @@ class TPGroupStatus:
         Args:
             took_s: seconds it took here; the others get the same time again, and at least a second.
         """
-        return self._meeting.is_stage_here(self._name, max(_LEAST_PATIENCE_S, took_s))
+        return self._rendezvous.is_stage_here(self._name, max(_LEAST_PATIENCE_S, took_s))
 
     def all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
         """Return the elementwise maximum of these integers over all cards."""
         data = msgspec.msgpack.encode(list(numbers))
-        found = self._meeting.exchange(
-            f"{self._name}: memory", data, "memory of a launch", ranks=self._meeting.stage_ranks
+        found = self._rendezvous.exchange(
+            f"{self._name}: memory", data, "memory of a launch", ranks=self._rendezvous.stage_ranks
         )
         rows = [msgspec.msgpack.decode(each, type=list[int]) for each in found]
         return [max(column) for column in zip(*rows, strict=True)]

@@ -29,28 +29,28 @@ def meetings_of_two() -> list[Rendezvous]:
     return [first, Rendezvous.of(PARALLEL, 1, first.arena_fd, first.address[1])]
 
 
-def lose_patience(meeting: Rendezvous) -> None:
+def lose_patience(rendezvous: Rendezvous) -> None:
     """Reduce the time that a rank waits to 0.5 s. Not earlier, because a busy machine may need
     longer to connect.
     """
-    meeting.store.set_timeout(timedelta(seconds=0.5))
-    meeting.timeout_s = 0.5
+    rendezvous.store.set_timeout(timedelta(seconds=0.5))
+    rendezvous.timeout_s = 0.5
     for descriptor in _own_sockets():
         with contextlib.suppress(OSError):
-            set_socket_timeouts_of(descriptor, meeting.address[1], socket.SO_RCVTIMEO, 0.5)
+            set_socket_timeouts_of(descriptor, rendezvous.address[1], socket.SO_RCVTIMEO, 0.5)
 
 
 def test_all_ranks_agree_on_the_least_value():
     meetings = meetings_of_two()
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda each: each.least("bytes", 7 - each.rank), meetings))
+        found = list(pool.map(lambda each: each.minimum("bytes", 7 - each.rank), meetings))
     assert found == [6, 6]
     meetings[1].leave()
     meetings[0].close()
 
 
 @pytest.mark.parametrize(
-    "wait", [lambda each: each.least("free memory", 7), lambda each: each.join("gloo")]
+    "wait", [lambda each: each.minimum("free memory", 7), lambda each: each.join("gloo")]
 )
 def test_a_rank_that_does_not_come_is_named_when_time_is_up(wait):
     first, second = meetings_of_two()
@@ -77,7 +77,7 @@ def test_a_rank_that_nobody_answers_says_so_when_time_is_up():
         with pytest.raises(CollectiveError, match=message):
             second = second_of_two(port)
             second.timeout_s = 0.5
-            second.least("free memory", 7)
+            second.minimum("free memory", 7)
 
 
 class Wire:
@@ -131,23 +131,23 @@ def wire() -> Iterator[tuple[Rendezvous, Wire]]:
 @pytest.mark.parametrize(
     "use",
     [
-        lambda each: each.least("free memory", 7),
+        lambda each: each.minimum("free memory", 7),
         lambda each: each.store.delete_key("1/result"),
     ],
     ids=["wait for a key", "answer to a call"],
 )
 def test_a_rank_whose_host_is_not_reached_any_more_says_so_when_time_is_up(wire, use):
-    meeting, connection = wire
-    meeting.arrive("start")
-    assert meeting.store.check(["start/1"])
-    lose_patience(meeting)
+    rendezvous, connection = wire
+    rendezvous.arrive("start")
+    assert rendezvous.store.check(["start/1"])
+    lose_patience(rendezvous)
     connection.cut()
     with pytest.raises((CollectiveError, torch.distributed.DistError)) as found:
-        use(meeting)
+        use(rendezvous)
     error = found.value
-    text = meeting.reason_of(error) if isinstance(error, torch.distributed.DistError) else error
+    text = rendezvous.reason_of(error) if isinstance(error, torch.distributed.DistError) else error
     assert f"at 127.0.0.1:{connection.port} has not answered within 0.5 s" in str(text)
-    meeting.leave()
+    rendezvous.leave()
 
 
 def test_a_rank_can_ask_whether_the_others_of_its_stage_are_at_the_same_place():
