@@ -5,13 +5,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm.config.arch.model_arch import WHOLE_CONFIG, ModelArch
+from vllm.config.arch.sizes import HIDDEN_SIZE
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     ConfigObject: TypeAlias = PretrainedConfig
-
-_SIZES = {"hidden_size", "d_model", "n_embd"}
 
 
 def config_object(arch: ModelArch) -> "PretrainedConfig":
@@ -25,7 +24,7 @@ def config_object(arch: ModelArch) -> "PretrainedConfig":
     if isinstance(whole, Mapping):
         text = values
         values = dict(whole)
-        if not _SIZES & values.keys():
+        if values.keys().isdisjoint(HIDDEN_SIZE):
             values["text_config"] = text
     values.setdefault("architectures", [arch.architecture])
     return _make(values)

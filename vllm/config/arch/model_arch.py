@@ -17,7 +17,17 @@ from vllm.config.arch.layer_kinds import (
     read_state_layers,
     read_windows,
 )
-from vllm.config.arch.sizes import MAX_POSITIONS, MAX_ROTATIONS, check_sizes
+from vllm.config.arch.sizes import (
+    HIDDEN_SIZE,
+    INTERMEDIATE_SIZE,
+    MAX_POSITIONS,
+    MAX_ROTATIONS,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    NUM_LAYERS,
+    NUM_POSITIONS,
+    check_sizes,
+)
 from vllm.config.families import family_of, family_of_architecture
 from vllm.errors import ConfigError
 
@@ -109,7 +119,7 @@ class ModelArch:
                 "config.json has no 'architectures', the list with the class of the model. Add "
                 "it, or give it with hf_overrides"
             )
-        hidden_size = _number(config, *_HIDDEN_SIZE)
+        hidden_size = _number(config, *HIDDEN_SIZE)
         num_heads = _read_num_heads(config, hidden_size)
         head_size = _first(config, _HEAD_SIZE) or _divide(hidden_size, num_heads)
         num_kv_heads = _read_num_kv_heads(config, num_heads)
@@ -313,16 +323,7 @@ class ModelArch:
         return self.max_position_embeddings
 
 
-_HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
-_NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
-_NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _HEAD_SIZE = ("head_dim", "qk_rope_head_dim", "attention_head_dim")
-_INTERMEDIATE_SIZE = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
-_MAX_POSITIONS = (
-    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
-    "model_max_length",
-)
 _ROTARY_DIM = ("rotary_dim", "qk_rope_head_dim")
 _ACTIVATION = ("hidden_act", "hidden_activation", "activation_function")
 """Keys of the activation function in different families."""
@@ -333,12 +334,12 @@ def missing_keys(config: Mapping[str, Any]) -> list[str]:
     names.
     """
     family = family_of(config.get("model_type"))
-    num_layers = _NUM_LAYERS if family.num_layers_key is None else (family.num_layers_key,)
-    required: list[tuple[str, ...]] = [_HIDDEN_SIZE, num_layers, ("vocab_size",)]
+    num_layers = NUM_LAYERS if family.num_layers_key is None else (family.num_layers_key,)
+    required: list[tuple[str, ...]] = [HIDDEN_SIZE, num_layers, ("vocab_size",)]
     if not family.heads_are_channels:
-        required.append(_NUM_HEADS)
+        required.append(NUM_HEADS)
     if family.default_max_positions is None:
-        required.append(_MAX_POSITIONS)
+        required.append(NUM_POSITIONS)
     return [names[0] for names in required if _first(config, names) is None]
 
 
@@ -387,19 +388,19 @@ def _read_num_layers(config: Mapping[str, Any]) -> int:
     """Return the number of layers. A config of Nemotron-H may only list their kinds."""
     if key := family_of(config.get("model_type")).num_layers_key:
         return _number(config, key)
-    if _first(config, _NUM_LAYERS) is None and (kinds := read_layer_kinds(config)):
+    if _first(config, NUM_LAYERS) is None and (kinds := read_layer_kinds(config)):
         return len(kinds)
-    return _number(config, *_NUM_LAYERS)
+    return _number(config, *NUM_LAYERS)
 
 
 def _read_num_heads(config: Mapping[str, Any], hidden_size: int) -> int:
     if family_of(config.get("model_type")).heads_are_channels:
         return hidden_size
-    return _number(config, *_NUM_HEADS)
+    return _number(config, *NUM_HEADS)
 
 
 def _read_num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
-    given = _first(config, _NUM_KV_HEADS)
+    given = _first(config, NUM_KV_HEADS)
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         return 1
     if config.get("multi_query") is False and not config.get("new_decoder_architecture"):
@@ -409,9 +410,9 @@ def _read_num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
 
 def _read_max_positions(config: Mapping[str, Any]) -> int:
     default = family_of(config.get("model_type")).default_max_positions
-    if default is not None and _first(config, _MAX_POSITIONS) is None:
+    if default is not None and _first(config, NUM_POSITIONS) is None:
         return default
-    return _number(config, *_MAX_POSITIONS)
+    return _number(config, *NUM_POSITIONS)
 
 
 def _num_unused_positions(config: Mapping[str, Any]) -> int:
@@ -423,7 +424,7 @@ def _num_unused_positions(config: Mapping[str, Any]) -> int:
 
 def _read_intermediate_size(config: Mapping[str, Any]) -> Any:
     """Return the size of the MLPs; if it differs between layers, the largest."""
-    value = _first(config, _INTERMEDIATE_SIZE)
+    value = _first(config, INTERMEDIATE_SIZE)
     return max(value) if isinstance(value, list) else value
 
 
@@ -535,7 +536,7 @@ def _read_rope(
         rope_type = "default"
     if rope_type in ("dynamic", "llama3", "yarn", "longrope"):
         # The original length. A config without it has not been extended.
-        max_positions = _number(config, *_MAX_POSITIONS)
+        max_positions = _number(config, *NUM_POSITIONS)
         original = config.get("original_max_position_embeddings")
         if original:  # as in transformers, it goes before a value in the parameters
             parameters["original_max_position_embeddings"] = int(original)

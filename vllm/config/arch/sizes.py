@@ -21,11 +21,22 @@ _MAX_EXPERTS = 2**16
 _MAX_EXPERT_LAYERS = 2**15
 """Layers times experts: each expert of each layer has an entry for every tensor."""
 
+HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
+"""Keys of config.json with the hidden size in different families; so are the others below."""
+NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+INTERMEDIATE_SIZE = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+NUM_POSITIONS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
+    "model_max_length",
+)
+
 _RANGES: dict[tuple[str, ...], tuple[int, int]] = {
-    ("num_hidden_layers", "n_layer", "n_layers"): (1, _MAX_LAYERS),
-    ("num_attention_heads", "n_head", "n_heads", "num_heads"): (1, _MAX_HEADS),
+    NUM_LAYERS: (1, _MAX_LAYERS),
+    NUM_HEADS: (1, _MAX_HEADS),
     (
-        *("num_key_value_heads", "num_kv_heads", "mamba_n_heads", "mamba_num_heads"),
+        *(*NUM_KV_HEADS, "mamba_n_heads", "mamba_num_heads"),
         *("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads"),
     ): (1, _MAX_HEADS),
     (
@@ -37,9 +48,9 @@ _RANGES: dict[tuple[str, ...], tuple[int, int]] = {
         *("mamba_d_head", "mamba_head_dim", "mamba_d_state", "ssm_state_size"),
         *("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"),
     ): (1, _MAX_HEAD_SIZE),
-    ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"): (1, _MAX_WIDTH),
+    (*HIDDEN_SIZE, "word_embed_proj_dim"): (1, _MAX_WIDTH),
     (
-        *("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "moe_intermediate_size"),
+        *(*INTERMEDIATE_SIZE, "moe_intermediate_size"),
         *("intermediate_size_mlp", "shared_expert_intermediate_size", "shared_intermediate_size"),
         *("q_lora_rank", "kv_lora_rank", "rotary_dim", "expansion_ratio", "expand"),
         *("mamba_expand", "conv_kernel", "mamba_d_conv", "mamba_d_ssm", "conv_L_cache"),
@@ -54,10 +65,7 @@ _RANGES: dict[tuple[str, ...], tuple[int, int]] = {
         *("attn_layer_offset", "expert_layer_offset", "decoder_sparse_step"),
     ): (0, _MAX_LAYERS),
     ("attn_layer_period", "expert_layer_period"): (1, _MAX_LAYERS),
-    (
-        *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
-        *("model_max_length", "original_max_position_embeddings"),
-    ): (1, MAX_POSITIONS),
+    (*NUM_POSITIONS, "original_max_position_embeddings"): (1, MAX_POSITIONS),
     (
         *("num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts"),
         *("num_experts_per_tok", "moe_num_experts", "moe_k", "moe_num_shared_experts"),
@@ -71,7 +79,6 @@ _MAY_BE_OFF = ("n_group", "topk_group")
 """False is the same as absent."""
 _MAY_BE_LISTS = ("intermediate_size", "moe_intermediate_size", "num_experts")
 """A number for each layer."""
-_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -87,7 +94,7 @@ def check_sizes(config: Mapping[str, Any]) -> None:
     _check_ranges(f"{_OF_STATES}.", config.get(_OF_STATES) or {})
     layers, experts = (
         next((name for name in names if config.get(name)), None)
-        for names in (_NUM_LAYERS, _NUM_EXPERTS)
+        for names in (NUM_LAYERS, _NUM_EXPERTS)
     )
     # Dense models of Doge have these keys too.
     if not layers or not experts or config.get("is_moe") is False:

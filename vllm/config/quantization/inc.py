@@ -18,23 +18,45 @@ from vllm.utils.text.patterns import compile_pattern
 
 IncMode = Literal["MEASURE", "QUANTIZE"]
 
-SCALE_METHODS = (
-    "unit_scale",
-    "maxabs_arbitrary",
-    "maxabs_pow2",
-    "maxabs_pow2_opt_weight",
-    "maxabs_hw",
-    "maxabs_hw_opt_weight",
-    "act_maxabs_pow2_weights_pcs_maxabs_pow2",
-    "act_maxabs_pow2_weights_pcs_opt_pow2",
-    "act_maxabs_hw_weights_pcs_maxabs_pow2",
-    "act_maxabs_hw_weights_pcs_opt_pow2",
-    "act_maxabs_pcs_pow2_weight_maxabs_pts_pow2_hw",
-    "maxabs_pcs_pow2",
-)
-"""Values of `scale_method`. The last two have no scales of inputs."""
+Rounding = Literal["unit", "none", "pow2", "hw"]
+"""Scales that a method allows: 1, all, powers of two, or those that the matrix engine applies for
+free."""
 
-_DYNAMIC = SCALE_METHODS[-2:]
+
+@dataclass(frozen=True)
+class ScaleMethod:
+    """One method of computing scales (`scale_method`)."""
+
+    inputs: Rounding
+    weights: Rounding
+    is_per_output: bool = False
+    """Weights have a scale for each output feature; else one."""
+    is_searched: bool = False
+    """The scale of weights is the one with the least squared error."""
+
+
+SCALE_METHODS = {
+    "unit_scale": ScaleMethod("unit", "unit"),
+    "maxabs_arbitrary": ScaleMethod("none", "none"),
+    "maxabs_pow2": ScaleMethod("pow2", "pow2"),
+    "maxabs_pow2_opt_weight": ScaleMethod("pow2", "pow2", is_searched=True),
+    "maxabs_hw": ScaleMethod("hw", "hw"),
+    "maxabs_hw_opt_weight": ScaleMethod("hw", "hw", is_searched=True),
+    "act_maxabs_pow2_weights_pcs_maxabs_pow2": ScaleMethod("pow2", "pow2", is_per_output=True),
+    "act_maxabs_pow2_weights_pcs_opt_pow2": ScaleMethod(
+        "pow2", "pow2", is_per_output=True, is_searched=True
+    ),
+    "act_maxabs_hw_weights_pcs_maxabs_pow2": ScaleMethod("hw", "pow2", is_per_output=True),
+    "act_maxabs_hw_weights_pcs_opt_pow2": ScaleMethod(
+        "hw", "pow2", is_per_output=True, is_searched=True
+    ),
+    "act_maxabs_pcs_pow2_weight_maxabs_pts_pow2_hw": ScaleMethod("pow2", "hw"),
+    "maxabs_pcs_pow2": ScaleMethod("pow2", "pow2", is_per_output=True),
+}
+"""Value of `scale_method` -> how scales are computed. The last two have no scales of inputs."""
+
+_MEASURED = tuple(SCALE_METHODS)[:-2]
+_DYNAMIC = tuple(SCALE_METHODS)[-2:]
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -142,9 +164,9 @@ def read_inc_config(path: str) -> IncConfig:
             "remove the key: matrix multiplications run in real FP8, not in simulated FP8",
         )
     default = _DYNAMIC[0] if is_dynamic else "maxabs_hw"
-    scale_method = reader.choice("scale_method", SCALE_METHODS, default)
+    scale_method = reader.choice("scale_method", tuple(SCALE_METHODS), default)
     if is_dynamic != (scale_method in _DYNAMIC):
-        wanted = _DYNAMIC if is_dynamic else SCALE_METHODS[:-2]
+        wanted = _DYNAMIC if is_dynamic else _MEASURED
         raise reader.wrong(
             "scale_method",
             f"with dynamic_quantization={str(is_dynamic).lower()} it must be one of "

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.config import IncConfig
+from vllm.config.quantization.inc import SCALE_METHODS
 from vllm.distributed import Stage, TPGroup, place_in_engine
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
@@ -43,7 +44,6 @@ from vllm.model_executor.quantization.inc.measure import (
     prompts_can_be_fp8,
 )
 from vllm.model_executor.quantization.inc.scales import (
-    METHODS,
     RANGES,
     input_scale,
     round_weight,
@@ -86,7 +86,7 @@ class Inc(Quantization):
 
     def __init__(self, config: IncConfig) -> None:
         self.config = config
-        self.method = METHODS[config.scale_method]
+        self.method = SCALE_METHODS[config.scale_method]
         self._measured: Measurements | None = None
         self._scales: Measurements | None = None
         self._used: dict[str, Node] = {}

@@ -6,15 +6,12 @@ Methods with "hw" use scales that the matrix engine applies for free: powers of 
 """
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from vllm.config.quantization.inc import Rounding, ScaleMethod
 from vllm.ops.stored_weight import Fp8Weight
-
-Rounding = Literal["unit", "none", "pow2", "hw"]
 
 RANGES = {"GAUDI2": 240.0, "GAUDI3": 448.0}
 """Largest value of e4m3 on each card."""
@@ -24,38 +21,6 @@ _HW_EXPONENTS = {240.0: (-8, -4, 0, 4), 448.0: tuple(range(-55, 8))}
 
 _SEARCHED = range(-3, 4)
 """Powers of two around the scale with which the largest number just fits."""
-
-
-@dataclass(frozen=True)
-class ScaleMethod:
-    """One method of computing scales (`scale_method`)."""
-
-    inputs: Rounding
-    weights: Rounding
-    is_per_output: bool = False
-    """Weights have a scale for each output feature; else one."""
-    is_searched: bool = False
-    """The scale of weights is the one with the least squared error."""
-
-
-METHODS = {
-    "unit_scale": ScaleMethod("unit", "unit"),
-    "maxabs_arbitrary": ScaleMethod("none", "none"),
-    "maxabs_pow2": ScaleMethod("pow2", "pow2"),
-    "maxabs_pow2_opt_weight": ScaleMethod("pow2", "pow2", is_searched=True),
-    "maxabs_hw": ScaleMethod("hw", "hw"),
-    "maxabs_hw_opt_weight": ScaleMethod("hw", "hw", is_searched=True),
-    "act_maxabs_pow2_weights_pcs_maxabs_pow2": ScaleMethod("pow2", "pow2", is_per_output=True),
-    "act_maxabs_pow2_weights_pcs_opt_pow2": ScaleMethod(
-        "pow2", "pow2", is_per_output=True, is_searched=True
-    ),
-    "act_maxabs_hw_weights_pcs_maxabs_pow2": ScaleMethod("hw", "pow2", is_per_output=True),
-    "act_maxabs_hw_weights_pcs_opt_pow2": ScaleMethod(
-        "hw", "pow2", is_per_output=True, is_searched=True
-    ),
-    "act_maxabs_pcs_pow2_weight_maxabs_pts_pow2_hw": ScaleMethod("pow2", "hw"),
-    "maxabs_pcs_pow2": ScaleMethod("pow2", "pow2", is_per_output=True),
-}
 
 
 def input_scale(largest: float, method: ScaleMethod, limit: float, backoff: float) -> float:
