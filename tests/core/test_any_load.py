@@ -116,12 +116,12 @@ def setups(draw: st.DrawFn) -> Setup:
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
         "num_scheduler_steps": draw(st.sampled_from([1, 1, 2, 5])),
     }
-    least_blocks = -(-MAX_MODEL_LEN // block_size)
+    min_blocks = -(-MAX_MODEL_LEN // block_size)
     num_stages = draw(st.sampled_from([1, 1, 2, 3]))
     num_steps = draw(st.integers(1, num_stages))
     return Setup(
         limits=limits,
-        num_blocks=draw(st.integers(max(2, least_blocks // 2), least_blocks * 3)),
+        num_blocks=draw(st.integers(max(2, min_blocks // 2), min_blocks * 3)),
         block_size=block_size,
         enable_caching=draw(st.sampled_from([True, True, False])),
         depth=draw(st.integers(0, num_steps - 1)) if num_stages > 1 else draw(st.integers(0, 1)),
@@ -254,7 +254,7 @@ def random_setup(rng: random.Random) -> Setup:
     max_num_seqs = rng.randint(2, 12)
     is_chunked = rng.random() < 0.7
     max_partial = rng.randint(1, 3)
-    least_blocks = -(-MAX_MODEL_LEN // block_size)
+    min_blocks = -(-MAX_MODEL_LEN // block_size)
     return Setup(
         limits={
             "max_num_seqs": max_num_seqs,
@@ -265,7 +265,7 @@ def random_setup(rng: random.Random) -> Setup:
             "long_prefill_token_threshold": rng.choice([0, 3, 5, 8]),
             "scheduling_policy": rng.choice(["fcfs", "priority"]),
         },
-        num_blocks=rng.randint(least_blocks, least_blocks * 4),
+        num_blocks=rng.randint(min_blocks, min_blocks * 4),
         block_size=block_size,
         enable_caching=rng.random() < 0.7,
         depth=rng.choice([0, 1, 1, 2]),

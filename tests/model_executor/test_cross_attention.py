@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm.attention import LaunchContext, RaggedItems, SeenRun, share_context
-from vllm.attention.cross import MOST_SINGLE
+from vllm.attention.cross import MAX_SINGLE
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.cross_attention import CrossAttention, slot_bytes
 from vllm.model_executor.layers.norm import RMSNorm
@@ -23,13 +23,13 @@ from vllm.ops.native.operators import NativeOps
 
 H, G, D, HIDDEN, STATE = 4, 2, 8, 32, 24
 NUM_SLOTS = 64
-NUM_TOKENS = 2 * MOST_SINGLE + 8
+NUM_TOKENS = 2 * MAX_SINGLE + 8
 SLOTS = np.array([40, 3, 7, 8, 9, 20, 63], np.int32)
 RUNS = (
     SeenRun(1, 3, SLOTS[2:]),
     SeenRun(4, 5, SLOTS[:1]),
-    SeenRun(5, 7 + MOST_SINGLE, SLOTS),
-    SeenRun(8 + MOST_SINGLE, 8 + 2 * MOST_SINGLE, SLOTS[:4]),
+    SeenRun(5, 7 + MAX_SINGLE, SLOTS),
+    SeenRun(8 + MAX_SINGLE, 8 + 2 * MAX_SINGLE, SLOTS[:4]),
 )
 
 

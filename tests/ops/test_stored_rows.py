@@ -22,7 +22,7 @@ from vllm.ops.stored_weight import (
 pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 
 NUM_OUT, NUM_IN = 160, 256
-MOST_ROWS = 512
+MAX_ROWS = 512
 SOME_ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 127, 128, 200, 256, 511, 512)
 
 
@@ -81,14 +81,14 @@ def test_a_row_has_the_same_bits_among_any_others(isa, name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", KINDS)
 def test_any_number_of_rows(isa, name, dtype):
-    check(name, dtype, range(1, MOST_ROWS + 1))
+    check(name, dtype, range(1, MAX_ROWS + 1))
 
 
 def check(name, dtype, counts):
     weight, dense = stored(name)
     assert torch.equal(weight.dequantize(), dense)
     packed = pack_stored(weight)
-    x = torch.randn(MOST_ROWS, NUM_IN).to(dtype)
+    x = torch.randn(MAX_ROWS, NUM_IN).to(dtype)
     want = x.double() @ dense.double().T
     got = packed.linear(x, None)
     size = x.double().norm(dim=1)[:, None] * dense.double().norm(dim=1)

@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.planning.card_search import found_lines, found_object, search_cards, serve_command
 from vllm.planning.engine_plan import EnginePlan, make_engine_plan
-from vllm.planning.engine_throughput import most_requests, serving_cost, throughput_grid
+from vllm.planning.engine_throughput import max_requests, serving_cost, throughput_grid
 from vllm.planning.throughput.goals import Goals
 from vllm.planning.throughput.prediction import Lengths
 from vllm.planning.throughput.table import as_lines, as_objects
@@ -121,7 +121,7 @@ def test_goals_that_one_card_meets_need_one_card(dense_folder):
     found = search_cards(partial(make_plan, dense_folder), Goals(tokens_per_s=1), lengths)
     assert found.choice.num_cards == 1
     assert found.choice.misses == ()
-    held = most_requests(make_plan(dense_folder, 1, found.choice.max_num_seqs), lengths)
+    held = max_requests(make_plan(dense_folder, 1, found.choice.max_num_seqs), lengths)
     assert found.choice.max_num_seqs <= held
     command = serve_command(found, "a model", ["--max-model-len", "1024"])
     assert command == (

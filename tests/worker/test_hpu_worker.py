@@ -314,8 +314,8 @@ def test_no_decode_is_measured_that_has_more_blocks_than_the_cache_can():
             worker = loaded_worker(max_num_seqs=4, max_model_len=1024, **settings)
             report = worker.measure()
             most = max(bucket.blocks for bucket in plan_buckets(worker.config).catalog.decode)
-            assert worker.forecast.most_blocks <= most
-            return worker.forecast.most_blocks, report.num_blocks
+            assert worker.forecast.max_blocks <= most
+            return worker.forecast.max_blocks, report.num_blocks
 
     measured, num_blocks = blocks(num_gpu_blocks_override=80)
     assert measured <= num_blocks == 80

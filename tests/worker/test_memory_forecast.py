@@ -180,7 +180,7 @@ def test_slices_beyond_the_profiling_run_begin_with_the_smallest_and_end_before_
                 run_warm_up(warm_up)
             assert failed
             return
-        warm_up._forecast.most_blocks = 32
+        warm_up._forecast.max_blocks = 32
         warm_up._forecast.passing_bytes = 5 * MIB  # short-lived tensors of prompts
         run_warm_up(warm_up)
         planner = warm_up._launches.planner

@@ -19,7 +19,7 @@ from vllm.worker.hpu.warmup import warmup_estimate
 from vllm.worker.hpu.warmup.warmup_estimate import Kind, WarmUpEstimate, Work
 
 STAGES = ("compile", "run", "capture")
-MOST_RISE = 4 / 3 + 1e-9
+MAX_RISE = 4 / 3 + 1e-9
 
 
 def plan_of(num_buckets: int, num_shapes: int, stages=STAGES) -> list[list[Work]]:
@@ -108,7 +108,7 @@ def test_one_figure_runs_down_from_the_first_launch_to_the_end(case):
     known = [(eta, left) for eta, left in seen if eta is not None]
     assert len(known) >= len(seen) - (2 if lost is None else len(lost) + 2)
     etas = [eta for eta, _ in known]
-    assert all(b <= a * MOST_RISE + 1e-12 for a, b in itertools.pairwise(etas)), case
+    assert all(b <= a * MAX_RISE + 1e-12 for a, b in itertools.pairwise(etas)), case
     assert all(eta >= 0 for eta in etas)
     last_eta, last_left = known[-1]
     slowest = max(b - a for (_, b), (_, a) in itertools.pairwise(seen))
@@ -167,7 +167,7 @@ def test_log_probes_and_pages_show_the_figure_of_the_warm_up(monkeypatch):
     }
     assert all(eta is None for phase, eta, _ in reports if (phase, eta, _) not in warm_up)
     etas = [eta for _, eta, _ in warm_up[2:]]
-    assert all(b <= a * MOST_RISE for a, b in itertools.pairwise(etas))
+    assert all(b <= a * MAX_RISE for a, b in itertools.pairwise(etas))
     assert etas[-1] == 0 and etas[0] > 0
     shown = [state for _, eta, state in warm_up[2:]]
     assert shown == [round(eta, 1) for eta in etas]

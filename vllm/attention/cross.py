@@ -19,7 +19,7 @@ from vllm.ops.item_slots import ItemSlots
 
 _NO_TENSORS = AttentionTensors()
 
-MOST_SINGLE = 8
+MAX_SINGLE = 8
 """Tokens of a run up to which each is computed by itself: a longer run is one matmul. A recorded
 program computes every token by itself, so that a run has the same bits there."""
 
@@ -69,7 +69,7 @@ class SeenRun:
     @property
     def is_long(self) -> bool:
         """Whether the tokens are computed together."""
-        return self.end - self.begin > MOST_SINGLE
+        return self.end - self.begin > MAX_SINGLE
 
 
 @dataclass(frozen=True)

@@ -217,18 +217,18 @@ def _checked(num_bytes: int) -> int:
 
 
 def assign_graphs(
-    ledger: MemoryLedger, prompt_ratio: float, most_bytes: int | None = None
+    ledger: MemoryLedger, prompt_ratio: float, max_bytes: int | None = None
 ) -> tuple[int, int]:
     """Assign all unassigned memory to graphs; return the bytes for prompts and for decodes.
 
     Args:
         ledger: has no graphs yet.
         prompt_ratio: fraction for prompts, 0 to 1.
-        most_bytes: limit for both; None: no limit.
+        max_bytes: limit for both; None: no limit.
     """
     found = sum(ledger.left(cls) for cls in GRAPHS) + ledger.unassigned_bytes
-    most_bytes = found if most_bytes is None else min(found, most_bytes)
-    parts = split_graph_memory(max(0, most_bytes), prompt_ratio)
+    max_bytes = found if max_bytes is None else min(found, max_bytes)
+    parts = split_graph_memory(max(0, max_bytes), prompt_ratio)
     for cls in GRAPHS:
         ledger.assign(cls, 0)
     for cls, num_bytes in zip(GRAPHS, parts, strict=True):

@@ -32,7 +32,7 @@ linear bucketing the first twelve."""
 _USUAL_BLOCK_SIZE = 128
 """Block size for which the defaults of the variables were made."""
 
-_MOST_SIZES, _MOST_BUCKETS = 20_000, 200_000
+_MAX_SIZES, _MAX_BUCKETS = 20_000, 200_000
 """Limits for one range, and for the combinations of ranges. A warm-up of so many takes days."""
 
 _UNSET_HINT = "Or unset one of the two: its default is then derived from the other."
@@ -180,7 +180,7 @@ def resolve_range(key: str, default: BucketRange, values: Mapping[str, int]) -> 
     return BucketRange(low, values.get(step_name, default.step), high)
 
 
-def check_num_steps(key: str, low: int, step: int, high: int, most: int = _MOST_SIZES) -> None:
+def check_num_steps(key: str, low: int, step: int, high: int, most: int = _MAX_SIZES) -> None:
     """Check the number of steps of a range before its sizes are made.
 
     Args:
@@ -209,9 +209,9 @@ def check_combinations(phase: str, *sizes: int) -> None:
     Raises:
         ConfigError: there are more than anyone compiles.
     """
-    if prod(sizes) > _MOST_BUCKETS:
+    if prod(sizes) > _MAX_BUCKETS:
         raise ConfigError(
             f"the variables VLLM_{phase}_*_BUCKET_* give {' x '.join(map(str, sizes))} buckets, "
-            f"and each one is compiled; at most {_MOST_BUCKETS} are accepted. Raise their steps or "
+            f"and each one is compiled; at most {_MAX_BUCKETS} are accepted. Raise their steps or "
             f"lower their maximums"
         )

@@ -19,8 +19,8 @@ _LIMIT_KEYS = {
 }
 """Keys of the limits of each kind. Each has a reader."""
 _WHITE = (255, 255, 255)
-_MOST_FRAMES = 768
-_MOST_RATE = 1000
+_MAX_FRAMES = 768
+_MAX_RATE = 1000
 """Frames per second."""
 
 
@@ -137,7 +137,7 @@ class MultiModalConfig:
     @property
     def max_frames(self) -> int:
         """Maximum number of frames of a video that are passed to the model."""
-        return self.limit("video").num_frames or _MOST_FRAMES
+        return self.limit("video").num_frames or _MAX_FRAMES
 
     @property
     def video(self) -> VideoSettings:
@@ -145,7 +145,7 @@ class MultiModalConfig:
         maximum.
         """
         settings = VideoSettings(**self.media_io_kwargs.get("video", {}))
-        wanted = _MOST_FRAMES if settings.num_frames == -1 else settings.num_frames
+        wanted = _MAX_FRAMES if settings.num_frames == -1 else settings.num_frames
         return replace(settings, num_frames=min(wanted, self.max_frames))
 
     @property
@@ -217,11 +217,11 @@ def _is_color(value: Any) -> bool:
 
 
 def _is_frames(value: Any) -> bool:
-    return type(value) is int and (value == -1 or 1 <= value <= _MOST_FRAMES)
+    return type(value) is int and (value == -1 or 1 <= value <= _MAX_FRAMES)
 
 
 def _is_rate(value: Any) -> bool:
-    return type(value) in (int, float) and (value == -1 or 0 < value <= _MOST_RATE)
+    return type(value) in (int, float) and (value == -1 or 0 < value <= _MAX_RATE)
 
 
 _IO_KEYS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
@@ -233,8 +233,8 @@ _IO_KEYS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     },
     "audio": {},
     "video": {
-        "num_frames": (_is_frames, f"an integer from 1 to {_MOST_FRAMES}, or -1 for no limit"),
-        "fps": (_is_rate, f"a number above 0 and up to {_MOST_RATE}, or -1 for no limit"),
+        "num_frames": (_is_frames, f"an integer from 1 to {_MAX_FRAMES}, or -1 for no limit"),
+        "fps": (_is_rate, f"a number above 0 and up to {_MAX_RATE}, or -1 for no limit"),
     },
 }
 """Settings of each kind: what is accepted, and its description."""

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 from vllm.config.fields import check_at_least, check_one_of
 from vllm.errors import ConfigError
 
-_MOST_RANKS = 128
+_MAX_RANKS = 128
 """More are not proposed in an error."""
 
 ExecutorBackend = Literal["uni", "mp", "ray", "external_launcher"]
@@ -209,7 +209,7 @@ def sizes_that_fit(fits: Callable[[int], bool], most: int) -> str:
     >>> sizes_that_fit(lambda size: 12 % size == 0, 6)
     'Sizes that fit: 1, 2, 3, 4, 6'
     """
-    found = [size for size in range(1, min(most, _MOST_RANKS) + 1) if fits(size)]
+    found = [size for size in range(1, min(most, _MAX_RANKS) + 1) if fits(size)]
     return f"Sizes that fit: {', '.join(map(str, found))}"
 
 

@@ -350,7 +350,7 @@ class Scheduler:
         """
         running, size = self.running, self.cache.block_size
         budget = self.config.max_num_batched_tokens
-        most_decodes = 1 if self._admission.may_admit else self._max_decodes
+        max_decodes = 1 if self._admission.may_admit else self._max_decodes
         while True:
             rows = running.order
             num_tokens, computed = running.num_tokens[rows], running.num_computed[rows]
@@ -370,14 +370,14 @@ class Scheduler:
             if prompt_budget is not None or running.num_with_media:
                 num_tokens = self._limit_prompts(rows, computed, num_tokens, prompt_budget, media)
                 only_decodes = only_decodes and num_tokens is want
-            num_decodes = running.num_decodes(rows, most_decodes) if only_decodes else 1
+            num_decodes = running.num_decodes(rows, max_decodes) if only_decodes else 1
             lack = computed + num_tokens + (num_decodes - 1) - running.capacity[rows]
             short = (lack > 0).nonzero()[0]
             counts = -(-lack[short] // size)
             if not len(short) or counts.sum() * self.cache.num_groups <= self.cache.pool.num_free:
                 break
             if num_decodes > 1:
-                most_decodes = 1
+                max_decodes = 1
                 continue
             self._warn_of_preemption(running.last)
             self._preempt(running.last)

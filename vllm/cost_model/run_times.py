@@ -22,7 +22,7 @@ FIELD = "measured"
 BucketTimes = dict[tuple[int, int, int, int], tuple[float, float]]
 """Phase, batch, query length and blocks of a bucket -> forward passes in it, and their seconds."""
 
-_LEAST_PASSES = 100
+_MIN_PASSES = 100
 _PRIOR_WEIGHT = 1e-3
 """Weight of the published constants, where 1 is the weight of all that was measured."""
 _SMALLEST, _LARGEST = 0.05, 20.0
@@ -170,10 +170,10 @@ def read_run_times(data: Mapping[str, Any], source: str) -> RunTimes:
             f"{source} has no measured times: record it with --record-traffic and "
             "pipeline_parallel_size 1"
         )
-    if found.num_passes < _LEAST_PASSES:
+    if found.num_passes < _MIN_PASSES:
         raise ConfigError(
             f"{source} has {found.num_passes:.0f} measured forward passes, and at least "
-            f"{_LEAST_PASSES} are needed: record it while requests are served"
+            f"{_MIN_PASSES} are needed: record it while requests are served"
         )
     return found
 

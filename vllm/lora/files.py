@@ -31,11 +31,11 @@ _WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _DEFAULT_RANK, _DEFAULT_ALPHA = 8, 8
 """Values of peft for absent keys."""
 _MAX_CONFIG_BYTES = 1 << 20
-_MOST_PATTERNS = 2048
-_MOST_SHOWN = 80
+_MAX_PATTERNS = 2048
+_MAX_SHOWN = 80
 _HASHED_AT_ONCE = 1 << 20
 """Number of bytes that are hashed at once, in less than a millisecond."""
-_MOST_HASHES = 1024
+_MAX_HASHES = 1024
 _hashes: dict[tuple[tuple[Path, ...], tuple[tuple[int, ...], ...]], str] = {}
 """Hashes by files and their versions."""
 _hash_lock = threading.Lock()
@@ -168,7 +168,7 @@ def _of_pattern(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
     return default
 
 
-@lru_cache(maxsize=_MOST_PATTERNS)
+@lru_cache(maxsize=_MAX_PATTERNS)
 def _compiled(key: str) -> re.Pattern[str]:
     return re.compile(rf"(.*\.)?({key})")
 
@@ -211,7 +211,7 @@ def check_files(folder: Path, max_rank: int) -> AdapterConfig:
 def shown(value: Any) -> str:
     """Format a value from a file for a message: one line, shortened if it is long."""
     text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def _read_config(path: Path, given: Any) -> AdapterConfig:
@@ -262,9 +262,9 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
             raise RequestError(
                 f"{path}: {key} must be a number between -1e6 and 1e6, got {shown(value)}"
             )
-    if sum(map(len, patterns)) > _MOST_PATTERNS:
+    if sum(map(len, patterns)) > _MAX_PATTERNS:
         raise RequestError(
-            f"{path}: rank_pattern and alpha_pattern may have at most {_MOST_PATTERNS} entries "
+            f"{path}: rank_pattern and alpha_pattern may have at most {_MAX_PATTERNS} entries "
             f"together, got {sum(map(len, patterns))}. Use patterns that match several modules"
         )
     for key in (key for pattern in patterns for key in pattern):
@@ -358,7 +358,7 @@ def content_key(folder: Path, rest: Rest = no_rest) -> str:
         versions = tuple((s.st_size, s.st_mtime_ns, s.st_ino) for s in stats)
         with _hash_lock:  # other requests for the same files wait for this hash
             if (paths, versions) not in _hashes:
-                if len(_hashes) >= _MOST_HASHES:
+                if len(_hashes) >= _MAX_HASHES:
                     _hashes.clear()
                 _hashes[paths, versions] = _hash_files(paths, rest)
             return _hashes[paths, versions]

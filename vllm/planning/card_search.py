@@ -8,13 +8,13 @@ from typing import Any
 from vllm.cost_model.fitted import Fitted
 from vllm.errors import ConfigError
 from vllm.planning.engine_plan import EnginePlan, mode_setting
-from vllm.planning.engine_throughput import most_requests, predict_plan, serving_cost
+from vllm.planning.engine_throughput import max_requests, predict_plan, serving_cost
 from vllm.planning.throughput.goals import Choice, Goals, search
 from vllm.planning.throughput.prediction import Lengths, Prediction
 from vllm.planning.throughput.table import as_lines, as_objects
 
 NUMBERS_OF_CARDS = (1, 2, 4, 8)
-MOST_REQUESTS = 1024
+MAX_REQUESTS = 1024
 """Maximum number of requests at a time. Published runs have up to 4,000, but each size of a batch
 needs its own buckets."""
 
@@ -105,7 +105,7 @@ def _num_held(plan: EnginePlan, lengths: Lengths) -> int:
             f"requests of {lengths.prompt} + {lengths.output} tokens are longer than "
             f"max_model_len={limit}. Lower --input-len or --output-len, or raise --max-model-len"
         )
-    return min(most_requests(plan, lengths), MOST_REQUESTS)
+    return min(max_requests(plan, lengths), MAX_REQUESTS)
 
 
 def _predict(plan: EnginePlan, lengths: Lengths, most: int, fitted: Fitted | None) -> Prediction:

@@ -47,7 +47,7 @@ def serving_cost(plan: EnginePlan, fitted: Fitted | None = None) -> ServingCost:
     )
 
 
-def most_requests(plan: EnginePlan, lengths: Lengths) -> int:
+def max_requests(plan: EnginePlan, lengths: Lengths) -> int:
     """Return how many requests of these lengths the KV cache holds at a time."""
     blocks = -(-lengths.total // plan.config.cache.block_size)
     num_usable = (plan.report.num_blocks - 1) // len(plan.report.windows)
@@ -82,7 +82,7 @@ def throughput_grid(
     longest = scheduler.max_model_len - output_len
     for prompt in [size for size in PROMPTS if size <= longest] or [max(longest, 1)]:
         lengths = Lengths(prompt, output_len)
-        most = min(scheduler.max_num_seqs, most_requests(plan, lengths))
+        most = min(scheduler.max_num_seqs, max_requests(plan, lengths))
         batches = sorted({batch for batch in BATCHES if batch < most} | {most})
         if most > 0:
             predictions.append(predict_plan(plan, cost, batches, lengths))

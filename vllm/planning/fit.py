@@ -8,7 +8,7 @@ from vllm.planning.engine_plan import EnginePlan, make_engine_plan, weight_forma
 
 _CARD_COUNTS = (1, 2, 4, 8)
 """A box has eight cards."""
-_MOST_WEIGHTS = 0.95
+_MAX_WEIGHTS = 0.95
 """Largest fraction of a card for weights; forward passes and the KV cache need more than the
 rest."""
 
@@ -44,7 +44,7 @@ def excess(args: EngineArgs, device: str, num_cards: int) -> str | None:
         config, num_bytes = weights_bytes(args, device, num_cards)
     except ConfigError:
         return None
-    if num_bytes <= _MOST_WEIGHTS * card_bytes:
+    if num_bytes <= _MAX_WEIGHTS * card_bytes:
         return None
     on_each = f" on each of {num_cards} cards" if num_cards > 1 else ""
     name = (config.model.model or "the model").rstrip("/").rpartition("/")[2]
@@ -62,7 +62,7 @@ def _nearest(args: EngineArgs, device: str, num_cards: int) -> str:
             ways.append(f"--num-cards {more}")
             break
     fp8 = _fp8_bytes(args, device, num_cards)
-    if fp8 is not None and fp8 < _MOST_WEIGHTS * CARDS[device].pool_bytes:
+    if fp8 is not None and fp8 < _MAX_WEIGHTS * CARDS[device].pool_bytes:
         ways.append(f"an FP8 checkpoint ({format_bytes(fp8)})")
     if not ways:
         return f"It fits on no number of cards up to {_CARD_COUNTS[-1]}. Use a smaller model"

@@ -22,7 +22,7 @@ from vllm.worker.hpu.launches.execution import GraphExecution
 from vllm.worker.hpu.warmup.profile import held_bytes
 from vllm.worker.interface import MemoryReport
 
-_MOST_NAMED = 4
+_MAX_NAMED = 4
 """Buckets that a line names."""
 
 JSON_VERSION = 1
@@ -192,8 +192,8 @@ def _completed(engine: EnginePlan) -> str:
     if not added:
         return ""
     one = len(added) == 1
-    named = ", ".join(str(bucket_row(bucket)[1:]) for bucket in added[:_MOST_NAMED])
-    more = f" and {len(added) - _MOST_NAMED} more" if len(added) > _MOST_NAMED else ""
+    named = ", ".join(str(bucket_row(bucket)[1:]) for bucket in added[:_MAX_NAMED])
+    more = f" and {len(added) - _MAX_NAMED} more" if len(added) > _MAX_NAMED else ""
     return (
         f"{path} (VLLM_BUCKETING_FROM_FILE) has no bucket for some steps. Added {len(added)} "
         f"bucket{'' if one else 's'} [batch, tokens, blocks]: {named}{more}"

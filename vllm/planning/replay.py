@@ -119,8 +119,8 @@ class ScheduleLoop:
         self._take_in(self._depth)
         return True
 
-    def _take_in(self, most_left: int) -> None:
-        while len(self._outputs) > most_left:
+    def _take_in(self, max_left: int) -> None:
+        while len(self._outputs) > max_left:
             sampled, expected = self._outputs.popleft()
             self.batch.record(expected, sampled.token_ids, sampled.num_tokens)
             output = self.scheduler.update(sampled)

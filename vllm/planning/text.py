@@ -12,7 +12,7 @@ from vllm.planning.throughput.table import as_lines
 
 _WIDTH = 100
 _BAR_WIDTH = 40
-_MOST_OF_NAME = 40
+_MAX_OF_NAME = 40
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
@@ -21,7 +21,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     count = f"{plan.num_cards} {plan.device} {what}{'s'[: plan.num_cards > 1]}"
     if plan.num_engines > 1:
         count += f" for each of {plan.num_engines} engines"
-    name = plan.model.rstrip("/").rpartition("/")[2][-_MOST_OF_NAME:]
+    name = plan.model.rstrip("/").rpartition("/")[2][-_MAX_OF_NAME:]
     weights = f"{plan.quantization} weights, " if plan.quantization else ""
     yield f"{name}, {weights}{plan.dtype}, on {count}. Planned, not measured."
     if plan.mode:

@@ -82,7 +82,7 @@ class CPUPlatform(Platform):
         return torch.from_numpy(raw).view(dtype).view(shape)
 
 
-_LEAST_PAGES_BYTES = 64 << 10
+_MIN_PAGES_BYTES = 64 << 10
 """Smaller weights share pages."""
 
 
@@ -95,7 +95,7 @@ def allocate_weight(shape: Sequence[int], dtype: "torch.dtype") -> "torch.Tensor
     import torch
 
     num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes < _LEAST_PAGES_BYTES:
+    if num_bytes < _MIN_PAGES_BYTES:
         return torch.empty(*shape, dtype=dtype)
     return torch.frombuffer(allocate_pages(num_bytes), dtype=dtype).view(*shape)
 

@@ -36,7 +36,7 @@ _FIRST_GENERATION = "GAUDI"
 _TOKENS_OF_A_READ = 176
 """A decode of so many tokens takes a Gaudi 2 as long to compute as to read the weights in bfloat16:
 432 TFLOP/s by 2.46 TB/s. This is by its data sheet, and was not measured."""
-_LEAST_LOOKUP_DRAFTS, _MOST_LOOKUP_DRAFTS = 7, 16
+_MIN_LOOKUP_DRAFTS, _MAX_LOOKUP_DRAFTS = 7, 16
 """With fewer drafts, texts that repeat themselves gain too little; with more, a launch whose drafts
 are wrong computes too much for nothing."""
 
@@ -170,7 +170,7 @@ class HPUPlatform(Platform):
         not on how many drafts there are.
         """
         hidden = _TOKENS_OF_A_READ // max_num_seqs - 1
-        return min(_MOST_LOOKUP_DRAFTS, max(_LEAST_LOOKUP_DRAFTS, hidden))
+        return min(_MAX_LOOKUP_DRAFTS, max(_MIN_LOOKUP_DRAFTS, hidden))
 
     @property
     def can_run_speculators(self) -> bool:

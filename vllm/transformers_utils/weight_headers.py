@@ -13,7 +13,7 @@ from vllm.utils.files.json_file import read_json_object
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _HEAD = re.compile(r"(^|\.)lm_head\.")
 _LENGTH = struct.Struct("<Q")
-_MOST_HEADER_BYTES = 100 << 20
+_MAX_HEADER_BYTES = 100 << 20
 """Maximum number of bytes of a header, as in the safetensors library."""
 
 
@@ -81,7 +81,7 @@ def _tensors_in(path: Path) -> list[tuple[str, str, int]]:
     try:
         with path.open("rb") as file:
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-            if length > _MOST_HEADER_BYTES:
+            if length > _MAX_HEADER_BYTES:
                 return []
             entries = json.loads(file.read(length))
         return [

@@ -20,10 +20,10 @@ from vllm.bucketing.traffic import Shapes, TrafficTable, Weights, even_traffic
 Size = Callable[[Bucket], float]
 """A size to which the memory of a forward pass, or a part of it, is proportional."""
 
-_MOST_SHAPES = 512
+_MAX_SHAPES = 512
 """Shapes of a phase that decide about the order of the others: the most frequent ones."""
 
-_MOST_SECONDS = 2.0
+_MAX_SECONDS = 2.0
 """Maximum number of seconds for choosing the first buckets of each phase."""
 
 
@@ -113,7 +113,7 @@ def even_shapes(limits: StepLimits) -> list[tuple[Shapes, Weights]]:
     table, found = even_traffic(limits), []
     for phase in Phase:
         shapes, _ = table.shapes_within(limits, phase)
-        shapes = shapes[:: 1 + len(shapes) // _MOST_SHAPES]
+        shapes = shapes[:: 1 + len(shapes) // _MAX_SHAPES]
         found.append((shapes, np.full(len(shapes), 1 / max(1, len(shapes)))))
     return found
 
@@ -195,15 +195,15 @@ def _fill(
         chosen,
         count=len(chosen) + room,
         cost=cost,
-        max_seconds=_MOST_SECONDS,
+        max_seconds=_MAX_SECONDS,
     )
     return sorted({*chosen, *found.buckets})
 
 
 def _most_frequent(shapes: Shapes, weights: Weights) -> tuple[Shapes, Weights]:
-    if len(shapes) <= _MOST_SHAPES:
+    if len(shapes) <= _MAX_SHAPES:
         return shapes, weights
-    most = np.sort(np.argsort(-weights, kind="stable")[:_MOST_SHAPES])
+    most = np.sort(np.argsort(-weights, kind="stable")[:_MAX_SHAPES])
     return shapes[most], weights[most]
 
 

@@ -107,7 +107,7 @@ def linear_context(
         length: length of the bucket.
         max_fine_len: tokens of context and prompt together.
     """
-    most = _most_context(limits, batch, shorter, length)
+    most = _max_context(limits, batch, shorter, length)
     least = shorter if batch == 1 else 0  # in a batch, another request may have the context
     most = min(most, max(0, ceil_div(max_fine_len - least - 1, limits.block_size)))
     counts = [0]
@@ -133,7 +133,7 @@ def _long_buckets(
     doubling = _doubling(lengths)
     found = []
     for shorter, length in pairwise([0, *doubling]):
-        most = _most_context(limits, batch, shorter, length)
+        most = _max_context(limits, batch, shorter, length)
         factor = 2 if length == doubling[-1] else 4
         blocks = factor * ceil_div(max_fine_len, limits.block_size)
         while blocks < most:
@@ -152,7 +152,7 @@ def _doubling(lengths: Sequence[int]) -> list[int]:
     return doubling
 
 
-def _most_context(limits: StepLimits, batch: int, shorter: int, length: int) -> int:
+def _max_context(limits: StepLimits, batch: int, shorter: int, length: int) -> int:
     """Return the largest context of prompts longer than `shorter`, in blocks."""
     budget, block_size = limits.max_num_batched_tokens, limits.block_size
     most = limits.max_prefill_context(batch, shorter + 1)

@@ -29,7 +29,7 @@ from vllm.bucketing.step_limits import StepLimits, ceil_div, round_up
 from vllm.errors import ConfigError
 
 DEFAULT_PAD_PERCENT = 25
-_MOST_STEPS = 5_000_000
+_MAX_STEPS = 5_000_000
 """Most steps that are looked at, which takes a second or two. Only a few of them become sizes."""
 MAX_PAD_PERCENT = 50
 """Doubling pads by 50 percent, so a larger bound would change nothing."""
@@ -157,5 +157,5 @@ def _padded(
         raise ConfigError(f"{names[0]}={most} must be at least 0 (0: no limit)")
     if not 0 <= percent <= MAX_PAD_PERCENT:
         raise ConfigError(f"{names[1]}={percent} must be 0 to {MAX_PAD_PERCENT} percent")
-    check_num_steps(key, *sizes.as_tuple(), _MOST_STEPS)
+    check_num_steps(key, *sizes.as_tuple(), _MAX_STEPS)
     return PaddedRange(sizes.min, sizes.step, sizes.max, most, percent)

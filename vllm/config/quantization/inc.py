@@ -19,8 +19,8 @@ from vllm.utils.text.patterns import compile_pattern
 IncMode = Literal["MEASURE", "QUANTIZE"]
 
 Rounding = Literal["unit", "none", "pow2", "hw"]
-"""Scales that a method allows: 1, all, powers of two, or those that the matrix engine applies for
-free."""
+"""Scales that a method allows: 1, all, powers of two, or the ones that the matrix engine applies
+without cost."""
 
 
 @dataclass(frozen=True)

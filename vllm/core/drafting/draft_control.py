@@ -12,7 +12,7 @@ _LEARNING = 0.15
 _INITIAL_ACCURACY = 0.8
 """Acceptance rate of a request without any evidence. The rate of a request without drafts returns
 to it, so that drafts are tried again."""
-_MOST_EVIDENCE = 8
+_MAX_EVIDENCE = 8
 """More tokens than this that agree are no further evidence."""
 _LEARNING_OF_ALL = 0.01
 """Weight of one draft in the acceptance rate that a new request is expected to have."""
@@ -20,7 +20,7 @@ _RECOVERY = 0.004
 """Fraction of the difference by which the rate of a request without drafts returns in one step."""
 _UNKNOWN_COST = 0.1
 """Cost of a token before steps of different sizes were seen."""
-_LEAST_STEPS = 3
+_MIN_STEPS = 3
 """Steps that have to be measured before their time is known."""
 _PLAIN_AT_FIRST, _PLAIN_PERIOD = 4, 64
 """While drafts are worthwhile, one step of every `_PLAIN_PERIOD` has none, to measure its time;
@@ -35,7 +35,7 @@ _SHORT_PAUSE = 2
 _LARGEST_SURPRISE = 2.0
 """A step counts as at most so many times longer than expected: a process that was interrupted tells
 nothing about drafts."""
-_LEAST_COST, _LARGEST_COST = 0.03, 0.95
+_MIN_COST, _LARGEST_COST = 0.03, 0.95
 """Limits of a measured cost, as measurements are noisy."""
 
 
@@ -54,7 +54,7 @@ class StepCost:
             self._add(num_tokens, min(seconds, _LARGEST_SURPRISE * expected))
             return
         self._first.append((num_tokens, seconds))
-        if len(self._first) < _LEAST_STEPS:
+        if len(self._first) < _MIN_STEPS:
             return
         # The time of a step grows at most in proportion to its tokens. Anything above that is an
         # interruption and is cut off.
@@ -84,8 +84,8 @@ class StepCost:
             return _UNKNOWN_COST
         total = mean_y + slope * (num_tokens - mean_x)
         if slope <= 0 or total <= 0:
-            return _LEAST_COST
-        return min(max(slope * num_tokens / total, _LEAST_COST), _LARGEST_COST)
+            return _MIN_COST
+        return min(max(slope * num_tokens / total, _MIN_COST), _LARGEST_COST)
 
     def seconds(self, num_tokens: int) -> float | None:
         """Return the expected time of a step; None before any step was measured."""
@@ -212,7 +212,7 @@ class DraftControl:
         self._max_drafts = max_drafts
         self._adaptive = adaptive
         self._max_requests = max_requests
-        self._usual_accuracy = [_initial_accuracy(n) for n in range(_MOST_EVIDENCE + 1)]
+        self._usual_accuracy = [_initial_accuracy(n) for n in range(_MAX_EVIDENCE + 1)]
         """Share of right drafts of late, of all requests, by evidence."""
         self._cost = StepCost()
         self._pace = DraftPace()
@@ -284,7 +284,7 @@ class DraftControl:
         """Return the evidence for the next drafts of a request (how many tokens matched), and their
         expected acceptance rate.
         """
-        evidence = min(request.draft_evidence, _MOST_EVIDENCE)
+        evidence = min(request.draft_evidence, _MAX_EVIDENCE)
         share = request.draft_accuracy.get(evidence)
         return evidence, self._usual_accuracy[evidence] if share is None else share
 

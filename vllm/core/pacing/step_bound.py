@@ -9,10 +9,10 @@ from vllm.core.pacing.step_time import StepTimes, StepWork
 
 _TARGET = 0.85
 """Fraction of the bound for which a step is planned: the rest covers errors of the estimate."""
-_LEAST_PROMPT_PART = 0.1
+_MIN_PROMPT_PART = 0.1
 """Fraction of the bound that prompts may take where decodes take nearly all of it: requests that
 wait for their first token must not starve."""
-_LEAST_TOKENS = 16
+_MIN_TOKENS = 16
 """Prompt tokens that a step may always run, if one prompt has as many left."""
 _FIRST_FACTOR = 4
 """Times as many may run while no time of a prompt is known."""
@@ -26,13 +26,13 @@ class PromptBudget:
     Args:
         times: time estimates.
         max_seconds: time that a step may take.
-        least_tokens: tokens that the first prompt of the step may always run.
+        min_tokens: tokens that the first prompt of the step may always run.
     """
 
-    def __init__(self, times: StepTimes, max_seconds: float, least_tokens: int) -> None:
+    def __init__(self, times: StepTimes, max_seconds: float, min_tokens: int) -> None:
         self._times = times
         self._seconds = _prompt_seconds(times.decode_s, max_seconds)
-        self._least = least_tokens if times.token_s > 0 else _FIRST_FACTOR * least_tokens
+        self._least = min_tokens if times.token_s > 0 else _FIRST_FACTOR * min_tokens
         self._most = max(self._least, _LARGEST_GROWTH * times.largest)
 
     def most(self, start: int, num_tokens: int, num_encoded: int = 0) -> int:
@@ -75,22 +75,22 @@ class StepBound:
     Args:
         max_seconds: longest time that a running request should wait for its next token.
         num_pipelined_steps: number of steps that run at the same time; a request is in one of them.
-        least_tokens: prompt tokens that each step may always run.
+        min_tokens: prompt tokens that each step may always run.
     """
 
     def __init__(
         self,
         max_seconds: float,
         num_pipelined_steps: int = 1,
-        least_tokens: int = _LEAST_TOKENS,
+        min_tokens: int = _MIN_TOKENS,
     ) -> None:
         self._times = StepTimes()
-        self._least_tokens = least_tokens
+        self._min_tokens = min_tokens
         self._max_seconds = max_seconds / num_pipelined_steps
 
     def budget(self) -> PromptBudget:
         """Return the prompt budget of a step for which running requests wait."""
-        return PromptBudget(self._times, self._max_seconds, self._least_tokens)
+        return PromptBudget(self._times, self._max_seconds, self._min_tokens)
 
     def record(self, work: StepWork, seconds: float) -> None:
         """Record how many seconds a step took."""
@@ -116,7 +116,7 @@ def _prompt_seconds(decode_s: float, max_seconds: float) -> float:
     [0.75, 0.1, 0.4, 2.0]
     """
     left = _TARGET * max_seconds - decode_s
-    return max(left, _LEAST_PROMPT_PART * max_seconds, min(-left, decode_s / 2))
+    return max(left, _MIN_PROMPT_PART * max_seconds, min(-left, decode_s / 2))
 
 
 def _most_in(seconds: float, token_s: float, pair_s: float, start: int) -> int:

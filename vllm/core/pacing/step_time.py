@@ -14,12 +14,12 @@ _INITIAL_CORRECTION = 1.25
 _LARGEST_SURPRISE = 2.0
 """A step counts as at most so many times longer than expected: an interruption of the process tells
 nothing about the next step."""
-_LEAST_PART = 0.2
+_MIN_PART = 0.2
 """Prompts take at least this fraction of the time of their step, however long decodes take."""
-_LEAST_TOKEN_PART = 0.2
+_MIN_TOKEN_PART = 0.2
 """The part of the time of prompts that grows with their tokens is at least this fraction of it, as
 attention never takes all."""
-_LEAST_DETERMINANT = 1e-3
+_MIN_DETERMINANT = 1e-3
 """Smallest determinant, relative to its largest value, with which the steps tell the two parts
 apart."""
 
@@ -112,7 +112,7 @@ class StepTimes:
             # Decodes cannot take longer than a step with prompts. Without this, a stall in one step
             # of decodes would count until there is a step without prompts again.
             self.decode_s = min(self.decode_s, seconds)
-            added = max(seconds - self.decode_s, _LEAST_PART * seconds)
+            added = max(seconds - self.decode_s, _MIN_PART * seconds)
         fitted = self._token_s * num_tokens + self._pair_s * num_pairs
         if fitted:
             added = min(added, _LARGEST_SURPRISE * self._correction * fitted)
@@ -134,9 +134,9 @@ class StepTimes:
         largest = self._tokens * self._pairs_squared
         determinant = largest - self._pairs * self._pairs
         self._token_s, self._pair_s = mean, 0.0
-        if determinant <= _LEAST_DETERMINANT * largest:
+        if determinant <= _MIN_DETERMINANT * largest:
             return
         pair_s = self._tokens * self._seconds_by_pairs - self._pairs * self._seconds
-        most = (1 - _LEAST_TOKEN_PART) * self._seconds / self._pairs
+        most = (1 - _MIN_TOKEN_PART) * self._seconds / self._pairs
         self._pair_s = min(max(pair_s / determinant, 0.0), most)
         self._token_s = (self._seconds - self._pair_s * self._pairs) / self._tokens

@@ -17,7 +17,7 @@ from vllm.bucketing.catalog.from_traffic import bucket_cost, choose_for_traffic
 from vllm.bucketing.traffic import TrafficTable
 from vllm.config import VllmConfig
 from vllm.cost_model.padded import forward_seconds
-from vllm.engine.metrics.traffic_metrics import LEAST_LAUNCHES, RecordedMetrics
+from vllm.engine.metrics.traffic_metrics import MIN_LAUNCHES, RecordedMetrics
 from vllm.errors import EngineDeadError
 from vllm.logger import init_logger
 from vllm.utils.background_work import run_in_time_slices
@@ -26,7 +26,7 @@ logger = init_logger(__name__)
 
 TRIAL_S = 3600.0
 _CHECK_INTERVAL_S = 60.0
-_LEAST_GAIN = 0.03
+_MIN_GAIN = 0.03
 _CHOOSING_S = 4.0
 
 Replace = Callable[[Sequence[Sequence[int]]], Awaitable[bool]]
@@ -94,7 +94,7 @@ class BucketAdaptation:
         trial = self._trial
         if trial is None:
             traffic = self._traffic_since(self._start)
-            if traffic.num_launches >= LEAST_LAUNCHES:
+            if traffic.num_launches >= MIN_LAUNCHES:
                 self._trial = await self._begin(traffic)
         elif self._clock() - trial.start.at_s >= TRIAL_S:
             self._trial = None
@@ -132,10 +132,10 @@ class BucketAdaptation:
         traffic = self._traffic_since(trial.start)
         needed_s, padded_s = self._metrics.device_seconds
         needed_s, padded_s = needed_s - trial.start.needed_s, padded_s - trial.start.padded_s
-        if traffic.num_launches < LEAST_LAUNCHES or not needed_s:
+        if traffic.num_launches < MIN_LAUNCHES or not needed_s:
             return
         gain = 1 - padded_seconds(trial.buckets, traffic, padded_s / needed_s) / padded_s
-        if gain <= _LEAST_GAIN:
+        if gain <= _MIN_GAIN:
             return
         try:
             has_begun = await self._replace(

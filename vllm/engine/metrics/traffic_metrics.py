@@ -43,8 +43,8 @@ _CHECK_INTERVAL_S = 600.0
 _DAY_S = 86_400.0
 _POOR_PADDING = 0.05
 """Fraction of the device time above which other buckets are looked for."""
-_LEAST_GAIN = 0.03
-LEAST_LAUNCHES = 10_000
+_MIN_GAIN = 0.03
+MIN_LAUNCHES = 10_000
 """Forward passes for which buckets are chosen."""
 _CHOOSING_S = 4.0
 _MAX_COLLECTED = 512 * LAUNCH_FIELDS
@@ -341,7 +341,7 @@ class BucketAdvice:
             self._clock() < self._next
             or not totals.num_kv_blocks  # the engine is restarting
             or padded_s - needed_s <= _POOR_PADDING * padded_s
-            or self._metrics.traffic_table.num_launches < LEAST_LAUNCHES
+            or self._metrics.traffic_table.num_launches < MIN_LAUNCHES
         ):
             return False
         self._next = self._clock() + _DAY_S
@@ -366,7 +366,7 @@ class BucketAdvice:
         )
         present = 1 - needed_s / padded_s
         possible = chosen.padding / (1 + chosen.padding)
-        if present - possible >= _LEAST_GAIN:
+        if present - possible >= _MIN_GAIN:
             logger.info(
                 "buckets: %.1f %% of the device time is spent on padding; a set of %d buckets "
                 "chosen for this traffic would spend %.1f %%. To use it: record the traffic with "

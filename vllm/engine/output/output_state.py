@@ -19,7 +19,7 @@ from vllm.outputs import (
 )
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-_MOST_ROWS_KEPT = 8
+_MAX_ROWS_KEPT = 8
 """Number of positions whose log-probabilities are kept as arrays before they become dicts.
 Converting all at the end could take seconds, with a hundred samples of thousands of tokens."""
 _NO_RESULT = "the request was ended before it had a result"
@@ -92,7 +92,7 @@ class SampleState:
 
     def add_logprobs(self, rows: LogprobRows) -> None:
         """Store the log-probabilities of the next positions."""
-        if len(self._new_logprobs) >= _MOST_ROWS_KEPT:
+        if len(self._new_logprobs) >= _MAX_ROWS_KEPT:
             self._convert_logprobs()
         # The newest entries stay arrays, because a stop string may still remove some of them.
         self._new_logprobs.append(rows)

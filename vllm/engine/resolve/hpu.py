@@ -24,7 +24,7 @@ from vllm.platforms.hpu import HPUPlatform
 
 logger = init_logger(__name__)
 
-_MOST_PADDING = 8
+_MAX_PADDING = 8
 """Maximum size of the smallest prompt bucket, in steps of the largest real size."""
 _STRATEGIES: dict[str, BucketingStrategy] = {"lin": "linear", "exp": "exponential"}
 
@@ -204,7 +204,7 @@ def fit_token_budget(config: VllmConfig, *, is_given: bool) -> VllmConfig:
     smallest, largest = budgets
     budget = smallest if is_given else largest
     longest = max(scheduler.max_num_batched_tokens, scheduler.max_model_len)
-    if smallest > _MOST_PADDING * longest:
+    if smallest > _MAX_PADDING * longest:
         raise ConfigError(
             f"the smallest prompt bucket has {smallest} tokens, but max_num_batched_tokens and "
             f"max_model_len are at most {longest}, so nearly all of it would be padding. Lower "

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 DEVICES = (*CARDS, "cpu")
 _LENGTHS = {"input": 1024, "output": 128}
 """Tokens of a request by the beginning of their flag."""
-_MOST_GIB = 2**20
+_MAX_GIB = 2**20
 _BUDGETS = {
     "--warm-up-budget": "seconds above 0, such as 60",
     "--graph-budget": "GiB above 0, such as 4",
 }
 """Flag -> accepted values."""
-_LEAST_RATE, _MOST_RATE = 1e-4, 1e6
+_MIN_RATE, _MAX_RATE = 1e-4, 1e6
 
 
 def add_parser(
@@ -280,10 +280,10 @@ def _at_rate(traffic: "Traffic | None", rate: float) -> "RequestLengths":
             f"--request-rate {rate:g} needs --traffic with lengths of requests: only requests are "
             f"replayed"
         )
-    if not _LEAST_RATE <= rate <= _MOST_RATE:
+    if not _MIN_RATE <= rate <= _MAX_RATE:
         raise ConfigError(
             f"--request-rate must be a number of requests per second between "
-            f"{_LEAST_RATE:g} and {_MOST_RATE:g}, got {rate:g}"
+            f"{_MIN_RATE:g} and {_MAX_RATE:g}, got {rate:g}"
         )
     return traffic.at_rate(rate)
 
@@ -498,6 +498,6 @@ def _host_bytes(args: argparse.Namespace) -> int | None:
         size = float(text)
     except ValueError:
         size = math.nan
-    if not 0 < size < _MOST_GIB:
+    if not 0 < size < _MAX_GIB:
         raise ConfigError(f"--host-memory {text} must be a number of GiB above 0, such as 64")
     return int(size * 2**30)

@@ -138,10 +138,10 @@ def check_num_values(body: bytes, args: ServerArgs) -> None:
         RequestError: it has too many values; names the count.
     """
     most = args.max_request_values
-    most_names = args.max_request_names
+    max_names = args.max_request_names
     # An upper bound: it also counts these characters inside strings.
     num_values = body.count(b",") + body.count(b"[") + body.count(b"{") + 1
-    if num_values <= most and body.count(b":") <= most_names:
+    if num_values <= most and body.count(b":") <= max_names:
         return
     num_values, num_names = count_values(body)
     if num_values > most:
@@ -150,9 +150,9 @@ def check_num_values(body: bytes, args: ServerArgs) -> None:
             f"than the {most} that this server accepts (--max-request-values). Send less in one "
             "request."
         )
-    if num_names > most_names:
+    if num_names > max_names:
         raise RequestError(
-            f"the JSON objects of the body have {num_names} members, more than the {most_names} "
+            f"the JSON objects of the body have {num_names} members, more than the {max_names} "
             "that this server accepts (--max-request-names). Send less in one request."
         )
 

@@ -49,7 +49,7 @@ logger = init_logger(__name__)
 _SHARD_BYTES = 4 << 30
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf")
 _ROUND_ROWS = {"fp8": fp8_tensors, "int8": int8_tensors}
-_MOST_TARGETS, _MOST_ROWS = 16, 4096
+_MAX_TARGETS, _MAX_ROWS = 16, 4096
 """Maximum number of layers with the same inputs, and of rows of these inputs, that are used to
 choose the factors of AWQ."""
 
@@ -257,8 +257,8 @@ def _scale_inputs(
             continue  # no target is quantized, or several heads share these values
         measured = {id(inputs[name]): inputs[name] for name in rounded}
         rows = torch.cat([row for each in measured.values() for row in each.rows])
-        weights = [targets[name] for name in rounded[:_MOST_TARGETS]]
-        scales = input_scales(weights, rows[:_MOST_ROWS], grid)
+        weights = [targets[name] for name in rounded[:_MAX_TARGETS]]
+        scales = input_scales(weights, rows[:_MAX_ROWS], grid)
         for weight in targets.values():
             weight *= scales
         divide(family, source, scales)

@@ -355,7 +355,7 @@ def _use_formats(
             if method is None:
                 continue
             if not has_values and isinstance(layer, Experts) and isinstance(method, DeviceExperts):
-                layer.built_ids = layer.expert_ids[:_MOST_BUILT]
+                layer.built_ids = layer.expert_ids[:_MAX_BUILT]
                 layer.use_method(method)
                 if _are_alike(name, layer, method_of):
                     continue
@@ -363,7 +363,7 @@ def _use_formats(
             layer.use_method(method)
 
 
-_MOST_BUILT = 2
+_MAX_BUILT = 2
 """Experts of a layer that a plan of memory builds; the sizes of more experts follow from these."""
 
 
@@ -479,7 +479,7 @@ class _FinisherWithoutValues(_LayerFinisher):
     def _finish_experts(self, layer: Experts, method: DeviceExperts) -> None:
         self._finished.add(layer)
         held = [x for x in layer.modules() if isinstance(x, MethodLayer) and x is not layer]
-        if len(layer.built_ids) > _MOST_BUILT:
+        if len(layer.built_ids) > _MAX_BUILT:
             for part in held:
                 _fill_with_valid_values(part)
             layer.finish()

@@ -23,7 +23,7 @@ _PREFIXES = {
 """Beginning of the names -> what it is in other checkpoints. The first two come from multimodal
 models, the next three from DistributedDataParallel, torch.compile and peft, and the last one from
 a decoder that was saved without its output head. Other beginnings are found in the names."""
-_MOST_NAMES = 1000
+_MAX_NAMES = 1000
 """Number of names that are searched for another beginning."""
 
 
@@ -74,7 +74,7 @@ def _beginnings(
     """
     found = {
         name[: dot.end()]
-        for name in sorted(names)[:_MOST_NAMES]
+        for name in sorted(names)[:_MAX_NAMES]
         for dot in re.finditer(r"\.", name)
         if model.renamed(name[dot.end() :]) in expected
     }

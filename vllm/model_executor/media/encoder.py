@@ -32,7 +32,7 @@ class MediaEncoder(nn.Module, ABC):
     reads: ClassVar[str] = "images"
     """Items that the encoder reads, as messages name them."""
 
-    most_at_once: int | None = None
+    max_at_once: int | None = None
     """Parts (`divide`) that are encoded in one forward pass on the CPU; None: all of a step."""
 
     num_added: int = 0
@@ -69,7 +69,7 @@ class MediaEncoder(nn.Module, ABC):
     def size_of(self, item: Mapping[str, Tensor]) -> int:
         """Return the size of an image, in the units in which forward passes are padded."""
 
-    def most_units(self, num_embeddings: int) -> int | None:
+    def max_units(self, num_embeddings: int) -> int | None:
         """Return the maximum size of an image with this number of embeddings, in units of
         `size_of`.
 

@@ -29,7 +29,7 @@ from vllm.model_executor.models.gemma4 import (
     SharingAttention,
 )
 
-_LEAST_SQUARE = 1e-5
+_MIN_SQUARE = 1e-5
 """The least mean of squares by which a stream is scaled."""
 
 
@@ -222,7 +222,7 @@ def _of_one_length(streams: Sequence[Tensor]) -> list[Tensor]:
     length = first.square().mean(dim=-1, keepdim=True).sqrt()
     found = [first]
     for x in others:
-        own = x.square().mean(dim=-1, keepdim=True).clamp(min=_LEAST_SQUARE).sqrt()
+        own = x.square().mean(dim=-1, keepdim=True).clamp(min=_MIN_SQUARE).sqrt()
         found.append(x * length / own)
     return found
 

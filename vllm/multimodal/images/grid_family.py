@@ -23,7 +23,7 @@ from vllm.multimodal.interface.family import (
     TokenLookup,
 )
 
-_MOST_PIXELS = 2**30
+_MAX_PIXELS = 2**30
 _LARGEST = 2**10
 
 
@@ -159,9 +159,9 @@ class GridFamily(MediaFamily):
         for key, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
             of_size = (size or {}).get(edge, (size or {}).get(key))
             value = of_size if own.get(key) is None else own[key]
-            if not is_whole(value, _MOST_PIXELS):
+            if not is_whole(value, _MAX_PIXELS):
                 name = f"size.{edge}" if own.get(key) is None else key
-                raise wrong_setting(name, value, f"pixels of an image, 1 to {_MOST_PIXELS}")
+                raise wrong_setting(name, value, f"pixels of an image, 1 to {_MAX_PIXELS}")
             found.append(int(value))
         fewest, most = found
         if fewest > most:

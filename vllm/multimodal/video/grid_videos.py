@@ -28,7 +28,7 @@ from vllm.multimodal.interface.family import (
 if TYPE_CHECKING:
     from PIL.Image import Resampling
 
-_MOST_PIXELS = 2**32
+_MAX_PIXELS = 2**32
 _SIZE_GRID = 3
 """Integers of a grid that are sizes."""
 _LARGEST_DENOMINATOR = 2**20
@@ -171,8 +171,8 @@ class GridVideoFamily(GridFamily):
         size = {**self.default_video_size, **given}
         fewest, most = size["shortest_edge"], size["longest_edge"]
         for key, value in size.items():
-            if key not in self.default_video_size or not is_whole(value, _MOST_PIXELS):
-                accepted = f"pixels of a video, 1 to {_MOST_PIXELS}"
+            if key not in self.default_video_size or not is_whole(value, _MAX_PIXELS):
+                accepted = f"pixels of a video, 1 to {_MAX_PIXELS}"
                 raise wrong_setting(f"video_size.{key}", value, accepted)
         if fewest > most:
             accepted = f"at most longest_edge ({most})"

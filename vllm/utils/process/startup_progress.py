@@ -12,7 +12,7 @@ Listener = Callable[[str, int, int, float | None], None]
 _listener: Listener | None = None
 _imported = time.monotonic()
 
-_MOST_BEFORE_IMPORT_S = 60.0
+_MAX_BEFORE_IMPORT_S = 60.0
 _STAT = Path("/proc/self/stat")
 _START_TIME = 19
 """Index of the field in that file, counted from 0 after the name of the program."""
@@ -53,4 +53,4 @@ def process_start() -> float:
     since_boot = int(fields[_START_TIME]) / os.sysconf("SC_CLK_TCK")
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot
     began = time.monotonic() - age
-    return began if 0 <= _imported - began <= _MOST_BEFORE_IMPORT_S else _imported
+    return began if 0 <= _imported - began <= _MAX_BEFORE_IMPORT_S else _imported

@@ -207,8 +207,8 @@ def encoder_bytes(config: VllmConfig, encoder: MediaEncoder) -> int:
     largest = largest_image(family, config.multimodal.largest_image)
     item = {name: torch.from_numpy(array) for name, array in largest.tensors.items()}
     parts = encoder.divide(item)
-    if encoder.most_at_once is not None:
-        parts = (parts * encoder.most_at_once)[: encoder.most_at_once]
+    if encoder.max_at_once is not None:
+        parts = (parts * encoder.max_at_once)[: encoder.max_at_once]
     given = encoder.prepare(parts)
     try:
         peak = peak_bytes(config, given)
@@ -220,18 +220,18 @@ def encoder_bytes(config: VllmConfig, encoder: MediaEncoder) -> int:
         )
         return 0
     num_units = sum(encoder.size_of(part) for part in parts)
-    most_units = encoder.most_units(config.scheduler.max_model_len)
-    if most_units is not None:
+    max_units = encoder.max_units(config.scheduler.max_model_len)
+    if max_units is not None:
         # Videos can be larger than the largest image. Items that do not fit into max_model_len are
         # refused, so they need no memory.
         frames = config.multimodal.video.num_frames
         allowed = [each for each in family.modalities if config.multimodal.counts[each]]
         counts = [num_embeddings(family, family.largest_of(each, frames)) for each in allowed]
-        largest_units = encoder.most_units(max(counts, default=0)) or num_units
-        peak = peak * min(most_units, largest_units) // num_units
+        largest_units = encoder.max_units(max(counts, default=0)) or num_units
+        peak = peak * min(max_units, largest_units) // num_units
     num_items = 1
     # One step can encode several items of this kind together.
-    if encoder.unit != "patches" and encoder.most_at_once is None:
+    if encoder.unit != "patches" and encoder.max_at_once is None:
         largest_size = max(1, num_embeddings(family, largest))
         num_items = max(1, config.scheduler.encoder_budget // largest_size)
     logger.info(

@@ -27,7 +27,7 @@ logger = init_logger(__name__)
 
 _AGREED = 32
 """Images that ranks agree on in one exchange."""
-_MOST_PADDING = 2.0
+_MAX_PADDING = 2.0
 """A forward pass is padded to so many times its size at most, where that saves compiling."""
 
 
@@ -91,7 +91,7 @@ class CardEncoder:
         image = largest_image(family, config.multimodal.largest_image)
         parts = encoder.divide(_as_tensors(image.tensors))
         largest = max(encoder.size_of(part) for part in parts)
-        most = encoder.most_units(max_model_len)
+        most = encoder.max_units(max_model_len)
         if most is None or largest <= most:
             return largest
         logger.info(
@@ -116,7 +116,7 @@ class CardEncoder:
         """Number of embeddings of the largest image that fits a size; None: all images have one
         size.
         """
-        units = self._encoder.most_units(1)
+        units = self._encoder.max_units(1)
         return None if units is None else self.sizes[-1] // units
 
     @torch.inference_mode()
@@ -146,7 +146,7 @@ class CardEncoder:
 
     def _cheapest(self, size: int) -> int:
         """Return the size to pad to: a compiled one if it is not much larger, else `size`."""
-        most = size * _MOST_PADDING
+        most = size * _MAX_PADDING
         # `_warm` can contain sizes that are not in `sizes`: they were compiled to measure their
         # memory and then given up.
         warm = [each for each in self.sizes if each in self._warm and size <= each <= most]
@@ -178,14 +178,14 @@ class CardEncoder:
         if self.agree is not None:
             self.agree([True])
 
-    def measure(self, resident_bytes: int, most_bytes: int, rendezvous: Rendezvous | None) -> int:
+    def measure(self, resident_bytes: int, max_bytes: int, rendezvous: Rendezvous | None) -> int:
         """Run larger and larger forward passes, and measure their memory.
 
         Sizes that need too much memory are disabled, and images that need them are refused later.
 
         Args:
             resident_bytes: bytes in use on the card apart from its workspace.
-            most_bytes: maximum number of bytes that a forward pass may need.
+            max_bytes: maximum number of bytes that a forward pass may need.
             rendezvous: the other ranks, which then use the same sizes; None: there are none.
 
         Returns:
@@ -196,7 +196,7 @@ class CardEncoder:
         """
         needed, num_sizes, refused = 0, len(self.sizes), None
         if self.is_here and self._is_measured:
-            needed, num_sizes, refused = self._measure(resident_bytes, most_bytes)
+            needed, num_sizes, refused = self._measure(resident_bytes, max_bytes)
         if rendezvous is not None:
             num_sizes = rendezvous.minimum("sizes of the encoder", num_sizes)
         if num_sizes == len(self.sizes):
@@ -207,7 +207,7 @@ class CardEncoder:
             at_least = "" if refused is None else f" (at least {format_bytes(refused)})"
             raise ConfigError(
                 f"no memory for the encoder of {self.reads}: a forward pass of {given_up[0]} "
-                f"{self.unit} needs more than the {format_bytes(most_bytes)} that are left"
+                f"{self.unit} needs more than the {format_bytes(max_bytes)} that are left"
                 f"{at_least}. Lower --max-num-batched-tokens or --max-model-len, "
                 f"or send no {self.reads} (--limit-mm-per-prompt {self._modality}=0)"
             )
@@ -215,19 +215,19 @@ class CardEncoder:
             logger.info(
                 "The encoder of %s runs at most %d %s at a time, because the card has only %s of "
                 "memory for it",
-                *(self.reads, self.sizes[-1], self.unit, format_bytes(most_bytes)),
+                *(self.reads, self.sizes[-1], self.unit, format_bytes(max_bytes)),
             )
             return needed
         logger.warning(
             "Images may have at most %d %s (%d embeddings): the card has %s for a forward pass of "
             "the encoder, which is too little for %s. Lower max_pixels (--mm-processor-kwargs), so "
             "that larger images are made smaller instead of refused",
-            *(self.sizes[-1], self.unit, self.max_embeddings, format_bytes(most_bytes)),
+            *(self.sizes[-1], self.unit, self.max_embeddings, format_bytes(max_bytes)),
             ", ".join(map(str, given_up)),
         )
         return needed
 
-    def _measure(self, resident_bytes: int, most_bytes: int) -> tuple[int, int, int | None]:
+    def _measure(self, resident_bytes: int, max_bytes: int) -> tuple[int, int, int | None]:
         """Measure forward passes up to the largest size that fits on the card.
 
         A card keeps the workspace of a forward pass. So the next size to run is the largest that
@@ -244,7 +244,7 @@ class CardEncoder:
         while index < lost:
             attempted = self._attempt(sizes[index], resident_bytes)
             # Keep the smallest size if it runs at all: without it no item could be encoded.
-            is_above = index > 0 and attempted.has_grown and attempted.needed_bytes > most_bytes
+            is_above = index > 0 and attempted.has_grown and attempted.needed_bytes > max_bytes
             if attempted.refused_bytes is not None or is_above:
                 lost, refused = index, attempted.needed_bytes
                 index = (held + lost) // 2
@@ -252,9 +252,9 @@ class CardEncoder:
                     break
                 continue
             held, needed = index, max(needed, attempted.needed_bytes)
-            reach = most_bytes / max(1, attempted.needed_bytes)
+            reach = max_bytes / max(1, attempted.needed_bytes)
             if not attempted.has_grown:
-                reach = max(_MOST_PADDING**2, reach)
+                reach = max(_MAX_PADDING**2, reach)
             if held + 1 >= lost or sizes[held + 1] / sizes[held] > reach:
                 lost = held + 1
                 break

@@ -22,7 +22,7 @@ from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.hpu.encoder import CardEncoder
 from vllm.worker.hpu.launches.host_buffers import HostBuffers
 from vllm.worker.parts.encoded_media import EncodedMedia
-from vllm.worker.parts.item_rows import ItemPool, KeptItems, most_items
+from vllm.worker.parts.item_rows import ItemPool, KeptItems, max_items
 from vllm.worker.parts.memory_use import MemoryUse, items_use
 
 logger = init_logger(__name__)
@@ -165,7 +165,7 @@ def card_items(
         )
     pool = CardItemPool(layers, bridge)
     media = EncodedMedia(encoder, layers[0].state_size, pool, encoder.agree)
-    num_items = most_items(config)
+    num_items = max_items(config)
     counts = sorted({1, num_items})
     num_slots = [round_up(n * model.media_encoder.max_states, _MULTIPLE) for n in counts]
     logger.info(

@@ -58,8 +58,8 @@ from vllm.worker.hpu.memory.block_copies import CardBlockCopies
 from vllm.worker.hpu.memory.memory import (
     divide_memory,
     make_ledger,
-    most_kv_blocks,
-    most_launch_bytes,
+    max_kv_blocks,
+    max_launch_bytes,
     subtract_states,
 )
 from vllm.worker.hpu.memory.memory_forecast import MemoryForecast
@@ -205,31 +205,23 @@ class HPUWorker(WorkerBase):
 
     def _load_weights(self) -> CausalLM | PoolingModel:
         """Load the model to the card, with some of its layers on the host if configured."""
-        asked_bytes = self.config.load.cpu_offload_bytes
-        if not asked_bytes:
-            return load_model(
-                self.config,
-                self.tp,
-                self.bridge.device,
-                stage=self.stage,
-                has_values=self.has_values,
-            )
+        offload_bytes = self.config.load.cpu_offload_bytes
         layers: list[nn.Module] = []
 
         def choose(model: LoadableModel) -> list[nn.Module]:
-            layers.extend(choose_layers(model, asked_bytes))
+            layers.extend(choose_layers(model, offload_bytes))
             return layers
 
-        device = self.bridge.device
         model = load_model(
             self.config,
             self.tp,
-            device,
-            choose_host_layers=choose,
+            self.bridge.device,
+            choose_host_layers=choose if offload_bytes else None,
             stage=self.stage,
             has_values=self.has_values,
         )
-        stream_layers(self.bridge, model, layers, asked_bytes)
+        if offload_bytes:
+            stream_layers(self.bridge, model, layers, offload_bytes)
         return model
 
     def _make_runner(
@@ -569,10 +561,10 @@ class HPUWorker(WorkerBase):
             # the least free memory of any rank.
             free_bytes = self._rendezvous.minimum("free memory", free_bytes)
         block_bytes = self._block_bytes()
-        most = most_launch_bytes(self._memory_config, free_bytes, block_bytes)
-        most_blocks = most_kv_blocks(self._memory_config, free_bytes, block_bytes)
+        most = max_launch_bytes(self._memory_config, free_bytes, block_bytes)
+        max_blocks = max_kv_blocks(self._memory_config, free_bytes, block_bytes)
         if self._rendezvous is not None:
-            most_blocks = self._rendezvous.minimum("KV blocks that fit", most_blocks)
+            max_blocks = self._rendezvous.minimum("KV blocks that fit", max_blocks)
         startup_progress.report("measuring the memory of forward passes")
         self._bind_caches(_PROFILE_BLOCKS)
         resident_bytes, encoder_bytes = used_bytes(self.bridge), 0
@@ -582,7 +574,7 @@ class HPUWorker(WorkerBase):
                 self.bridge,
                 self.runner,
                 most,
-                None if most_blocks == sys.maxsize else most_blocks,
+                None if max_blocks == sys.maxsize else max_blocks,
                 self.forecast,
             )
             if self._encoder is not None:

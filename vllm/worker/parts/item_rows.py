@@ -269,7 +269,7 @@ def item_rows(model: LayeredModel, num_rows: int) -> ItemRows | None:
     return ItemRows(media, pool, num_rows)
 
 
-def most_items(config: VllmConfig) -> int:
+def max_items(config: VllmConfig) -> int:
     """Return how many items a request may have. The model must read some."""
     family = family_of_model(config)
     assert family is not None, "the model reads text only"
@@ -304,6 +304,6 @@ def count_item_states(
             "Use more ranks (--tensor-parallel-size), or a smaller model"
         )
     # A request may have several items, so even a single running request may need several slots.
-    most = max(config.scheduler.max_num_seqs, most_items(config)) * largest
+    most = max(config.scheduler.max_num_seqs, max_items(config)) * largest
     count = min(most, max(largest, free_bytes // _SHARE // each))
     return count, count * each

@@ -24,7 +24,7 @@ class SoundEncoder(MediaEncoder):
     prefixes: ClassVar[tuple[str, ...]] = ("audio_tower.", "multi_modal_projector.")
     unit: ClassVar[str] = "pieces of sound"
     reads: ClassVar[str] = "sounds"
-    most_at_once: int = 4
+    max_at_once: int = 4
 
     def __init__(
         self, config: Mapping[str, Any], hidden_size: int, sizes: WhisperEncoderConfig
@@ -41,8 +41,8 @@ class SoundEncoder(MediaEncoder):
         gigabytes.
         """
         found: list[Tensor] = []
-        for first in range(0, len(items), self.most_at_once):
-            found += self.encode_together(items[first : first + self.most_at_once])
+        for first in range(0, len(items), self.max_at_once):
+            found += self.encode_together(items[first : first + self.max_at_once])
         return found
 
     def encode_together(self, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:

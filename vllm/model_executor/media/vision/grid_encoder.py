@@ -244,7 +244,7 @@ class GridEncoder(MediaEncoder):
     def size_of(self, item: Mapping[str, Tensor]) -> int:
         return len(item["pixels"])
 
-    def most_units(self, num_embeddings: int) -> int | None:
+    def max_units(self, num_embeddings: int) -> int | None:
         return num_embeddings * self.sizes.block
 
     def prepare(

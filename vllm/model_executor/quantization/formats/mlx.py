@@ -47,7 +47,7 @@ from vllm.ops.stored_weight import (
 _FLOATS: dict[str, FloatKind] = {"mxfp4": "MXFP4", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
 """Modes with scales and without biases."""
 _AFFINE = "affine"
-_MOST_BITS = 5
+_MAX_BITS = 5
 """The most bits of elements that keep scales and minimums."""
 
 
@@ -163,7 +163,7 @@ class MLXLinear(RowsLinear):
             numbers = without_nan(self.name, codes.view(torch.float8_e4m3fn))
             return Fp8Weight(numbers=numbers, scales=e8m0_scales(scales), block_inputs=self.part)
         biases = on_host(layer, "biases")
-        if self.bits <= _MOST_BITS:
+        if self.bits <= _MAX_BITS:
             return MinimumWeight.of_groups(codes, self.bits, scales, -biases)
         grouped = codes.unflatten(1, (scales.shape[1], -1))
         return round_in_groups(grouped * scales[..., None] + biases[..., None])

@@ -199,9 +199,9 @@ class FusedDecodeStep:
             )
         num_tokens = n + num_drafts
         self._launch.given = self._address_of(given, num_tokens)
-        most_tokens, most_decodes, threads = self._scratch_for
-        if num_tokens > most_tokens or num_decodes > most_decodes or num_threads != threads:
-            self._grow(max(num_tokens, most_tokens), max(num_decodes, most_decodes), num_threads)
+        most_tokens, max_decodes, threads = self._scratch_for
+        if num_tokens > most_tokens or num_decodes > max_decodes or num_threads != threads:
+            self._grow(max(num_tokens, most_tokens), max(num_decodes, max_decodes), num_threads)
         vectors, launch = self._vectors, self._launch
         vectors[0, :n] = rows
         vectors[1, :n] = num_computed

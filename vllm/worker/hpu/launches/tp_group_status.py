@@ -11,7 +11,7 @@ import msgspec
 
 from vllm.distributed import Rendezvous
 
-_LEAST_PATIENCE_S = 1.0
+_MIN_PATIENCE_S = 1.0
 
 
 class TPGroupStatus:
@@ -36,7 +36,7 @@ class TPGroupStatus:
         Args:
             took_s: seconds it took here; the others get the same time again, and at least a second.
         """
-        return self._rendezvous.is_stage_here(self._name, max(_LEAST_PATIENCE_S, took_s))
+        return self._rendezvous.is_stage_here(self._name, max(_MIN_PATIENCE_S, took_s))
 
     def all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
         """Return the elementwise maximum of these integers over all cards."""

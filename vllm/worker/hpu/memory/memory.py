@@ -26,7 +26,7 @@ from vllm.worker.parts.memory_use import (
 logger = init_logger(__name__)
 
 
-def most_launch_bytes(config: VllmConfig, free_bytes: int, block_bytes: int) -> int:
+def max_launch_bytes(config: VllmConfig, free_bytes: int, block_bytes: int) -> int:
     """Return how many bytes forward passes may need, so that the cache still holds the longest
     request.
     """
@@ -40,7 +40,7 @@ def most_launch_bytes(config: VllmConfig, free_bytes: int, block_bytes: int) -> 
     return int(free_bytes - cache_bytes)
 
 
-def most_kv_blocks(config: VllmConfig, free_bytes: int, block_bytes: int) -> int:
+def max_kv_blocks(config: VllmConfig, free_bytes: int, block_bytes: int) -> int:
     """Return the largest number of KV blocks of the cache, the null block included.
 
     Args:

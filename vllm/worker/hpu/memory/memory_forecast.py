@@ -24,7 +24,7 @@ _TOLERANCE = 0.02
 """Fraction of the memory by which a prediction must exceed it to count, because sizes are rounded
 up."""
 
-_MOST_COMPARED = 16
+_MAX_COMPARED = 16
 """Number of launches that a prediction compares: the ones that have taken the most memory."""
 
 _Way = tuple[Phase, bool, int]
@@ -40,7 +40,7 @@ class MemoryForecast:
         block_size: tokens of a block.
 
     Attributes:
-        most_blocks: entries of the longest block list of a decode in the profiling run, which does
+        max_blocks: entries of the longest block list of a decode in the profiling run, which does
             not read slices of the cache. None: there was no profiling run.
         passing_bytes: the most memory that a forward pass has taken in addition to the shared
             workspace.
@@ -48,7 +48,7 @@ class MemoryForecast:
 
     def __init__(self, slicing: PromptSlicing = UNSLICED, block_size: int = 1) -> None:
         self._slicing, self._block_size = slicing, block_size
-        self.most_blocks: int | None = None
+        self.max_blocks: int | None = None
         self.passing_bytes = 0
         # For each launch: its sizes, its bytes, and whether the bytes are exact (else an upper
         # bound).
@@ -65,8 +65,8 @@ class MemoryForecast:
             seen = self._seen.setdefault(_way(shape), [])
             seen.append((self._sizes(shape), num_bytes, attempted.has_grown))
 
-    def exceeds(self, shape: PaddedShape, most_bytes: int) -> int | None:
-        """Return the minimum bytes that a forward pass needs, if more than `most_bytes`, else None.
+    def exceeds(self, shape: PaddedShape, max_bytes: int) -> int | None:
+        """Return the minimum bytes that a forward pass needs, if more than `max_bytes`, else None.
 
         Its workspace is never freed, so the memory that passes between its parts needs space in
         addition.
@@ -74,18 +74,18 @@ class MemoryForecast:
         sizes = self._sizes(shape)
         smaller = [each for each in self._seen.get(_way(shape), ()) if (each[0] <= sizes).all()]
         smaller.sort(key=lambda each: -each[1])
-        exact = [each for each in smaller if each[2]][:_MOST_COMPARED]
+        exact = [each for each in smaller if each[2]][:_MAX_COMPARED]
         predicted = [
             least
             for large in exact
-            for small in [each for each in smaller if each[1] < large[1]][:_MOST_COMPARED]
+            for small in [each for each in smaller if each[1] < large[1]][:_MAX_COMPARED]
             if (small[0] <= large[0]).all()
             if (least := _least(small, large, sizes)) is not None
         ]
         if not predicted:
             return None
         needed = max(predicted) + self.passing_bytes
-        return int(needed) if needed > most_bytes * (1 + _TOLERANCE) else None
+        return int(needed) if needed > max_bytes * (1 + _TOLERANCE) else None
 
     @property
     def memory_sizes(self) -> tuple[Callable[[Bucket], float], ...]:

@@ -38,7 +38,7 @@ logger = init_logger(__name__)
 _GRAPHS = {Phase.PREFILL: MemoryClass.PREFILL_GRAPHS, Phase.DECODE: MemoryClass.DECODE_GRAPHS}
 _HELD = (MemoryClass.WEIGHTS, MemoryClass.KV_CACHE, *_GRAPHS.values())
 
-_LEAST_S = 1e-9
+_MIN_S = 1e-9
 _RECOUNTED_AFTER = 16
 """Steps after which savings are counted again if no bucket was completed."""
 
@@ -184,7 +184,7 @@ class LaterWarmUp:
         }
         needed = {bucket: sum(each) for bucket, each in expected.items()}
         short = [b for b, each in expected.items() if longest_s is None or each[0] <= longest_s]
-        bucket = max(short or needed, key=lambda b: self._savings[b] / max(needed[b], _LEAST_S))
+        bucket = max(short or needed, key=lambda b: self._savings[b] / max(needed[b], _MIN_S))
         part, num_warm = self._left[bucket][0], self._num_wanted - len(self._left)
         step = WarmUpStep(
             phase=f"warm-up while serving: {bucket.phase!s} {part.stage}",
@@ -360,11 +360,11 @@ class LaterWarmUp:
                 f"a graph takes about {format_bytes(needed)}, but only {format_bytes(left)} are "
                 "left"
             )
-        most_bytes = self._launch_bytes
-        needed_bytes = self._forecast.exceeds(part.shape, most_bytes - self._held_bytes)
+        max_bytes = self._launch_bytes
+        needed_bytes = self._forecast.exceeds(part.shape, max_bytes - self._held_bytes)
         if needed_bytes is None:
             return None
-        return self._too_much(needed_bytes, most_bytes)
+        return self._too_much(needed_bytes, max_bytes)
 
     @property
     def _graph_shapes(self) -> list[PaddedShape]:
@@ -417,6 +417,6 @@ class LaterWarmUp:
         self._runner.warm_up(shape, sampling="none")
 
     @staticmethod
-    def _too_much(needed_bytes: int, most_bytes: int) -> str:
-        needed, most = format_bytes(needed_bytes), format_bytes(most_bytes)
+    def _too_much(needed_bytes: int, max_bytes: int) -> str:
+        needed, most = format_bytes(needed_bytes), format_bytes(max_bytes)
         return f"a forward pass takes {needed}, but only {most} are reserved for forward passes"

@@ -38,11 +38,11 @@ def profile_launches(
     config: VllmConfig,
     bridge: HabanaBridge,
     runner: PaddedRunner,
-    most_bytes: int,
-    most_blocks: int | None,
+    max_bytes: int,
+    max_blocks: int | None,
     forecast: MemoryForecast,
 ) -> tuple[MemoryProfile, int] | None:
-    """Run the largest shapes that need at most `most_bytes`, and return the one that needs most.
+    """Run the largest shapes that need at most `max_bytes`, and return the one that needs most.
 
     Shapes that need more are reported only if no smaller one can run.
 
@@ -50,8 +50,8 @@ def profile_launches(
         config: config of the engine.
         bridge: the card.
         runner: has a cache of a block or more, which is overwritten.
-        most_bytes: device memory.
-        most_blocks: maximum number of blocks of the KV cache; decodes of more blocks cannot occur.
+        max_bytes: device memory.
+        max_blocks: maximum number of blocks of the KV cache; decodes of more blocks cannot occur.
             None: there is no cache.
         forecast: records the memory of the forward passes.
 
@@ -60,10 +60,10 @@ def profile_launches(
         that all of them share, plus the most that one takes in addition. None: the card cannot run
         any shape of some phase.
     """
-    plan = plan_buckets(config, most_blocks)
+    plan = plan_buckets(config, max_blocks)
     runner.launches.allow_buckets(len(plan.catalog))
     resident_bytes = used_bytes(bridge)
-    forecast.most_blocks = max((bucket.blocks for bucket in plan.catalog.decode), default=0)
+    forecast.max_blocks = max((bucket.blocks for bucket in plan.catalog.decode), default=0)
 
     def run(bucket: Bucket) -> Attempt:
         launch = partial(_run_in_full_memory, config, bridge, runner, bucket)
@@ -75,7 +75,7 @@ def profile_launches(
     attempts = []
     for phase in runner.launches.phases:
         attempted = _largest_within(
-            run, phase, plan.catalog, plan.limits, most_bytes, forecast.num_scores
+            run, phase, plan.catalog, plan.limits, max_bytes, forecast.num_scores
         )
         if attempted is None:
             return None
@@ -91,14 +91,14 @@ def _largest_within(
     phase: Phase,
     catalog: Catalog,
     limits: StepLimits,
-    most_bytes: int,
+    max_bytes: int,
     num_scores: Callable[[Bucket], int],
 ) -> Attempt | None:
     given_up: list[Bucket] = []
     attempts: dict[Bucket, Attempt] = {}
     while True:
         buckets = catalog.prefill if phase is Phase.PREFILL else catalog.decode
-        ladder = _ProfileOrder(attempts, most_bytes, num_scores)
+        ladder = _ProfileOrder(attempts, max_bytes, num_scores)
         # Both must fit: the shape with the highest cost, and the one with most attention scores.
         heaviest = {max(buckets, key=size) for size in (padded_cost, num_scores)}
         while (bucket := ladder.next_bucket(buckets, heaviest)) is not None:
@@ -123,18 +123,18 @@ class _ProfileOrder:
 
     Args:
         attempts: forward passes that have run; others may be added.
-        most_bytes: maximum number of bytes that a forward pass may need.
+        max_bytes: maximum number of bytes that a forward pass may need.
         num_scores: function that counts the attention scores of one head that exist at a time.
     """
 
     def __init__(
         self,
         attempts: Mapping[Bucket, Attempt],
-        most_bytes: int,
+        max_bytes: int,
         num_scores: Callable[[Bucket], int],
     ) -> None:
         self._attempts = attempts
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._num_scores = num_scores
 
     def next_bucket(self, buckets: Sequence[Bucket], heaviest: set[Bucket]) -> Bucket | None:
@@ -153,7 +153,7 @@ class _ProfileOrder:
 
     def exceeds_memory(self, attempted: Attempt) -> bool:
         """Return whether an attempt ran out of memory, or took more than forward passes may."""
-        is_above = attempted.has_grown and attempted.needed_bytes > self._most_bytes
+        is_above = attempted.has_grown and attempted.needed_bytes > self._max_bytes
         return attempted.refused_bytes is not None or is_above
 
     def cannot_fit(self, bucket: Bucket) -> bool:
@@ -170,7 +170,7 @@ class _ProfileOrder:
         if self.exceeds_memory(attempted):
             return 1.0
         # Memory that recipes pass to each other hardly depends on the bucket, so it is not scaled.
-        reach = (self._most_bytes - attempted.passing_bytes) / max(1, attempted.kept_bytes)
+        reach = (self._max_bytes - attempted.passing_bytes) / max(1, attempted.kept_bytes)
         # A launch that fit into an earlier workspace may have needed much less than is measured.
         return reach if attempted.has_grown else max(2.0, reach)
 

@@ -22,7 +22,7 @@ logger = init_logger(__name__)
 
 FILE_NAME = "vllm_recipes.json"
 _FORMAT, _VERSION = "vllm recipes", 1
-_MOST_CONFIGURATIONS = 16
+_MAX_CONFIGURATIONS = 16
 
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -136,7 +136,7 @@ class RecipeManifest:
             return
         sizes = [(str(b.phase), b.batch, b.query_len, b.blocks) for b in new]
         entry = _Entry(fields=self._fields, buckets=sizes)
-        kept = [entry, *(each for each in entries if each is not own)][:_MOST_CONFIGURATIONS]
+        kept = [entry, *(each for each in entries if each is not own)][:_MAX_CONFIGURATIONS]
         content = _Content(format=_FORMAT, version=_VERSION, configurations=kept)
         try:
             write_whole(self._path, msgspec.json.encode(content) + b"\n")

@@ -370,7 +370,7 @@ class WarmUp:
 
         The result is the same on all ranks, as it depends only on the config.
         """
-        most = self._forecast.most_blocks
+        most = self._forecast.max_blocks
         is_long = most is not None and bucket.blocks > most
         return is_long and self.limits.contiguous_pa and bucket.phase is Phase.DECODE
 
@@ -427,14 +427,14 @@ class WarmUp:
 
     def _predict(self, shape: PaddedShape) -> str | None:
         """Return the reason not to try a shape, predicted from smaller ones; None: it may fit."""
-        most_bytes = self._launch_bytes()
-        needed_bytes = self._forecast.exceeds(shape, most_bytes - self._held_bytes)
+        max_bytes = self._launch_bytes()
+        needed_bytes = self._forecast.exceeds(shape, max_bytes - self._held_bytes)
         if needed_bytes is None:
             return None
         needed = format_bytes(needed_bytes + self._held_bytes)
         return (
             f"a forward pass takes at least {needed}, as predicted from smaller ones, but only "
-            f"{format_bytes(most_bytes)} are reserved for forward passes"
+            f"{format_bytes(max_bytes)} are reserved for forward passes"
         )
 
     def _attempt(self, shape: PaddedShape) -> Attempt:

@@ -49,7 +49,7 @@ same size."""
 _MIN_STEPS = 2
 """Steps that must have been measured before there is an estimate."""
 
-_MOST_RISE = 4 / 3
+_MAX_RISE = 4 / 3
 
 
 class Kind(NamedTuple):
@@ -174,7 +174,7 @@ class WarmUpEstimate:
         self._step, self._began = step, self._clock()
         if self._num_steps >= _MIN_STEPS:
             estimate = self._seconds_left()
-            most = estimate if self._shown is None else _MOST_RISE * self._shown
+            most = estimate if self._shown is None else _MAX_RISE * self._shown
             self._shown = min(estimate, most)
         return self._shown
 
