@@ -45,7 +45,7 @@ class RequestOutputKind(IntEnum):
     """Nothing until the request has finished."""
 
 
-class Door(Flag):
+class Interface(Flag):
     """The interfaces through which users set numeric `SamplingParams`."""
 
     NONE = 0
@@ -58,7 +58,7 @@ class Door(Flag):
     ALL = API | MODEL | PAGE
 
 
-_OF_REQUESTS = Door.API | Door.PAGE
+_OF_REQUESTS = Interface.API | Interface.PAGE
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class NumberRange:
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
-    doors: Door = Door.NONE
+    set_by: Interface = Interface.NONE
     kind: type[int] | type[float] = float
     is_optional: bool = False
     """None is accepted."""
@@ -188,21 +188,23 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
 
     n: Annotated[int, NumberRange(at_least=1)] = 1
     best_of: Annotated[int | None, NumberRange(at_least=1)] = None
-    presence_penalty: Annotated[float, NumberRange(-2, at_most=2, doors=_OF_REQUESTS)] = 0.0
-    frequency_penalty: Annotated[float, NumberRange(-2, at_most=2, doors=_OF_REQUESTS)] = 0.0
-    repetition_penalty: Annotated[float, NumberRange(above=0, doors=Door.ALL)] = 1.0
-    temperature: Annotated[float, NumberRange(at_least=0, doors=Door.ALL)] = 1.0
-    top_p: Annotated[float, NumberRange(above=0, at_most=1, doors=Door.ALL)] = 1.0
-    top_k: Annotated[int, NumberRange(at_least=-1, doors=Door.ALL)] = 0
-    min_p: Annotated[float, NumberRange(at_least=0, at_most=1, doors=Door.ALL)] = 0.0
-    seed: Annotated[int | None, NumberRange(-(2**63), at_most=_MAX_INTEGER, doors=_OF_REQUESTS)] = (
-        None
-    )
+    presence_penalty: Annotated[float, NumberRange(-2, at_most=2, set_by=_OF_REQUESTS)] = 0.0
+    frequency_penalty: Annotated[float, NumberRange(-2, at_most=2, set_by=_OF_REQUESTS)] = 0.0
+    repetition_penalty: Annotated[float, NumberRange(above=0, set_by=Interface.ALL)] = 1.0
+    temperature: Annotated[float, NumberRange(at_least=0, set_by=Interface.ALL)] = 1.0
+    top_p: Annotated[float, NumberRange(above=0, at_most=1, set_by=Interface.ALL)] = 1.0
+    top_k: Annotated[int, NumberRange(at_least=-1, set_by=Interface.ALL)] = 0
+    min_p: Annotated[float, NumberRange(at_least=0, at_most=1, set_by=Interface.ALL)] = 0.0
+    seed: Annotated[
+        int | None, NumberRange(-(2**63), at_most=_MAX_INTEGER, set_by=_OF_REQUESTS)
+    ] = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     ignore_eos: bool = False
-    max_tokens: Annotated[int | None, NumberRange(at_least=1, doors=Door.MODEL | Door.PAGE)] = 16
+    max_tokens: Annotated[
+        int | None, NumberRange(at_least=1, set_by=Interface.MODEL | Interface.PAGE)
+    ] = 16
     min_tokens: Annotated[int, NumberRange(at_least=0)] = 0
     logprobs: Annotated[int | None, NumberRange(at_least=0)] = None
     prompt_logprobs: Annotated[int | None, NumberRange(at_least=0)] = None
@@ -428,9 +430,9 @@ NUMBERS = _declared_numbers()
 """The sampling parameters that are numbers, by name."""
 
 
-def numbers_at(door: Door) -> dict[str, NumberRange]:
+def numbers_of(interface: Interface) -> dict[str, NumberRange]:
     """Return the sampling parameters that one interface sets, by name."""
-    return {name: number for name, number in NUMBERS.items() if door in number.doors}
+    return {name: number for name, number in NUMBERS.items() if interface in number.set_by}
 
 
 _USUAL_NUMBERS = tuple(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.sample.helpers import make_request, make_state, rows, sample
-from vllm.sample.blocks import padded_copy
+from vllm.sample.block_reductions import padded_copy
 from vllm.sample.buffers import Buffers
 from vllm.sample.penalties import TokenCounts
 

@@ -18,7 +18,7 @@ from tests.sample.helpers import (
     rows,
     sample,
 )
-from vllm.sample.blocks import BLOCK_SIZE, draw, num_draws, split_blocks
+from vllm.sample.block_reductions import BLOCK_SIZE, draw, num_draws, split_blocks
 from vllm.sample.buffers import Buffers
 from vllm.sample.filters import nucleus_floor
 from vllm.sample.random import exponentials_at, stream_keys

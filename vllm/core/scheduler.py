@@ -21,7 +21,7 @@ import numpy as np
 
 from vllm.config import SchedulerConfig
 from vllm.core.admission import Admission
-from vllm.core.dense_blocks import compact_blocks
+from vllm.core.compaction import compact_blocks
 from vllm.core.drafting.draft_control import DraftControl
 from vllm.core.drafts import DraftPlanner, DraftSource
 from vllm.core.kv.kv_cache_manager import KVCacheManager
@@ -33,7 +33,7 @@ from vllm.core.preemption import PreemptionPolicy
 from vllm.core.request_queue import RequestQueue
 from vllm.core.results import apply_tokens
 from vllm.core.running_batch import RunningBatch
-from vllm.core.states import StateKeeper
+from vllm.core.state_keeper import StateKeeper
 from vllm.core.step import RowTokens, Step, select_tokens
 from vllm.core.windows import free_out_of_window_blocks
 from vllm.errors import CapacityError, RequestError

@@ -20,7 +20,7 @@ from vllm import envs
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed import RankLayout, Rendezvous
 from vllm.errors import CollectiveError, ConfigError
-from vllm.executor.facts import difference, facts_of_rank
+from vllm.executor.compared_settings import difference, settings_of_rank
 from vllm.executor.ranks.rank_server import failure_of
 from vllm.executor.ranks.rank_wire import (
     RankAssignment,
@@ -96,13 +96,13 @@ class ExternalExecutor(UniProcExecutor):
             ConfigError: this rank or another one cannot be loaded, or was started differently.
             CollectiveError: another rank has failed.
         """
-        self._compare_facts()
+        self._compare_settings()
         self._agree(Worker.load, self._load_worker)
         self.call_workers(Worker.join, self._rendezvous)
 
-    def _compare_facts(self) -> None:
+    def _compare_settings(self) -> None:
         """Refuse ranks with settings that would lead to different decisions about steps."""
-        ours = facts_of_rank(self._config)
+        ours = settings_of_rank(self._config)
         found = self._rendezvous.exchange("facts", json.dumps(ours).encode(), "settings")
         for rank, data in enumerate(found):
             if (differs := difference(ours, json.loads(data))) is not None:

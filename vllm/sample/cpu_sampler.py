@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.cpu.sampling import RowChanges, RowNumbers, SamplingKernels, load_sampling_kernels
-from vllm.sample.blocks import num_draws
+from vllm.sample.block_reductions import num_draws
 from vllm.sample.features import Feature, Param
 from vllm.sample.logprobs import LogprobTensors
 from vllm.sample.metadata import IndexArray, OperatorChoice, SamplingMetadata

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from vllm.sample.blocks import split_blocks, top_values
+from vllm.sample.block_reductions import split_blocks, top_values
 from vllm.sample.buffers import Buffers
 from vllm.sample.features import Param
 from vllm.sample.metadata import SamplingMetadata

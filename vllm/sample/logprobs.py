@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm.messages import IntArray, LogprobRows
-from vllm.sample.blocks import as_whole_blocks, block_max, split_blocks, top_tokens
+from vllm.sample.block_reductions import as_whole_blocks, block_max, split_blocks, top_tokens
 from vllm.sample.buffers import Buffers
 from vllm.sample.filters import likelihoods
 from vllm.sample.metadata import LogprobPlan

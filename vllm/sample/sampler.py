@@ -24,7 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.sample.blocks import argmax, as_whole_blocks, block_max, draw, padded_copy, split_blocks
+from vllm.sample.block_reductions import (
+    argmax,
+    as_whole_blocks,
+    block_max,
+    draw,
+    padded_copy,
+    split_blocks,
+)
 from vllm.sample.buffers import Buffers
 from vllm.sample.features import Feature, Param
 from vllm.sample.filters import keep_from, likelihoods, logit_floor, nucleus_floor

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from vllm.messages import NO_TOKEN_LEFT, EngineRequest, FloatArray, IntArray, LogprobRows
-from vllm.sample.blocks import num_draws
+from vllm.sample.block_reductions import num_draws
 from vllm.sample.buffers import ToDevice
 from vllm.sample.constraints import BiasTables, LogitEdits, RowConstraints
 from vllm.sample.features import (

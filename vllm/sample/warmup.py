@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from vllm.sample.blocks import num_draws
+from vllm.sample.block_reductions import num_draws
 from vllm.sample.buffers import ToDevice
 from vllm.sample.constraints import LogitEdits
 from vllm.sample.features import NEUTRAL, Feature

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.config import ModelConfig
 from vllm.errors import ConfigError, RequestError
 from vllm.logger import init_logger
-from vllm.sampling_params import Door, SamplingParams, numbers_at
+from vllm.sampling_params import Interface, SamplingParams, numbers_of
 from vllm.transformers_utils.hf_config import read_hf_config
 from vllm.utils.files.json_file import read_json_object
 
@@ -18,7 +18,7 @@ _FILE_NAME = "generation_config.json"
 
 _OTHER_NAMES = {"max_tokens": "max_new_tokens"}
 """Sampling parameter -> its name in the file, where that differs."""
-_SAMPLING = {_OTHER_NAMES.get(name, name): name for name in numbers_at(Door.MODEL)}
+_SAMPLING = {_OTHER_NAMES.get(name, name): name for name in numbers_of(Interface.MODEL)}
 """Name in the file -> field of `SamplingParams`."""
 _INTEGERS = {"top_k", "max_tokens"}
 _NO_TOKEN = -1
@@ -30,7 +30,7 @@ def load_generation_defaults(model_config: ModelConfig) -> dict[str, Any]:
     """Return the model's defaults for sampling parameters that a request does not set.
 
     Returns:
-        Some of the fields of SamplingParams that have `Door.MODEL`, and always `eos_token_ids`:
+        Some of the SamplingParams that `Interface.MODEL` sets, and always `eos_token_ids`:
         list of int, the tokens that end an output, from generation_config.json or config.json.
         These are a property of the model: they are read even if `generation_config` is "vllm" and
         the sampling defaults are not.

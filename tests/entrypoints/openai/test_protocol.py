@@ -18,7 +18,7 @@ from vllm.entrypoints.openai.chat.tool_choice import tool_constraint
 from vllm.entrypoints.openai.completion.serving import router as completion_router
 from vllm.entrypoints.openai.protocol.sampling import guided_decoding
 from vllm.entrypoints.pages.web_page import load_page
-from vllm.sampling_params import Door, numbers_at
+from vllm.sampling_params import Interface, numbers_of
 
 TOKENIZER = byte_level()
 SCRIPT = TOKENIZER("hello, é!", add_special_tokens=False)["input_ids"]
@@ -71,7 +71,7 @@ def test_calls_of_tools_are_those_of_the_classes():
     assert all(describes(protocol.ChatCompletionStreamResponse, chunk) for chunk in chunks)
 
 
-@pytest.mark.parametrize("name", numbers_at(Door.API))
+@pytest.mark.parametrize("name", numbers_of(Interface.API))
 def test_a_sampling_parameter_is_a_field_of_every_body(name):
     bodies = (
         *(protocol.CompletionRequest, protocol.ChatCompletionRequest),
@@ -80,7 +80,7 @@ def test_a_sampling_parameter_is_a_field_of_every_body(name):
     assert [body.__name__ for body in bodies if name not in body.model_fields] == []
 
 
-@pytest.mark.parametrize("name", numbers_at(Door.PAGE))
+@pytest.mark.parametrize("name", numbers_of(Interface.PAGE))
 def test_a_sampling_parameter_has_a_field_on_the_chat_page(name):
     page = load_page("chat").body.decode()
     assert page.count(f'<input id="{name}" data-setting="{name}" type="number" ') == 1

@@ -40,7 +40,7 @@ class KVCacheManager:
         has_windows: some layers have a sliding window, so blocks are freed while a request runs.
         freed: (block, hash) of the cached blocks of requests that have left the batch, which a
             connector takes and saves; None: no connector does.
-        is_dense: running requests have the blocks with the lowest ids (`core.dense_blocks`). True
+        is_dense: running requests have the blocks with the lowest ids (`core.compaction`). True
             only for caches with one group without a window, if no other part stores block ids.
         forgotten: hashes of blocks whose content may be wrong; filled only if `freed` is not None.
     """

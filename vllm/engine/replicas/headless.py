@@ -27,7 +27,7 @@ from vllm.engine.replicas.remote_wire import (
     enable_keepalive,
 )
 from vllm.engine.resolve.replicas import replica_configs
-from vllm.executor.facts import difference, facts_of_replica
+from vllm.executor.compared_settings import difference, settings_of_replica
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.utils.process.frames import FrameError, frame, read_frame_async
@@ -121,7 +121,7 @@ class HeadlessReplicas:
         check_kind(kind, BEGIN)
         replica = config.parallel.data_parallel_rank
         differs = difference(
-            facts_of_replica(config), msgspec.msgpack.decode(data, type=StartCore).facts
+            settings_of_replica(config), msgspec.msgpack.decode(data, type=StartCore).settings
         )
         if differs is not None:
             text = (

@@ -25,7 +25,7 @@ from vllm.engine.replicas.remote_wire import (
     enable_keepalive,
 )
 from vllm.errors import ConfigError
-from vllm.executor.facts import facts_of_replica
+from vllm.executor.compared_settings import settings_of_replica
 from vllm.logger import init_logger
 from vllm.utils.process.frames import FrameError, frame, read_frame_async
 from vllm.version import __version__
@@ -61,7 +61,7 @@ class RemoteEngineCore:
         """Send the settings on which both machines must agree. The other machine has its own
         config.
         """
-        data = msgspec.msgpack.encode(StartCore(facts_of_replica(config)))
+        data = msgspec.msgpack.encode(StartCore(settings_of_replica(config)))
         self._loop.call_soon_threadsafe(self._write, BEGIN, data)
 
     def attach(

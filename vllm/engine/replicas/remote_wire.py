@@ -39,7 +39,7 @@ class HandshakeRequest(msgspec.Struct, frozen=True, array_like=True):
 class StartCore(msgspec.Struct, frozen=True, array_like=True):
     """Start the core."""
 
-    facts: dict[str, str]
+    settings: dict[str, str]
     """Settings that must be equal in the configs of both machines."""
 
 

@@ -14,7 +14,7 @@ from vllm.entrypoints.pages.server_state import describe_server, fresh_json
 from vllm.entrypoints.shared.context import ServerContext, get_context
 from vllm.entrypoints.shared.media import chat_modalities
 from vllm.errors import RequestError
-from vllm.sampling_params import Door, numbers_at
+from vllm.sampling_params import Interface, numbers_of
 
 router = APIRouter(include_in_schema=False)
 
@@ -61,5 +61,5 @@ def _refusal(context: ServerContext) -> str | None:
 
 def _sampling_defaults(of_model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the default sampling parameters that the chat page shows."""
-    shown = numbers_at(Door.API | Door.PAGE)
+    shown = numbers_of(Interface.API | Interface.PAGE)
     return {name: of_model.get(name, number.default) for name, number in shown.items()}

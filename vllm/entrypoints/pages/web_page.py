@@ -18,7 +18,7 @@ from importlib.resources import files
 
 from vllm import assets
 from vllm.entrypoints.shared.server_args import ServerArgs
-from vllm.sampling_params import Door, NumberRange, numbers_at
+from vllm.sampling_params import Interface, NumberRange, numbers_of
 
 _NUMBERS = "<!-- sampling numbers -->"
 _LARGEST_LIMIT = 2**53
@@ -83,7 +83,7 @@ def load_page(name: str) -> WebPage:
 
 def _number_fields() -> str:
     """Return the HTML fields of the sampling parameters on the chat page."""
-    numbers = numbers_at(Door.PAGE)
+    numbers = numbers_of(Interface.PAGE)
     # Penalties last, because they are rarely used.
     names = sorted(numbers, key=lambda name: name.endswith("_penalty"))
     return "\n".join(_number_field(name, numbers[name]) for name in names)

@@ -21,8 +21,8 @@ from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.stored.stored_experts import StoredExperts
 from vllm.model_executor.layers.stored.stored_linear import StoredHead, StoredLinear
+from vllm.model_executor.quantization.format_lines import log_formats
 from vllm.model_executor.quantization.interface import Quantization
-from vllm.model_executor.quantization.kept import log_kept
 from vllm.model_executor.quantization.settings import is_listed, part_names
 
 Storage = TypeVar("Storage")
@@ -113,7 +113,7 @@ class CheckpointFormat(Quantization, Generic[Storage]):
         )
 
     def finish_model(self, model: nn.Module) -> None:
-        log_kept(model)
+        log_formats(model)
 
     def _noted(self, storage: Storage, method: LinearMethod) -> LinearMethod:
         if isinstance(method, StoredLinear):

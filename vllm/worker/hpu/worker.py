@@ -46,6 +46,7 @@ from vllm.platforms.hpu import HPUPlatform
 from vllm.utils.process import startup_progress
 from vllm.worker.block_store import has_uncopied_states
 from vllm.worker.calculated_scales import calculate_scales
+from vllm.worker.hpu.converted_weights import log_converted
 from vllm.worker.hpu.draft_runner import HPUDraftRunner, make_draft_runner
 from vllm.worker.hpu.encoder import CardEncoder
 from vllm.worker.hpu.idle_warmup import IdleWarmUp
@@ -53,7 +54,6 @@ from vllm.worker.hpu.items import DeviceItems
 from vllm.worker.hpu.launches.launch_profile import profile_launch
 from vllm.worker.hpu.launches.step_report import StepShape
 from vllm.worker.hpu.launches.tp_group_status import TPGroupStatus
-from vllm.worker.hpu.launches.widened import log_widened
 from vllm.worker.hpu.memory.block_copies import CardBlockCopies
 from vllm.worker.hpu.memory.memory import (
     divide_memory,
@@ -173,7 +173,7 @@ class HPUWorker(WorkerBase):
             else:
                 logger.info("Preparing forward passes took %s", wrapping)
         logger.info("Loading model weights took in total %s", total)
-        log_widened(self.config, self.model)
+        log_converted(self.config, self.model)
 
     def _prompt_kernel(self) -> SDPAKernel:
         hpu, bridge = self.config.hpu, self.bridge

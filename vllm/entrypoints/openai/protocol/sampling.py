@@ -45,16 +45,16 @@ from vllm.guided_decoding_params import (
 )
 from vllm.sampling_params import (
     BeamSearchParams,
-    Door,
+    Interface,
     RequestOutputKind,
     SamplingParams,
-    numbers_at,
+    numbers_of,
 )
 
 StopStrings = Annotated[str | ListOf[str], accepts("a string or a list of strings")]
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:+/=-]{1,128}$")]
 
-API_NUMBERS = tuple(numbers_at(Door.API))
+API_NUMBERS = tuple(numbers_of(Interface.API))
 """Sampling parameters that all APIs accept under the same name."""
 _PARAMS = (
     *("stop", "stop_token_ids", "bad_words", "ignore_eos"),
@@ -79,7 +79,7 @@ def _number_fields(*, are_bounded: bool) -> dict[str, Any]:
             refuses values out of range.
     """
     fields = {}
-    for name, number in numbers_at(Door.API).items():
+    for name, number in numbers_of(Interface.API).items():
         accepted: Any = number.kind
         if number.kind is int and number.at_most is None:
             accepted = Int32
@@ -87,7 +87,7 @@ def _number_fields(*, are_bounded: bool) -> dict[str, Any]:
             accepted = Annotated[
                 number.kind, Field(ge=number.at_least, gt=number.above, le=number.at_most)
             ]
-        default = None if Door.MODEL in number.doors else number.default
+        default = None if Interface.MODEL in number.set_by else number.default
         fields[name] = (accepted | None, default)
     return fields
 

@@ -13,8 +13,8 @@ from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.stored.stored_experts import RoundedExperts
 from vllm.model_executor.layers.stored.stored_linear import RoundedLinear
+from vllm.model_executor.quantization.format_lines import log_formats
 from vllm.model_executor.quantization.interface import Quantization
-from vllm.model_executor.quantization.kept import log_kept
 from vllm.ops.stored_weight import (
     StoredWeight,
     round_to_fp8,
@@ -46,7 +46,7 @@ class Rounded(Quantization):
         return RoundedExperts(name, round_expert)
 
     def finish_model(self, model: nn.Module) -> None:
-        log_kept(model)
+        log_formats(model)
 
 
 def _creates(round_weight: Callable[[Tensor], StoredWeight]) -> Callable[[Any], Rounded]:

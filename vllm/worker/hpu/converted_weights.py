@@ -12,7 +12,7 @@ from vllm.worker.kv_cache import cache_dtype
 logger = init_logger(__name__)
 
 
-def log_widened(config: VllmConfig, model: nn.Module) -> None:
+def log_converted(config: VllmConfig, model: nn.Module) -> None:
     """Log which weights and which cache are stored in a smaller format than they are multiplied in.
 
     Args:

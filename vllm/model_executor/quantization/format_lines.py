@@ -17,7 +17,7 @@ from vllm.model_executor.layers.weight_method import MethodLayer
 logger = init_logger(__name__)
 
 
-def log_kept(model: nn.Module) -> None:
+def log_formats(model: nn.Module) -> None:
     """Log one line for each combination of a checkpoint format and a format in memory."""
     counts: Counter[tuple[str, str]] = Counter()
     num_bytes: Counter[tuple[str, str]] = Counter()

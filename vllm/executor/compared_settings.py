@@ -19,7 +19,7 @@ class Difference(NamedTuple):
     theirs: str
 
 
-def facts_of_replica(config: VllmConfig) -> dict[str, str]:
+def settings_of_replica(config: VllmConfig) -> dict[str, str]:
     """Return the settings that all replicas of a server must have in common, by name."""
     model, parallel = config.model, config.parallel
     return {
@@ -36,12 +36,12 @@ def facts_of_replica(config: VllmConfig) -> dict[str, str]:
     }
 
 
-def facts_of_rank(config: VllmConfig) -> dict[str, str]:
+def settings_of_rank(config: VllmConfig) -> dict[str, str]:
     """Return the settings that the ranks of an engine must have in common if each plans its own
     steps.
     """
     scheduler, cache, parallel = config.scheduler, config.cache, config.parallel
-    return facts_of_replica(config) | {
+    return settings_of_replica(config) | {
         "tensor_parallel_size": str(parallel.tensor_parallel_size),
         "pipeline_parallel_size": str(parallel.pipeline_parallel_size),
         "pipeline_steps_in_flight": str(parallel.num_pipelined_steps),
