@@ -6,7 +6,7 @@ class. Independent of files.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,7 +130,11 @@ def _fill(
     prepare: ModuleHook,
     finish: ModuleHook,
 ) -> None:
-    """Fill the targets from entries (name in the checkpoint, name in the model, tensor, file)."""
+    """Fill the targets from entries (name in the checkpoint, name in the model, tensor, file).
+
+    Raises:
+        WeightLoadError: tensors are missing or unknown.
+    """
     todo, absent = dict(targets.by_name), absent_prefixes(model)
     unexpected = []
     paths = set()
@@ -172,39 +176,48 @@ def _fill(
     if of_training:
         unexpected = [name for name in unexpected if name not in of_training]
         logger.warning("%d tensors of the training are not read: %s", *_some(of_training))
+    if todo or unexpected:
+        raise _mismatch(model, todo, unexpected, paths)
+
+
+def _mismatch(
+    model: LoadableModel,
+    missing: Mapping[str, ParamTarget],
+    unexpected: Sequence[str],
+    paths: Iterable[Path | None],
+) -> WeightLoadError:
+    """Create the error about a checkpoint whose tensors are not the ones of the model."""
     problems = [
         f"{len(names)} {what}: {name_some(sorted(names))}"
         for names, what in (
-            (list(todo), "tensors missing from the checkpoint"),
+            (list(missing), "tensors missing from the checkpoint"),
             (unexpected, "tensors unknown to the model or given twice"),
         )
         if names
     ]
-    if problems:
-        folders = sorted({str(path.parent) for path in paths if path is not None})
-        where = f" {', '.join(folders)}" if folders else ""
-        hint = ""
-        if any(isinstance(target.module, ParallelLMHead) for target in todo.values()):
-            hint = (
-                ". The output head is missing: if its weights are those of the token embeddings, "
-                "set tie_word_embeddings to true in config.json or with hf_overrides"
-            )
-        elif any(_LORA.search(name) for name in unexpected):
-            hint = (
-                ". The checkpoint has weights of a LoRA adapter: merge them into its weights "
-                "(merge_and_unload of peft), and save the result"
-            )
-        elif any(name.endswith(_QUANTIZED) for name in todo) and any(
-            name.endswith("_proj.weight") for name in unexpected
-        ):
-            hint = (
-                ". Weights are missing in the format of quantization_config, but are there without "
-                'quantization: remove the key, or give hf_overrides={"quantization_config": null}'
-            )
-        raise WeightLoadError(
-            f"checkpoint{where} and {type(model).__name__} do not match: {'; '.join(problems)}"
-            f"{hint}"
+    folders = sorted({str(path.parent) for path in paths if path is not None})
+    where = f" {', '.join(folders)}" if folders else ""
+    hint = ""
+    if any(isinstance(target.module, ParallelLMHead) for target in missing.values()):
+        hint = (
+            ". The output head is missing: if its weights are those of the token embeddings, "
+            "set tie_word_embeddings to true in config.json or with hf_overrides"
         )
+    elif any(_LORA.search(name) for name in unexpected):
+        hint = (
+            ". The checkpoint has weights of a LoRA adapter: merge them into its weights "
+            "(merge_and_unload of peft), and save the result"
+        )
+    elif any(name.endswith(_QUANTIZED) for name in missing) and any(
+        name.endswith("_proj.weight") for name in unexpected
+    ):
+        hint = (
+            ". Weights are missing in the format of quantization_config, but are there without "
+            'quantization: remove the key, or give hf_overrides={"quantization_config": null}'
+        )
+    return WeightLoadError(
+        f"checkpoint{where} and {type(model).__name__} do not match: {'; '.join(problems)}{hint}"
+    )
 
 
 def _some(names: list[str]) -> tuple[int, str]:

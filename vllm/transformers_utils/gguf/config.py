@@ -209,9 +209,6 @@ def _rope(model: GGUFModel, head_size: int) -> dict[str, Any]:
     if not model.facts.has_rotations:
         return {}
     kind = model.architecture
-    theta = model.get(".rope.freq_base", float, 10000.0)
-    scaling_type = model.get(".rope.scaling.type", str, "none")
-    rope: dict[str, Any] = {"rope_type": "default"}
     length = model.size(".context_length")
     original = model.metadata.get(f"{kind}.rope.scaling.original_context_length") or length
     num_rotated = model.get(".rope.dimension_count", int, head_size)
@@ -220,34 +217,12 @@ def _rope(model: GGUFModel, head_size: int) -> dict[str, Any]:
             f"{model.paths[0]}: the metadata '{kind}.rope.dimension_count' must be a number "
             f"from 1 to {head_size}, the size of a head; got {num_rotated}"
         )
-    by_length = model.factors_by_length
-    if by_length is not None:
-        short, long = (_divisors(factors, num_rotated) for factors in by_length)
-        rope = {
-            "rope_type": "longrope",
-            "short_factor": short,
-            "long_factor": long,
-            "original_max_position_embeddings": original,
-        }
-        if f"{kind}.rope.scaling.attn_factor" in model.metadata:
-            rope["attention_factor"] = model.get(".rope.scaling.attn_factor", float)
-    elif scaling_type == "none" and f"{kind}{_OLD_LINEAR}" in model.metadata:
-        rope = {"rope_type": "linear", "factor": model.get(_OLD_LINEAR, float)}
-    elif scaling_type in ("linear", "yarn"):
-        rope = {"rope_type": scaling_type, "factor": model.get(".rope.scaling.factor", float)}
-        if scaling_type == "yarn":
-            rope["original_max_position_embeddings"] = original
-            rope |= {**model.facts.yarn, **_yarn(model)}
-    elif scaling_type != "none":
-        raise WeightLoadError(
-            f"{model.paths[0]}: the metadata '{kind}.rope.scaling.type' is {scaling_type!r}; "
-            f"supported: none, linear, yarn"
-        )
+    scaling = _rope_scaling(model, num_rotated, original)
     factors = model.rope_factors
     if factors is not None:
         values = _divisors(factors, num_rotated)
         # Llama 3.1 stores the resulting divisors of the frequencies instead of the RoPE settings.
-        rope = {
+        scaling = {
             "rope_type": "longrope",
             "short_factor": values,
             "long_factor": values,
@@ -255,17 +230,54 @@ def _rope(model: GGUFModel, head_size: int) -> dict[str, Any]:
             "factor": 1.0,
             "original_max_position_embeddings": length,
         }
-    full = {"rope_theta": theta, **rope}
+    full = {"rope_theta": model.get(".rope.freq_base", float, 10000.0), **scaling}
     if num_rotated != head_size:
         full["partial_rotary_factor"] = num_rotated / head_size
     made: dict[str, Any] = {"rope_parameters": full}
-    if by_length is not None:
+    if model.factors_by_length is not None:
         made["original_max_position_embeddings"] = original
     if not model.facts.has_window_theta:
         return made
     local = model.get(".rope.freq_base_swa", float, 10000.0)
     sliding = {"rope_type": "default", "rope_theta": local}
     return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+
+
+def _rope_scaling(model: GGUFModel, num_rotated: int, original: Any) -> dict[str, Any]:
+    """Return the parameters of scaled rotary positions that the metadata describes.
+
+    Args:
+        model: the model.
+        num_rotated: number of rotated elements of a head.
+        original: number of positions before they were scaled.
+    """
+    kind, by_length = model.architecture, model.factors_by_length
+    scaling_type = model.get(".rope.scaling.type", str, "none")
+    if by_length is not None:
+        short, long = (_divisors(factors, num_rotated) for factors in by_length)
+        scaling = {
+            "rope_type": "longrope",
+            "short_factor": short,
+            "long_factor": long,
+            "original_max_position_embeddings": original,
+        }
+        if f"{kind}.rope.scaling.attn_factor" in model.metadata:
+            scaling["attention_factor"] = model.get(".rope.scaling.attn_factor", float)
+        return scaling
+    if scaling_type == "none":
+        if f"{kind}{_OLD_LINEAR}" in model.metadata:
+            return {"rope_type": "linear", "factor": model.get(_OLD_LINEAR, float)}
+        return {"rope_type": "default"}
+    if scaling_type not in ("linear", "yarn"):
+        raise WeightLoadError(
+            f"{model.paths[0]}: the metadata '{kind}.rope.scaling.type' is {scaling_type!r}; "
+            f"supported: none, linear, yarn"
+        )
+    scaling = {"rope_type": scaling_type, "factor": model.get(".rope.scaling.factor", float)}
+    if scaling_type == "yarn":
+        scaling["original_max_position_embeddings"] = original
+        scaling |= {**model.facts.yarn, **_yarn(model)}
+    return scaling
 
 
 def _yarn(model: GGUFModel) -> dict[str, float]:
