@@ -451,7 +451,10 @@ class Envs:
         "operators, which are slower.",
     )
     VLLM_CONFIG_HIDDEN_LAYERS: int = _execution(
-        1, "Number of decoder layers in one HPU graph, in lazy mode.", at_least=1
+        1,
+        "Number of decoder layers in one recorded graph, in lazy mode with one card. With several "
+        "cards, a graph ends before each all-reduce.",
+        at_least=1,
     )
     VLLM_REGIONAL_COMPILATION: bool = _execution(
         True, "With torch.compile: compile each decoder layer on its own, not the model as a whole."

@@ -38,7 +38,7 @@ def test_the_flag_has_a_short_form(flags):
             {"quantization": "int8", "quant_config": "quant.json"},
             "QUANT_CONFIG=quant.json is for quantization='inc', not 'int8'",
         ),
-        ({"quant_config": "nowhere.json"}, "nowhere.json: cannot read the JSON config"),
+        ({"quant_config": "nowhere.json"}, "QUANT_CONFIG nowhere.json cannot be read"),
         ({"quantization": "INT8"}, "'INT8' is not available"),
         ({"quantization": "int8", "dtype": "half"}, "needs dtype bfloat16 or float32, got float16"),
         (

@@ -59,7 +59,7 @@ def test_the_table_the_object_and_the_page_have_the_same_figures(model, tmp_path
     assert sum(num_bytes for _, num_bytes in memory["uses"]) == memory["total_bytes"]
     text = "\n".join(lines)
     assert f"KV cache: {memory['num_blocks']} blocks of {memory['block_size']} tokens" in text
-    assert f"longest context is {memory['longest_context']} tokens" in text
+    assert f"the longest possible: {memory['longest_context']} tokens" in text
     prefill = start["prefill"]
     line = next(line for line in lines if line.startswith("  prompts"))
     assert line.split()[1:3] == [str(prefill["num_buckets"]), str(prefill["num_shapes"])]
@@ -96,7 +96,8 @@ def test_the_mode_that_is_planned_is_said(model, monkeypatch, capsys):
         monkeypatch.setenv("PT_HPU_LAZY_MODE", "1")
         envs.get.cache_clear()
         flags = ["--device", "gaudi2", "--max-num-seqs", "1", "--enforce-eager", "--json"]
-        assert main(["plan", model, *flags]) == 0
+        drafts = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}']
+        assert main(["plan", model, *flags, *drafts]) == 0
     finally:
         monkeypatch.undo()
         envs.get.cache_clear()
@@ -105,6 +106,7 @@ def test_the_mode_that_is_planned_is_said(model, monkeypatch, capsys):
     assert found["mode"] == f"Planned for {mode}: serve with PT_HPU_LAZY_MODE=1"
     assert found["start"]["decode"]["num_graphs"] == 0
     assert not found["reserved"], "nothing is reserved with --enforce-eager"
+    assert found["not_in_speed"] == "Predicted for requests without drafts (--speculative-config)"
 
 
 @needs_simulated_device

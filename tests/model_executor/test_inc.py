@@ -181,7 +181,7 @@ def test_inputs_are_rounded_with_the_scale(table, limit, scale):
     ("content", "message"),
     [
         ("{", "is not valid JSON"),
-        ("[]", "must be an object, got list"),
+        ("[]", "must be a JSON object, got a list"),
         ({"mode": "LOAD"}, "mode is 'LOAD'; supported: MEASURE, QUANTIZE"),
         ({"observer": "save"}, "observer is 'save'; supported: maxabs"),
         ({"fp8_config": "E5M2"}, "fp8_config is 'E5M2'; supported: E4M3"),
@@ -214,7 +214,9 @@ def test_a_wrong_configuration_is_one_line_with_its_key(content, message, tmp_pa
 
 
 def test_a_configuration_that_is_not_there_is_named():
-    with pytest.raises(ConfigError, match=r"nowhere.json: cannot read .*: No such file"):
+    with pytest.raises(
+        ConfigError, match=r"QUANT_CONFIG nowhere.json cannot be read: No such file"
+    ):
         read_inc_config("nowhere.json")
 
 
@@ -348,7 +350,7 @@ O_PROJ = "model.layers.1.self_attn.o_proj"
     ("change", "message"),
     [
         (lambda c: None, "inc_output_hooks_maxabs_0_1.json does not exist. Measure the model"),
-        (lambda c: "{", "the measurement file is not valid JSON"),
+        (lambda c: "{", "the measurement file .* is not valid JSON"),
         (lambda c: {**c, "Nodes": {}}, "Nodes must be an object with the modules of the model"),
         (lambda c: {**c, "Mode": "Scale"}, "Mode must be 'DynamicRange', got 'Scale'"),
         (

@@ -129,7 +129,7 @@ def test_goals_that_one_card_meets_need_one_card(dense_folder):
         f"--max-num-seqs {found.choice.max_num_seqs}"
     )
     assert json.loads(json.dumps(found_object(found, command)))["is_met"]
-    assert found_lines(found)[0].startswith("The goals are met by 1 card with max_num_seqs=")
+    assert found_lines(found)[0].startswith("The goals are met by 1 card with --max-num-seqs ")
 
 
 def test_a_batch_whose_workspace_does_not_fit_is_given_up(dense_folder):
@@ -149,7 +149,7 @@ def test_cards_on_which_the_engine_does_not_run_are_named(dense_folder):
     assert list(found.unfit) == [8]  # 8 cards do not fit, since the model has 4 heads
     lines = found_lines(found)
     assert lines[0].startswith("8 cards: ")
-    assert lines[1].startswith("Nothing meets the goals; nearest is ")
+    assert lines[1].startswith("No setting meets the goals. The nearest is ")
 
 
 def test_requests_longer_than_the_model_takes_are_refused(dense_folder):

@@ -83,7 +83,7 @@ class TestHighestRate:
         found = highest_rate(self.at, Goals(ttft_ms=1, tpot_ms=1e6), 1.0)
         [miss] = found.misses
         assert (miss.name, miss.goal) == ("ttft_ms", 1)
-        assert "At no rate, 90 % of the requests" in next(found.lines())
+        assert "There is no rate at which 90 % of the requests" in next(found.lines())
         assert found.as_json()["is_met"] is False
 
     def test_goals_that_every_rate_meets_are_said_to_be(self) -> None:

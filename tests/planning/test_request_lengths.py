@@ -25,8 +25,10 @@ def write(folder: Path, content: str) -> Path:
         "timestamp_ms,input_length,output_length\n4000,396,109\n0,374,44\n",
         '{"input_tokens": 374, "output_tokens": 44, "time": 1}\n\n'
         '{"prompt_tokens": 396, "completion_tokens": 109, "time": 5.0}\n',
+        "Timestamp,Model,Request tokens,Response tokens\n5,ChatGPT,374,44\n9,GPT-4,396,109\n",
+        "time;input_tokens;output_tokens\n0;374;44\n4;396;109\n",
     ],
-    ids=["dates", "milliseconds out of order", "JSON Lines"],
+    ids=["dates", "milliseconds out of order", "JSON Lines", "BurstGPT", "semicolons"],
 )
 def test_lengths_and_times_are_read(tmp_path: Path, content: str) -> None:
     found = read_lengths(write(tmp_path, content))

@@ -75,6 +75,13 @@ def test_a_mark_follows_every_few_layers_and_no_expert():
     assert bridge.num_marks == 3 + 1, "one more after the launch"
 
 
+def test_layers_that_mark_steps_get_no_further_marks():
+    bridge = CountingBridge()
+    execution = LazyExecution(bridge, Launches(ExpertModel()), layers_per_mark=None)
+    execution.run(torch.zeros(1), None)
+    assert bridge.num_marks == 1, "after the launch"
+
+
 def test_layers_and_no_experts_stay_on_the_host():
     model = ExpertModel()
     assert choose_layers(model, 1) == [model.layers[1], model.layers[4]]

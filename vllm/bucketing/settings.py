@@ -195,7 +195,8 @@ def check_num_steps(key: str, low: int, step: int, high: int, most: int = _MAX_S
         _, step_name, high_name = (_name(key, part) for part in ("MIN", "STEP", "MAX"))
         raise ConfigError(
             f"{high_name}={high} with {step_name}={step} gives {(high - low) // step} steps, and "
-            f"at most {most} are accepted. Lower the first or raise the second"
+            f"at most {most} are accepted. Lower the first (by default, it follows flags such as "
+            f"--max-num-seqs and --max-model-len) or raise the second"
         )
 
 

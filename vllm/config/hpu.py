@@ -152,7 +152,8 @@ class HPUConfig:
     """Whether decode attention combines the softmax of the blocks of a request with a fused kernel
     of the card, if the card has one. False: with torch operators."""
     hidden_layers_per_graph: int = _variable("VLLM_CONFIG_HIDDEN_LAYERS")
-    """Number of decoder layers after which lazy mode ends a recorded graph."""
+    """Number of decoder layers after which lazy mode ends a recorded graph. It has no effect with
+    several cards, where a graph ends before each all-reduce."""
     regional_compilation: bool = _variable("VLLM_REGIONAL_COMPILATION")
     compile_fullgraph: bool = _variable("VLLM_T_COMPILE_FULLGRAPH")
     compile_dynamic_shapes: bool = _variable("VLLM_T_COMPILE_DYNAMIC_SHAPES")

@@ -145,14 +145,13 @@ def found_object(found: FoundCards, command: str) -> dict[str, Any]:
 def found_lines(found: FoundCards) -> list[str]:
     """Return the result of a search, without its command, as lines of text."""
     choice = found.choice
-    cards = _cards(choice.num_cards)
+    setting = f"{_cards(choice.num_cards)} with --max-num-seqs {choice.max_num_seqs}"
     lines = [f"{_cards(num_cards)}: {reason}" for num_cards, reason in found.unfit.items()]
     if choice.misses:
         misses = "; ".join(map(str, choice.misses))
-        nearest = f"{cards} with max_num_seqs={choice.max_num_seqs}"
-        lines.append(f"Nothing meets the goals; nearest is {nearest}: {misses}")
+        lines.append(f"No setting meets the goals. The nearest is {setting}: {misses}")
     else:
-        lines.append(f"The goals are met by {cards} with max_num_seqs={choice.max_num_seqs}")
+        lines.append(f"The goals are met by {setting}")
     return [*lines, *as_lines([choice.prediction])]
 
 

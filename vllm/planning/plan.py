@@ -19,6 +19,7 @@ from vllm.planning.throughput.table import as_objects
 from vllm.planning.traffic import bucket_row, bucket_seconds, shape_seconds
 from vllm.platforms.cpu import machine_memory_bytes
 from vllm.worker.hpu.launches.execution import GraphExecution
+from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.warmup.profile import held_bytes
 from vllm.worker.interface import MemoryReport
 
@@ -70,6 +71,8 @@ class Plan:
     throughput: tuple[Prediction, ...] = ()
     """Predicted speed for prompts of several lengths; empty if the cost model does not know the
     device or does not support it."""
+    not_in_speed: str = ""
+    """Note about features that the predicted speed leaves out, as one sentence; empty: none."""
     measured: str = ""
     """Constants that were measured, as one line; empty: none."""
     buckets: tuple[Bucket, ...] = ()
@@ -88,15 +91,27 @@ class Plan:
     reserved: str = ""
     """Advice about memory that is reserved for graphs although the mode has none; empty: none."""
 
+    @property
+    def about(self) -> str:
+        """The data types of the model and the devices, as a sentence without the subject."""
+        weights = f"{self.quantization} weights, " if self.quantization else ""
+        if self.device == "cpu":
+            where = "a CPU" if self.num_cards == 1 else f"a CPU, by {self.num_cards} processes"
+        else:
+            where = f"{self.num_cards} {self.device} card{'s'[: self.num_cards > 1]}"
+        engines = f" for each of {self.num_engines} engines" if self.num_engines > 1 else ""
+        return f"{weights}{self.dtype}, on {where}{engines}. Planned, not measured."
+
     def as_json(self) -> dict[str, Any]:
         """Return the plan as an object for JSON."""
         start = None
         if self.start is not None:
-            totals = {name: getattr(self.start, name) for name in ("cold_s", "cached_s", "first_s")}
-            start = asdict(self.start) | totals
+            derived = ("cold_s", "cached_s", "first_s", "notes")
+            start = asdict(self.start) | {name: getattr(self.start, name) for name in derived}
         throughput = as_objects(self.throughput)
         return {
             "version": JSON_VERSION,
+            "about": self.about,
             **asdict(replace(self, throughput=(), buckets=())),
             "start": start,
             "throughput": throughput,
@@ -154,6 +169,7 @@ def describe(engine: EnginePlan, device: str, measured: Measured | None = None) 
         memory=plan_memory(engine),
         start=start,
         throughput=tuple(throughput),
+        not_in_speed=_not_in_speed(engine) if throughput else "",
         measured="" if measured is None else measured.describe(),
         buckets=buckets,
         mode=_mode(engine),
@@ -169,6 +185,19 @@ def _text_only(config: VllmConfig) -> str:
     """Return a note about the part of a model for images or sounds that is not planned."""
     reason = config.model.resolved_arch.text_only
     return f"Planned for text input only, because {reason}" if reason else ""
+
+
+def _not_in_speed(engine: EnginePlan) -> str:
+    """Return a note about features whose effect on the speed is not predicted."""
+    config, runner = engine.config, engine.worker.runner
+    parts = {
+        "drafts (--speculative-config)": config.speculative.drafts is not None,
+        "adapters (--enable-lora)": config.lora.enable_lora,
+        "images, videos or sounds": isinstance(runner, HPUModelRunner)
+        and runner.encoder is not None,
+    }
+    found = [name for name, is_used in parts.items() if is_used]
+    return f"Predicted for requests without {' and without '.join(found)}" if found else ""
 
 
 def _reserved(engine: EnginePlan) -> str:
@@ -227,12 +256,20 @@ def plan_memory(engine: EnginePlan) -> MemorySection:
         *((use.what, use.num_bytes) for use in engine.memory_uses),
         (str(MemoryClass.WORKSPACE), ledger.budget(MemoryClass.WORKSPACE) - held),
         ("results held", held),
-        *((str(cls), ledger.budget(cls)) for cls in GRAPHS),
+        *_graph_uses(engine),
         (str(MemoryClass.KV_CACHE), ledger.budget(MemoryClass.KV_CACHE)),
         (str(MemoryClass.MARGIN), ledger.budget(MemoryClass.MARGIN)),
-        ("in no class", ledger.unassigned_bytes),
+        ("not used", ledger.unassigned_bytes),
     ]
     return _memory_section(config, report, ledger.total_bytes, uses)
+
+
+def _graph_uses(engine: EnginePlan) -> list[tuple[str, int]]:
+    """Return the memory for HPU graphs of each phase, or of all if there is only one phase."""
+    ledger = engine.ledger
+    if engine.catalog.decode:
+        return [(str(cls), ledger.budget(cls)) for cls in GRAPHS]
+    return [("HPU graphs", sum(ledger.budget(cls) for cls in GRAPHS))]
 
 
 def _memory_section(
@@ -262,7 +299,9 @@ def _host_plan(args: EngineArgs, num_ranks: int, host_bytes: int | None) -> Plan
     cache_bytes = report.num_blocks * report.block_bytes
     uses = [(use.what, num_ranks * use.num_bytes) for use in worker.memory_uses]
     uses.append((str(MemoryClass.KV_CACHE), num_ranks * cache_bytes))
-    uses.append(("in no class", total_bytes - sum(num_bytes for _, num_bytes in uses)))
+    uses.append(
+        ("for steps and other programs", total_bytes - sum(num_bytes for _, num_bytes in uses))
+    )
     return Plan(
         model=config.model.model or "",
         dtype=config.model.dtype_name,

@@ -111,12 +111,12 @@ class RateChoice:
 
     def lines(self) -> Iterator[str]:
         """Yield the result as lines of text."""
-        what = f"{GOAL_PERCENTILE} % of the requests meet the goals in the buckets of the engine"
+        what = f"{GOAL_PERCENTILE} % of the requests meet the goals, with the default buckets"
         if self.misses:
             misses = "; ".join(map(str, self.misses))
-            yield f"At no rate, {what}; at the lowest one tried: {misses}"
+            yield f"There is no rate at which {what}. At the lowest rate that was tried: {misses}"
         elif self.is_highest_tried:
-            yield f"At every rate up to the highest one tried, {what}:"
+            yield f"At every rate that was tried, {what}. The highest one:"
         else:
             yield f"Highest rate at which {what}:"
         yield from (f"  {line}" for line in self.speed.lines())

@@ -21,14 +21,13 @@ MAX_LINES = 10_000_000
 """Lines that are read at most."""
 _MAX_TOKENS = 10**8
 
-_INPUT = ("input_tokens", "input_length", "input_len", "prompt_tokens", "contexttokens", "input")
+_INPUT = (
+    *("input_tokens", "input_length", "input_len", "prompt_tokens", "request tokens"),
+    *("contexttokens", "input"),
+)
 _OUTPUT = (
-    "output_tokens",
-    "output_length",
-    "output_len",
-    "completion_tokens",
-    "generatedtokens",
-    "output",
+    *("output_tokens", "output_length", "output_len", "completion_tokens", "response tokens"),
+    *("generatedtokens", "output"),
 )
 _SECONDS_OF_TIME = {
     "timestamp_ms": 1e-3,
@@ -215,7 +214,10 @@ def _csv_lines(
         ConfigError: the header does not name the lengths. While the lines are read: a line is not
             CSV, or has another number of values.
     """
-    reader = csv.reader(file)
+    first = file.readline()
+    file.seek(0)
+    # Spreadsheets write semicolons or tabs, depending on the language.
+    reader = csv.reader(file, delimiter=max(",;\t", key=first.count))
     try:
         header = [name.strip().lower().lstrip("\ufeff") for name in next(reader, [])]
     except csv.Error as error:

@@ -78,6 +78,23 @@ class StartPlan:
         return self.prefill, self.decode
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about the differences from a usual warm-up."""
+        notes = []
+        num_without = sum(phase.num_buckets - phase.num_graphs for phase in self.phases)
+        if num_without and any(phase.num_graphs for phase in self.phases):
+            notes.append(
+                f"{num_without} buckets have no HPU graph, because the memory for graphs "
+                "(VLLM_GRAPH_RESERVED_MEM) is full: their steps take longer"
+            )
+        if not self.num_first_buckets:
+            notes.append(
+                "Nothing is warmed up at the start (VLLM_SKIP_WARMUP=true): each shape is compiled "
+                "when a request needs it. A warm-up would take the times shown here"
+            )
+        return tuple(notes)
+
+    @property
     def compile_s(self) -> float:
         """Seconds of all compilations."""
         return self.sampling_s + sum(phase.compile_s for phase in self.phases)

@@ -17,13 +17,8 @@ _MAX_OF_NAME = 40
 
 def plan_lines(plan: Plan) -> Iterator[str]:
     """Yield a plan as lines of text."""
-    what = "rank" if plan.device == "cpu" else "card"
-    count = f"{plan.num_cards} {plan.device} {what}{'s'[: plan.num_cards > 1]}"
-    if plan.num_engines > 1:
-        count += f" for each of {plan.num_engines} engines"
     name = plan.model.rstrip("/").rpartition("/")[2][-_MAX_OF_NAME:]
-    weights = f"{plan.quantization} weights, " if plan.quantization else ""
-    yield f"{name}, {weights}{plan.dtype}, on {count}. Planned, not measured."
+    yield f"{name}, {plan.about}"
     if plan.mode:
         yield plan.mode
     if plan.text_only:
@@ -31,7 +26,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     if plan.measured:
         yield plan.measured
     yield ""
-    yield from memory_lines(plan.memory, "the machine" if what == "rank" else "each card")
+    yield from memory_lines(plan.memory, "the machine" if plan.device == "cpu" else "each card")
     if plan.reserved:
         yield plan.reserved
     if plan.stages:
@@ -45,6 +40,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     if plan.throughput:
         yield ""
         yield from throughput_lines(plan.throughput)
+        if plan.not_in_speed:
+            yield f"  {plan.not_in_speed}"
 
 
 def wrapped(lines: Iterable[str]) -> Iterator[str]:
@@ -82,8 +79,8 @@ def memory_lines(memory: MemorySection, owner: str) -> Iterator[str]:
         f"{format_bytes(memory.block_bytes)} each"
     )
     yield (
-        f"Fits {memory.num_sequences:.1f} sequences of {memory.max_model_len} tokens "
-        f"(--max-model-len); the longest context is {memory.longest_context} tokens"
+        f"Fits {memory.num_sequences:.1f} requests of {memory.max_model_len} tokens "
+        f"(--max-model-len) at a time; the longest possible: {memory.longest_context} tokens"
     )
 
 
@@ -109,25 +106,19 @@ def start_lines(start: StartPlan) -> Iterator[str]:
     for name, phase in phases:
         yield _phase_line(name, phase)
     yield f"  sampling                  {_seconds(start.sampling_s):>9}"
-    yield "Sizes of buckets    batch               tokens              KV blocks"
+    yield (
+        "Sizes of buckets    batch               tokens              KV blocks  "
+        "(with the warm-up of each)"
+    )
     for name, phase in phases:
         yield f"  {name:<16}  {'  '.join(_sizes(phase))}".rstrip()
-    num_without = sum(phase.num_buckets - phase.num_graphs for phase in start.phases)
-    if num_without and any(phase.num_graphs for phase in start.phases):
-        yield (
-            f"{num_without} buckets have no HPU graph, because the memory for graphs "
-            "(VLLM_GRAPH_RESERVED_MEM) is full: their steps take longer"
-        )
+    yield from start.notes
     if not start.num_first_buckets:
-        yield (
-            "Nothing is warmed up at the start (VLLM_SKIP_WARMUP=true): each shape is compiled "
-            "when a request needs it. A warm-up would take the times above, "
-            f"{_seconds(start.cold_s)} in all"
-        )
+        yield f"Together, the times above are {_seconds(start.cold_s)}"
         return
     yield (
         f"All buckets are warm {_seconds(start.cold_s)} after the weights are read, or "
-        f"{_seconds(start.cached_s)} with recipes on disk"
+        f"{_seconds(start.cached_s)} with compiled recipes on disk"
     )
     yield (
         f"vllm serve answers after {_seconds(start.first_s)}, when {start.num_first_buckets} "

@@ -70,7 +70,7 @@ class TrafficPlan:
         yield (
             f"  device time of padding: {100 * self.padding:.1f} % with these "
             f"{len(self.chosen.buckets)} buckets, {100 * self.present_padding:.1f} % with the "
-            f"{self.num_present} of the engine"
+            f"{self.num_present} buckets that the engine has otherwise"
         )
         if self.replayed is not None:
             yield from (f"  {line}" for line in ReplaySpeed.of(self.replayed).lines())

@@ -143,8 +143,8 @@ def read_inc_config(path: str) -> IncConfig:
     Raises:
         ConfigError: it cannot be read, or a value in it is wrong or not supported.
     """
-    what = "the JSON configuration file of Intel Neural Compressor"
-    given = read_json_object(path, what, "Correct it, or write it with `vllm calibrate`")
+    advice = "Set QUANT_CONFIG to a JSON file that `vllm calibrate` has written"
+    given = read_json_object(path, "QUANT_CONFIG", advice)
     for old, name in _OLD_NAMES.items():
         if old in given and name not in given:
             given[name] = given.pop(old)
@@ -217,8 +217,8 @@ def read_json_object(path: str | Path, what: str, advice: str) -> dict[str, Any]
 
     Args:
         path: path of the file.
-        what: description of the file, for errors.
-        advice: what to do if it is damaged.
+        what: setting that names the file, or description of the file, for errors.
+        advice: what to do if the file is missing or damaged.
 
     Raises:
         ConfigError: it cannot be read, is not JSON, or is not an object.
@@ -226,11 +226,12 @@ def read_json_object(path: str | Path, what: str, advice: str) -> dict[str, Any]
     try:
         given = json.loads(Path(path).expanduser().read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot read {what}: {error.strerror}") from None
+        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}. {advice}") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: {what} is not valid JSON: {error}. {advice}") from None
+        raise ConfigError(f"{what} {path} is not valid JSON: {error}. {advice}") from None
     if not isinstance(given, dict):
-        raise ConfigError(f"{path}: {what} must be an object, got {type(given).__name__}. {advice}")
+        kind = "a list" if isinstance(given, list) else json.dumps(given)[:40]
+        raise ConfigError(f"{what} {path} must be a JSON object, got {kind}. {advice}")
     return given
 
 

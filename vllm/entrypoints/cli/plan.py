@@ -200,7 +200,7 @@ def _plan(args: argparse.Namespace, device: str, host_bytes: int | None) -> int:
     if found is not None:
         command = serve_command(found, plan.model, flags)
         as_json["goals"] = found_object(found, command)
-        lines += ["", *wrapped(found_lines(found)), command]
+        lines += ["", *wrapped(found_lines(found)), "To serve it:", command]
     if traffic is not None and engine is not None:
         fitted = None if measured is None else measured.fitted
         count, cost = engine.config.hpu.num_buckets, serving_cost(engine, fitted)

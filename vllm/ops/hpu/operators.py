@@ -17,7 +17,7 @@ from vllm.ops.hpu.mxfp4_experts import prepare_mxfp4_experts
 from vllm.ops.hpu.quantized import HPUFp8Experts, prepare_on_host
 from vllm.ops.native.attention import angles_at
 from vllm.ops.native.operators import NativeOps
-from vllm.ops.prepared import PreparedExperts, PreparedWeight
+from vllm.ops.prepared import PreparedExperts, PreparedHeads, PreparedWeight
 from vllm.ops.stored_weight import Fp8Weight, StoredWeight, all_of
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.platforms.hpu import HPUPlatform
@@ -66,6 +66,14 @@ class HPUOps(NativeOps):
     def prepare_weight(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedWeight:
         prepared = prepare_on_host(weight, self._kernels, self._fp8_max, dtype)
         return super().prepare_weight(weight, dtype) if prepared is None else prepared
+
+    def prepare_heads(self, matrices: Tensor) -> PreparedHeads:
+        # A recipe with nothing else is the same for all layers, so it is compiled once, and it
+        # leaves no workspace that depends on what was recorded before.
+        self._bridge.mark_step()
+        prepared = super().prepare_heads(matrices)
+        self._bridge.mark_step()
+        return prepared
 
     def expect_experts(self, options: ExpertOptions) -> None:
         if options.limit is not None:

@@ -173,14 +173,18 @@ def _run_chunks(
     reads = torch.cat((solved @ (k * (beta * faded.left)), q * faded.left), dim=-2)
     writes = k * faded.ends
     left = faded.left[..., -1:, :]
-    outputs = []
-    for n in range(len(k)):
-        known, before = (reads[n] @ state.transpose(-2, -1)).split(size, dim=-2)
-        new = corrections[n] - known
-        outputs.append(before + faded.scores[n] @ new)
-        state = left[n] * state + new.transpose(-2, -1) @ writes[n]
-    y = torch.stack(outputs, dim=1)  # [B, N, G, R, Q, V]
-    return y.permute(0, 1, 4, 2, 3, 5).flatten(1, 2), state
+    # Only what the state passes on is computed chunk by chunk: a device that records operators
+    # then records few for each chunk.
+    before, written = [], []
+    parts = zip(*(part.unbind(0) for part in (reads, corrections, writes, left)), strict=True)
+    for read, correction, write, remains in parts:
+        known, kept = (read @ state.transpose(-2, -1)).split(size, dim=-2)
+        new = correction - known
+        before.append(kept)
+        written.append(new)
+        state = remains * state + new.transpose(-2, -1) @ write
+    y = torch.stack(before) + faded.scores @ torch.stack(written)  # [N, B, G, R, Q, V]
+    return y.permute(1, 0, 4, 2, 3, 5).flatten(1, 2), state
 
 
 def invert_unit_lower(lower: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 _CHUNK = 32
 """Tokens of a chunk. The computation inside a chunk grows with the square of this number."""
+_PIECE = 32
+"""Chunks that are prepared at once, which bounds the memory that a prompt takes."""
 
 
 class TokenStates(NamedTuple):
@@ -131,24 +133,59 @@ def scan_heads(
     """
     if x.shape[1] == 1:
         return _step_heads(x, dt, decay, b, c, state)
+    length = x.shape[1]
+    chunk = min(_CHUNK, length)
+    if padding := -length % chunk:
+        x, b, c = (F.pad(part, (0, 0, 0, 0, 0, padding)) for part in (x, b, c))
+        dt = F.pad(dt, (0, 0, 0, padding))
     outputs = []
+    for start in range(0, length + padding, chunk * _PIECE):
+        piece = slice(start, start + chunk * _PIECE)
+        x_part, b_part, c_part = (  # [C, B, H or G, Q, ...]
+            part[:, piece].unflatten(1, (-1, chunk)).permute(1, 0, 3, 2, 4) for part in (x, b, c)
+        )
+        steps = dt[:, piece].unflatten(1, (-1, chunk)).permute(1, 0, 3, 2)
+        y, state = _scan_chunks(x_part, steps, decay, b_part, c_part, state)
+        outputs.append(y)
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    return out[:, :length], state
+
+
+def _scan_chunks(
+    x: Tensor, steps: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run the Mamba-2 scan over C whole chunks of Q tokens.
+
+    All chunks are computed together, except the state that one passes to the next: a device that
+    records operators then records few for each chunk.
+
+    Args:
+        x: [C, B, H, Q, P].
+        steps: [C, B, H, Q] time steps.
+        decay: [H] negative.
+        b: [C, B, G, Q, N].
+        c: [C, B, G, Q, N].
+        state: [B, H, P, N] before the first chunk.
+
+    Returns:
+        y [B, C * Q, H, P], and the state after the last chunk.
+    """
     per_group = x.shape[2] // b.shape[2]
-    for start in range(0, x.shape[1], _CHUNK):
-        part = slice(start, start + _CHUNK)
-        steps = dt[:, part]
-        inputs = (x[:, part] * steps[..., None]).transpose(1, 2)  # [B, H, Q, P]
-        keys, queries = b[:, part].transpose(1, 2), c[:, part].transpose(1, 2)  # [B, G, Q, N]
-        logs = (steps * decay).transpose(1, 2)  # [B, H, Q]
-        faded = logs.cumsum(-1).exp()[..., None]
-        weights = faded_between(logs)
-        scores = (queries @ keys.transpose(2, 3)).repeat_interleave(per_group, 1) * weights
-        keys = keys.repeat_interleave(per_group, 1)
-        queries = queries.repeat_interleave(per_group, 1)
-        before = (queries * faded) @ state.transpose(2, 3)
-        outputs.append((scores @ inputs + before).transpose(1, 2))
-        keys = keys * weights[..., -1, :, None]
-        state = faded[..., -1:, :] * state + inputs.transpose(2, 3) @ keys
-    return torch.cat(outputs, dim=1), state
+    inputs = x * steps[..., None]
+    logs = steps * decay[:, None]
+    faded = logs.cumsum(-1).exp()[..., None]
+    weights = faded_between(logs)
+    scores = (c @ b.transpose(-2, -1)).repeat_interleave(per_group, 2) * weights
+    keys = b.repeat_interleave(per_group, 2) * weights[..., -1, :, None]
+    queries = c.repeat_interleave(per_group, 2) * faded
+    values, left = inputs.transpose(-2, -1), faded[..., -1:, :]
+    parts = zip(*(part.unbind(0) for part in (queries, keys, values, left)), strict=True)
+    before = []
+    for query, key, value, remains in parts:
+        before.append(query @ state.transpose(-2, -1))
+        state = remains * state + value @ key
+    y = scores @ inputs + torch.stack(before)
+    return y.permute(1, 0, 3, 2, 4).flatten(1, 2), state
 
 
 def faded_between(logs: Tensor) -> Tensor:

@@ -84,7 +84,8 @@ class Miss:
     def __str__(self) -> str:
         kind = KINDS[self.name]
         limit = "least" if kind.is_least else "most"
-        return f"{kind.words} {self.value:,.4g} {kind.unit} (goal: at {limit} {self.goal:,.4g})"
+        value, goal = (f"{x:,.0f}" if x >= 1000 else f"{x:.4g}" for x in (self.value, self.goal))
+        return f"{kind.words} {value} {kind.unit} (goal: at {limit} {goal})"
 
 
 @dataclass(frozen=True)

@@ -10,27 +10,24 @@ const gib = (bytes) => {
 const spent = (s) => s >= 120 ? `${(s / 60).toFixed(1)} min` : s >= 10 ? `${s.toFixed(0)} s` : `${s.toFixed(1)} s`;
 
 function showSummary({memory, start}) {
-  const what = plan.device === "cpu" ? "rank" : "card";
   const name = plan.model.replace(/\/+$/, "").split("/").at(-1);
   document.title = `${name}: vLLM plan`;
   showText("model", name);
-  const weights = plan.quantization ? `${plan.quantization} weights, ` : "";
-  showText("about", `${weights}${plan.dtype}, on ${plan.num_cards} ${plan.device} ${what}`
-    + `${plan.num_cards > 1 ? "s" : ""}. Planned, not measured.`);
+  showText("about", plan.about);
   showText("mode", plan.mode);
-  for (const id of ["text_only", "measured"]) {
+  for (const id of ["text_only", "measured", "not_in_speed"]) {
     byId(id).hidden = !plan[id];
     showText(id, plan[id]);
   }
   for (const [id, text] of Object.entries({
     "num-blocks": count(memory.num_blocks),
-    "block-note": memory.block_bytes ? `of ${memory.block_size} tokens, ${gib(memory.block_bytes)} each`
-      : "the model needs no KV cache",
+    "block-note": `of ${memory.block_size} tokens, ${gib(memory.block_bytes)} each`,
     "num-sequences": memory.num_sequences.toFixed(1),
     "sequence-note": `of ${count(memory.max_model_len)} tokens (--max-model-len)`,
     "longest-context": count(memory.longest_context),
   })) showText(id, text);
-  byId("first-answer").hidden = !start;
+  for (const id of ["kv-cache", "fits", "longest"]) byId(id).hidden = !memory.block_bytes;
+  byId("first-answer").hidden = !start?.num_first_buckets;
   if (!start) return;
   showText("first", spent(start.first_s));
   showText("num-first", count(start.num_first_buckets));
@@ -51,7 +48,7 @@ function showMemory({total_bytes: total, uses}) {
 }
 
 // The order in which a server does it.
-function showStart({prefill, decode, sampling_s, cold_s, cached_s}) {
+function showStart({prefill, decode, sampling_s, cold_s, cached_s, notes}) {
   const shapes = (phase) => `${count(phase.num_shapes)} shapes`;
   const graphs = (phase) => `${count(phase.num_graphs)} graphs, ${gib(phase.graph_bytes)}`;
   const bars = new Bars(byId("time-line"), cold_s);
@@ -76,7 +73,9 @@ function showStart({prefill, decode, sampling_s, cold_s, cached_s}) {
       .filter(([key]) => counts[key] > 1)
       .map(([key, name]) => `${count(counts[key])} ${name} (${spent(total / counts[key])} each)`).join(", ") || "one";
   };
-  showText("sizes", `Sizes of prompt buckets: ${sizes(prefill)}. Sizes of decode buckets: ${sizes(decode)}.`);
+  showText("sizes", [["prompt", prefill], ["decode", decode]].filter(([, phase]) => phase.num_buckets)
+    .map(([name, phase]) => `Sizes of ${name} buckets: ${sizes(phase)}.`).join(" "));
+  showText("start-notes", notes.map((note) => `${note}.`).join(" "));
 }
 
 function showThroughput(speeds) {

@@ -71,16 +71,18 @@ class LazyExecution(Execution):
     """Records operators lazily; a mark after every few layers lets the device start on them.
 
     Args:
-        layers_per_mark: decoder layers between two marks.
+        layers_per_mark: decoder layers between two marks; None: the layers mark steps themselves.
     """
 
     name = "lazy"
     has_recipes = True
 
-    def __init__(self, bridge: HabanaBridge, model: LaunchModel, layers_per_mark: int) -> None:
+    def __init__(
+        self, bridge: HabanaBridge, model: LaunchModel, layers_per_mark: int | None
+    ) -> None:
         super().__init__(bridge, model)
         for number, layer in enumerate(model.model.layers, start=1):
-            if number % layers_per_mark == 0:
+            if layers_per_mark is not None and number % layers_per_mark == 0:
                 layer.register_forward_hook(self._mark)
 
     def _mark(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -92,7 +94,9 @@ class GraphExecution(LazyExecution):
 
     name = "HPU graphs"
 
-    def __init__(self, bridge: HabanaBridge, model: LaunchModel, layers_per_mark: int) -> None:
+    def __init__(
+        self, bridge: HabanaBridge, model: LaunchModel, layers_per_mark: int | None
+    ) -> None:
         super().__init__(bridge, model, layers_per_mark)
         self._graphs: dict[PaddedShape, nn.Module] = {}
 
@@ -196,8 +200,12 @@ class CompiledExecution(Execution):
 
 def make_execution(bridge: HabanaBridge, model: LaunchModel, config: VllmConfig) -> Execution:
     """Make the execution for the bridge's mode and `enforce_eager`."""
-    is_eager, layers = config.model.enforce_eager, config.hpu.hidden_layers_per_graph
+    is_eager = config.model.enforce_eager
     if bridge.is_lazy:
+        # With several cards, a step is marked before each all-reduce, and a layer ends with one.
+        # A mark after the layer would make a recipe with nothing but this all-reduce.
+        has_marks = config.parallel.tensor_parallel_size > 1
+        layers = None if has_marks else config.hpu.hidden_layers_per_graph
         bridge.disable_compiler()  # code of libraries that calls torch.compile runs uncompiled
         kind = LazyExecution if is_eager else GraphExecution
         return kind(bridge, model, layers)
