@@ -29,6 +29,29 @@ KEY = "secret"
 _PORTS = range(20_000, 32_000)
 """Below those that the system gives to connections."""
 
+_LATE_GRAMMARS = """
+import importlib.abc, importlib.util, sys
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "vllm.structured_output.compiler":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+
+        def run_and_change(module):
+            run(module)
+            module.GrammarCompiler.start = lambda *args, **kwargs: None
+
+        spec.loader.exec_module = run_and_change
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+"""Python runs this first in each process of a server: the processes that compile grammars start
+with the first grammar. A start takes two seconds of processor time."""
+
 _HOLD_ENGINE = """
 import os, sys, time
 if "vllm.engine.process.core_process" in sys.orig_argv:
@@ -211,19 +234,29 @@ class EngineHold:
     """
 
     def __init__(self, folder: Path) -> None:
-        (folder / "sitecustomize.py").write_text(_HOLD_ENGINE)
         self._go = folder / "go"
-        paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self.variables = {"PYTHONPATH": os.pathsep.join(paths)}
+        self.variables = _run_first(_LATE_GRAMMARS + _HOLD_ENGINE, folder)
 
     def release(self) -> None:
         """Let the engine processes start."""
         self._go.touch()
 
 
+def _run_first(code: str, folder: Path) -> dict[str, str]:
+    """Return environment variables with which Python runs this code, in a file of this folder,
+    when it starts.
+    """
+    (folder / "sitecustomize.py").write_text(code)
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 @contextlib.contextmanager
 def start_server(
-    *flags: str, variables: dict[str, str] | None = None, is_awaited: bool = True
+    *flags: str,
+    variables: dict[str, str] | None = None,
+    is_awaited: bool = True,
+    compiles_early: bool = False,
 ) -> Iterator[Server]:
     """Run `vllm serve` with flags, and with the bundled model unless the flags name another one.
 
@@ -234,12 +267,15 @@ def start_server(
         flags: flags of `vllm serve`, without host and port.
         variables: environment variables in addition to the variables of this process.
         is_awaited: wait until it is ready.
+        compiles_early: start the processes that compile grammars with the server, as users do.
+            By default they start with the first grammar.
     """
     with tempfile.TemporaryDirectory(prefix="serve-") as folder:
         log, port = Path(folder) / "log", free_port()
         scratch = Path(folder) / "tmp"
         scratch.mkdir()
-        environment = {**os.environ, **(variables or {}), "TMPDIR": str(scratch)}
+        late = {} if compiles_early else _run_first(_LATE_GRAMMARS, Path(folder))
+        environment = {**os.environ, **late, **(variables or {}), "TMPDIR": str(scratch)}
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*serve_command(), "--host", "127.0.0.1", "--port", str(port), *flags],

@@ -18,6 +18,7 @@ from tests.e2e.page_checks import LOWEST_CONTRAST, NAMELESS
 from tests.e2e.server import wait_until
 from tests.e2e.talking_server import Faulty, ReadsMedia, TalkingEngine, make_app
 from tests.entrypoints.openai.observed_server import KEY, served
+from tests.exhaustive import exhaustive
 from vllm.config import PoolerConfig
 from vllm.entrypoints.shared.context import ServerContext
 
@@ -857,8 +858,18 @@ def test_a_storage_that_is_full_is_told(chat):
 # ---- how it looks --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize(("width", "height"), [(320, 480), (375, 700), (1200, 800)])
+# Exhaustive: the colors of a scheme do not depend on the size of the window.
+@pytest.mark.parametrize(
+    ("width", "height", "scheme"),
+    [
+        (320, 480, "dark"),
+        (375, 700, "light"),
+        (1200, 800, "dark"),
+        exhaustive(320, 480, "light"),
+        exhaustive(375, 700, "dark"),
+        exhaustive(1200, 800, "light"),
+    ],
+)
 def test_nothing_overflows_and_all_text_can_be_read(chat, engine, talk, width, height, scheme):
     engine.say("# Head\n\nText [link](https://a.example) `code`\n\n```py\n" + "x" * 200 + "\n```\n"
                "|a|b|\n|-|-|\n|" + "y" * 300 + "|2|\n\n> quote")  # fmt: skip

@@ -222,6 +222,7 @@ SIBLINGS = (
     *("deepseek_v2_lite", "falcon_7b", "phi3_short", "gpt_bigcode_multi_head"),
     *("gpt_neox_sequential", "stablelm_head_norms", "stablelm_parallel", "cohere_head_norms"),
     *("granite_hybrid_dense", "falcon_h1_norms", "lfm2_moe", "qwen3_5_moe", "nemotron_h_latent"),
+    "granite_hybrid",
     *(
         "qwen3",
         "phi",
@@ -282,7 +283,6 @@ ON_A_CARD = {
         ("llama", GRAPHS, setting)
         for setting in (
             PLAIN,
-            CONTIGUOUS,
             "blocks of 128",
             "merged prompts",
             "other softmax",
@@ -318,7 +318,7 @@ EXHAUSTIVE = {
     ),
     *((family, "CPU", PLAIN) for family in FAMILIES if family not in SAME_LAYERS),
     *((family, GRAPHS, CARD) for family in (*FAMILIES, "bundled", "cohere2", "gemma2", "gpt_oss")),
-    ("llama", "eager", CONTIGUOUS),
+    *(("llama", mode, CONTIGUOUS) for mode in ("eager", GRAPHS)),
     ("llama", GRAPHS, "exponential buckets"),
     *(("opt", mode, CARD) for mode in ("lazy", "eager")),
     *((family, GRAPHS, "slices") for family in ("falcon_rw", "gpt_oss", "llama4")),

@@ -234,8 +234,7 @@ def check_users(case: Case, want: dict[str, list[Any]]) -> LLM:
 # Exhaustive: test_speculators.py tests the other methods too, and test_drafts_cancelled.py tests
 # them together with aborts.
 @pytest.mark.parametrize(
-    "method",
-    [m if m in ("ngram", "eagle", "mtp") else exhaustive(m) for m in METHODS],
+    "method", [m if m in ("ngram", "eagle") else exhaustive(m) for m in METHODS]
 )
 def test_users_get_the_same_with_drafts_as_without(method, cases, expected, chances):
     target = cases[method].target

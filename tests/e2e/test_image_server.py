@@ -17,6 +17,8 @@ import psutil
 import pytest
 
 from tests.e2e.server import start_server, wait_until
+from tests.exhaustive import exhaustive
+from tests.hpu import captured_log
 from tests.tiny_images import draw_image, make_tiny_images
 from vllm.entrypoints.cli.main import main
 
@@ -133,35 +135,58 @@ def server_file(server):
     return Path(command[command.index("--model") + 1]) / "file.png"
 
 
-def test_replicas_of_a_batch_read_what_the_server_has_stored(
-    server, wanted, flags, tmp_path, monkeypatch
+PLAIN = {**GREEDY, "ignore_eos": True}
+BATCH = [
+    (CHAT, chat(part(URL))),
+    (CHAT, chat(part_of(file_of(draw_image(2))))),
+    (CHAT, chat(part(URL), part_of(file_of(draw_image(2))))),
+    (CHAT, chat(part("data:,"))),
+    ("/v1/completions", {**PLAIN, "prompt": "def main("}),
+    (CHAT, {**chat(), "logprobs": True, "top_logprobs": 2, "n": 1}),
+    ("/v1/completions", {**PLAIN, "prompt": "def main(", "model": "nobody"}),
+    ("/v1/completions", {**PLAIN, "prompt": "def main(", "temperature": -1}),
+    ("/v1/completions", {**PLAIN, "prompt": ["import", "class"], "echo": True}),
+]
+"""Requests of a batch; the first three have images."""
+ONCE_ONLY = ("id", "created")
+
+
+# Exhaustive: tests/engine/test_core_replicas.py tests replicas, which know nothing of images.
+@pytest.mark.parametrize("num_replicas", [1, exhaustive(2)])
+def test_a_batch_gets_the_answers_of_the_server_and_reads_what_it_has_stored(
+    server, wanted, flags, tmp_path, monkeypatch, num_replicas
 ):
     # The command runs in this process, which has imported everything. It must not change the log.
     monkeypatch.setattr("vllm.entrypoints.server.log_setup.configure_logs", lambda args: None)
-    other = part_of(file_of(draw_image(2)))
-    questions = [chat(part(URL)), chat(other), chat(part(URL), other), chat(part("data:,"))]
-    answers = [server.request("POST", CHAT, question) for question in questions]
+    answers = [server.request("POST", url, body) for url, body in BATCH]
     lines = [
-        {"custom_id": str(index), "method": "POST", "url": CHAT, "body": body}
-        for index, body in enumerate(questions)
+        {"custom_id": str(index), "method": "POST", "url": url, "body": body}
+        for index, (url, body) in enumerate(BATCH)
     ]
     given, written = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     given.write_text("\n".join(map(json.dumps, lines)))
-    files = ("-i", str(given), "-o", str(written))
-    assert main(["run-batch", *flags, *files, "--data-parallel-size", "2"]) == 0
-    for line, (status, _, body) in zip(written.read_text().splitlines(), answers, strict=True):
-        record = json.loads(line)
+    command = ["run-batch", *flags, "-i", str(given), "-o", str(written)]
+    with captured_log() as log:
+        assert main([*command, "--data-parallel-size", str(num_replicas)]) == 0
+    assert any(re.search(r"9 requests in .* s: 6 answered, 3 failed", line) for line in log)
+    assert any("1 requests failed: The model `nobody` does not exist" in line for line in log)
+    records = [json.loads(line) for line in written.read_text().splitlines()]
+    for index, (record, (status, _, body)) in enumerate(zip(records, answers, strict=True)):
+        assert record["custom_id"] == str(index)
         assert record["response"]["status_code"] == status
-        if status == 200:
-            expected, found = json.loads(body), record["response"]["body"]
-            assert found["choices"] == expected["choices"]
-            usage = found["usage"]
-            assert usage["prompt_tokens"] == expected["usage"]["prompt_tokens"]
-            # The blocks of the image come from the folder.
-            assert usage["prompt_tokens_details"]["cached_tokens"] >= 16
-        else:
-            assert record["error"]["message"] == json.loads(body)["error"]["message"]
-    assert [status for status, _, _ in answers] == [200, 200, 200, 400]
+        found = record["response"]["body"] or record["error"]
+        expected = json.loads(body)
+        expected = expected.get("error", expected)
+        for key in ONCE_ONLY:
+            assert (key in found) == (key in expected)
+            found.pop(key, None), expected.pop(key, None)
+        details, _ = (
+            each.get("usage", {}).pop("prompt_tokens_details", None) for each in (found, expected)
+        )
+        assert found == expected
+        # The blocks of the images come from the folder.
+        assert index > 2 or details["cached_tokens"] >= 16
+    assert [status for status, _, _ in answers] == [200, 200, 200, 400, 200, 200, 404, 400, 200]
 
 
 @pytest.mark.parametrize(

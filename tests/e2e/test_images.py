@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.engine.test_resolve_config import resolve
+from tests.exhaustive import exhaustive
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.reach import media_of, replace_encoder, scheduler_of, worker_of
 from tests.tiny_images import FAMILIES, draw_image, expected_generations, make_tiny_images
@@ -135,8 +136,10 @@ def test_requests_whose_image_fails_end_and_leave_nothing_to_others(
 @pytest.mark.parametrize(
     ("family", "mode"),
     [
-        ("llava", "HPU graphs"),
-        ("qwen2_vl", "HPU graphs"),
+        # Exhaustive: tests/worker/test_hpu_encoder.py runs the encoders of qwen2_vl and llava_next
+        # on a card.
+        exhaustive("llava", "HPU graphs"),
+        exhaustive("qwen2_vl", "HPU graphs"),
         ("qwen3_vl", "HPU graphs"),  # its images are also added to hidden states
         *(
             pytest.param(family, mode, marks=pytest.mark.exhaustive)

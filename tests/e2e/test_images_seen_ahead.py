@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from tests.e2e.test_images import ENGINE, GREEDY, images_of, requests_of, tokens_of
+from tests.exhaustive import exhaustive
 from tests.hpu import FEW_BUCKETS, simulated_hpu
 from tests.reach import scheduler_of
 from tests.tiny_images import draw_image, expected_outputs, make_tiny_images
@@ -233,7 +234,8 @@ def test_steps_that_have_no_room_for_an_image_are_refused_at_the_start(folder):
         pytest.param({"VLLM_MERGED_PREFILL": True}, {}, marks=pytest.mark.exhaustive),
         pytest.param({}, {"max_num_batched_tokens": 40}, marks=pytest.mark.exhaustive),
         ({"VLLM_MERGED_PREFILL": True}, {"max_num_batched_tokens": 40, "enforce_eager": True}),
-        ({}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+        # Exhaustive: test_positions.py runs drafts with positions of images on a card.
+        exhaustive({}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
     ],
     ids=str,
 )

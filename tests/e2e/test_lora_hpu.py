@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gaudi_sim.bridge import SimBridge
+from tests.exhaustive import exhaustive
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
 from tests.lora_files import (
     ALL,
@@ -182,7 +183,8 @@ def mixes_of(model: Path, root: Path, folders: list[Path]) -> list[list[LoRARequ
     ("family", "modes"),
     [
         ("mixtral", ("HPU graphs",)),
-        ("qwen3_moe", ("HPU graphs",)),
+        # Exhaustive: for a card, it differs from mixtral only in the weights of the chosen experts.
+        exhaustive("qwen3_moe", ("HPU graphs",)),
         pytest.param("gpt_oss", ("HPU graphs",), marks=pytest.mark.exhaustive),
         pytest.param("llama4", ("HPU graphs",), marks=pytest.mark.exhaustive),
         pytest.param("mixtral", ("lazy", "eager"), marks=pytest.mark.exhaustive),

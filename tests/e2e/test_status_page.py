@@ -16,6 +16,7 @@ from tests.entrypoints.openai.observed_server import (
     ready_engine,
     served,
 )
+from tests.exhaustive import exhaustive
 from vllm.config import PoolerConfig
 from vllm.engine.metrics.media_metrics import MediaReadStats
 from vllm.entrypoints.shared.card_telemetry import CardTelemetry
@@ -246,8 +247,15 @@ def test_a_server_that_is_gone_is_told_and_found_again(page):
     page.complaints[:] = [line for line in page.complaints if "ERR_" not in line]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [320, 375, 800, 1600])
+# Exhaustive: the colors of a scheme do not depend on the width of the window.
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        *((320, "light"), (375, "dark"), (800, "light"), (1600, "dark")),
+        *(exhaustive(320, "dark"), exhaustive(375, "light")),
+        *(exhaustive(800, "dark"), exhaustive(1600, "light")),
+    ],
+)
 def test_nothing_overflows_and_all_text_can_be_read(page, width, scheme):
     engine = ready_engine()
     engine.work(num_tokens=123_456)

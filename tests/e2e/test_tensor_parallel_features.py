@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.test_tensor_parallel import ENGINE, PROMPTS, assert_same, generate
 from tests.executor.thread_ranks import ThreadRanks
+from tests.exhaustive import exhaustive
 from tests.model_executor.helpers import prompt_of
 from tests.quantized_checkpoints import write
 from tests.reach import core_of
@@ -149,8 +150,14 @@ def write_wide(name: str, folder: Path) -> Path:
 
 
 @needs_kernels
+# Exhaustive: tests/model_executor/test_quantized_programs.py divides every format.
 @pytest.mark.parametrize(
-    "name", ["fp8-block", "fp8-static", "gptq-8-order", "ct-w8a16-int8", "ct-fp8-static"]
+    "name",
+    [
+        "fp8-block",
+        "gptq-8-order",
+        *map(exhaustive, ("fp8-static", "ct-w8a16-int8", "ct-fp8-static")),
+    ],
 )
 def test_quantized_checkpoints_have_the_tokens_of_one_rank(name, tmp_path, monkeypatch):
     folder = write_wide(name, tmp_path)

@@ -21,7 +21,7 @@ from vllm import envs
 from vllm.attention.backends import hpu_attn
 from vllm.cost_model.measured import RATES, read_measured
 from vllm.entrypoints.cli.main import main
-from vllm.hpu_check import CHECKS, NAMES, collectives, device, run
+from vllm.hpu_check import CHECKS, NAMES, collectives, device, run, stopwatch
 from vllm.hpu_check.check import Outcome, run_check
 from vllm.hpu_check.programs import check_compile_counting
 from vllm.platforms import hpu
@@ -33,6 +33,12 @@ LINKS = ("link_bytes_per_s", "all_reduce_s")
 """Rates between cards."""
 LAZY = {"VLLM_HPU_SIM": "gaudi2", "PT_HPU_LAZY_MODE": "1"}
 EAGER = {"VLLM_HPU_SIM": "gaudi3", "PT_HPU_LAZY_MODE": "0"}
+
+
+@pytest.fixture(autouse=True)
+def few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure two runs: a simulated card takes the same time for each run after the first."""
+    monkeypatch.setattr(stopwatch, "NUM_RUNS", 2)
 
 
 @pytest.fixture(autouse=True)

@@ -39,6 +39,7 @@ SIBLINGS = (
     *("falcon_7b", "falcon_rw", "mpt", "starcoder2", "gemma", "olmo2", "olmo3", "deepseek_v2"),
     *("deepseek_v2_lite", "qwen3_moe", "granite_moe", "olmoe", "granite_hybrid_dense", "mamba2"),
     *("falcon_h1_norms", "nemotron_h_latent", "lfm2_moe", "qwen3_5", "qwen3_5_moe"),
+    *("granite_hybrid", "zamba2", "falcon_h1", "jamba"),
 )
 """Families that round where another one here does: for the exhaustive run. test_model_parity.py
 and test_program_parity.py compare all in float32."""

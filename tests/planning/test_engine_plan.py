@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.exhaustive import exhaustive
 from tests.hpu import FEW_BUCKETS, MODES, captured_log, simulated_hpu
 from tests.quantized_checkpoints import FORMATS, made_once, write
 from tests.reach import replace_ops, report_of
@@ -301,7 +302,8 @@ def test_no_recipe_has_only_an_all_reduce(checkpoint):
     assert work.num_launches == pytest.approx(2 * num_layers + 2, abs=1)
 
 
-@pytest.mark.parametrize("mode", ["torch.compile", "eager"])
+# Exhaustive: a recipe of eager mode differs from one of torch.compile only in its operators.
+@pytest.mark.parametrize("mode", [exhaustive("torch.compile"), "eager"])
 def test_a_plan_compiles_the_recipes_of_an_engine_in_eager_mode(mode, checkpoint):
     """In a plan, a layer is one recipe as well, although torch does not trace it."""
     settings = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 128}

@@ -54,10 +54,15 @@ def make_compiler(**config) -> GrammarCompiler:
     return GrammarCompiler(StructuredOutputConfig(**config), tokenizer, len(tokenizer) + 5)
 
 
+START = GrammarCompiler.start
+"""What tests/conftest.py replaces when the first test begins."""
+
+
 @pytest.fixture(autouse=True)
 def processes_of_its_own(monkeypatch):
-    """Use a separate fork server, since these tests inspect it."""
+    """Use a separate fork server, which starts as for users, since these tests inspect it."""
     monkeypatch.setattr("vllm.structured_output.compiler.make_server", make_server)
+    monkeypatch.setattr(GrammarCompiler, "start", START)
 
 
 @pytest.fixture(scope="module")

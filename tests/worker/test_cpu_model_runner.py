@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.exhaustive import exhaustive
 from tests.reach import program_of, runner_of
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
@@ -48,7 +49,8 @@ def outputs(llm: LLM) -> list[Any]:
 
 
 @pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+# Exhaustive: tests/model_executor/test_fusion.py compares biases and norms of heads with modules.
+@pytest.mark.parametrize("family", ["llama", "mistral", exhaustive("qwen2"), exhaustive("qwen3")])
 def test_tokens_and_logprobs_are_those_of_the_modules(family, tmp_path, monkeypatch):
     make_tiny_model(family, tmp_path)
     num_groups = 2 if family == "qwen2" else 1

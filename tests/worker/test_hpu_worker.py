@@ -7,6 +7,7 @@ import pytest
 
 from gaudi_sim.card.memory import Allocation
 from tests.engine.fakes import make_config
+from tests.exhaustive import exhaustive
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, captured_log, simulated_hpu
 from tests.worker.hpu_helpers import run_warm_up
 from vllm import LLM, SamplingParams
@@ -116,7 +117,7 @@ def test_a_number_of_bytes_takes_the_place_of_the_share():
 @pytest.mark.usefixtures("all_layers")
 @pytest.mark.parametrize(
     "mode",
-    [m if m != "torch.compile" else pytest.param(m, marks=pytest.mark.exhaustive) for m in MODES],
+    [m if m in ("HPU graphs", "eager") else exhaustive(m) for m in MODES],
 )
 def test_the_profiling_run_books_what_the_largest_launches_need(mode):
     is_lazy, is_eager = MODES[mode]
@@ -135,7 +136,7 @@ def test_the_profiling_run_books_what_the_largest_launches_need(mode):
         check_sleep(worker)
 
 
-@pytest.mark.parametrize("mode", ["HPU graphs", "lazy", "eager"])
+@pytest.mark.parametrize("mode", ["HPU graphs", exhaustive("lazy"), "eager"])
 def test_what_is_free_once_the_cache_is_there_is_what_was_reported(mode):
     is_lazy, is_eager = MODES[mode]
     with simulated_hpu(PT_HPU_LAZY_MODE=is_lazy, **FEW_BUCKETS) as bridge:

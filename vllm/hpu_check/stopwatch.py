@@ -11,7 +11,8 @@ from vllm.cost_model.measured import COMPILED_OPERATORS
 from vllm.distributed import TPGroup
 from vllm.platforms.habana.bridge import HabanaBridge
 
-_NUM_RUNS = 5
+NUM_RUNS = 5
+"""Runs of which `shortest_s` returns the fastest."""
 _CHAINS = 2, 10
 _MATRIX = 4096
 _LARGE_BYTES = 256 * 2**20
@@ -22,7 +23,7 @@ _NEW_SHAPE = (1237,)
 
 def shortest_s(bridge: HabanaBridge, run: Callable[[], object]) -> float:
     """Return the seconds of the fastest of a few runs, including the wait for the card."""
-    return min(elapsed_s(bridge, run) for _ in range(_NUM_RUNS))
+    return min(elapsed_s(bridge, run) for _ in range(NUM_RUNS))
 
 
 def elapsed_s(bridge: HabanaBridge, run: Callable[[], object]) -> float:
