@@ -14,7 +14,9 @@
 namespace VLLM_ISA {
 
 constexpr int64_t kSlabRows = 1024;   // rows that are converted and multiplied at a time
-constexpr int64_t kBlockRows = 512;  // rows for which weights are read once, and whose sums stay in the second-level cache
+// Rows for which weights are read once, and whose sums stay in the second-level cache. With matrix
+// tiles, the rows themselves stay there too while the panels of weights pass.
+constexpr int64_t kBlockRows = kHasTiles ? 384 : 512;
 constexpr int64_t kNoMemory = -2;
 
 // Multiplies all rows with one stretch (range of inputs) of a panel. next: the address at which the
@@ -92,7 +94,7 @@ void panel_sums(Tile, const LinearWeight& weight, int64_t panel, int64_t num_pan
   int64_t inputs;
   for (int64_t k = 0; k < weight.in_features; k += inputs) {
     const int64_t left = weight.in_features - k;
-    inputs = left < Tile::kStretchInputs ? left : Tile::kStretchInputs;
+    inputs = left < Tile::stretch_inputs(rows) ? left : Tile::stretch_inputs(rows);
     const uint32_t* w = first + vllm_cpu::panel_words(weight, k);
     for (int64_t p = 0; p < num_panels; ++p, w += words) {
       const uint32_t* next = w + words;  // the same stretch of the next panel
@@ -167,7 +169,7 @@ template <class Tile>
 int64_t max_panels_of(int64_t rows, int64_t row_bytes) {
   constexpr int64_t kKeptBytes = 384 << 10;
   if (Tile::kRowUnit == 1) return 1;
-  return (rows < kBlockRows ? rows : kBlockRows) * row_bytes > kKeptBytes ? 4 : 1;
+  return (rows < kBlockRows ? rows : kBlockRows) * row_bytes > kKeptBytes ? 8 : 1;
 }
 
 // Multiplies x with a weight, and calls store(panel, first_row, rows, sums) for each part of the
@@ -179,14 +181,17 @@ void multiply(const LinearWeight& weight, Inputs inputs_of, int64_t x_stride, in
   typedef typename Tile::Acc Totals[kPanel / kLanes];
   constexpr int64_t kStoredRows = 32;  // few enough that the processor keeps the addresses of their pages
   const int64_t panels = vllm_cpu::num_panels(weight), unit_panels = shares.unit_panels;
-  const int64_t num_units = ceil_div(panels, unit_panels) * shares.num_blocks;
+  const int64_t num_columns = ceil_div(panels, unit_panels);
+  const int64_t num_units = num_columns * shares.num_blocks;
   parallel_for(num_units, shares.units_per_turn, shares.threads,
                [&](int64_t begin, int64_t end, int worker) {
                  Totals* const totals = reinterpret_cast<Totals*>(scratch) +
                                         worker * unit_panels * shares.block_rows;
                  for (int64_t unit = begin; unit < end; ++unit) {
-                   const int64_t panel = unit / shares.num_blocks * unit_panels;
-                   const int64_t first = unit % shares.num_blocks * shares.block_rows;
+                   // Consecutive units share rows of x with matrix tiles, else panels of weights.
+                   const int64_t column = kHasTiles ? unit % num_columns : unit / shares.num_blocks;
+                   const int64_t block = kHasTiles ? unit / num_columns : unit % shares.num_blocks;
+                   const int64_t panel = column * unit_panels, first = block * shares.block_rows;
                    const int64_t left = rows - first;
                    const int64_t count = left < shares.block_rows ? left : shares.block_rows;
                    if (count <= 0) continue;
@@ -220,11 +225,17 @@ struct LinearCall {
   // results from output feature `output` on; `row` counts from `first`.
   template <class Value>
   VLLM_INLINE void store_panel(int64_t panel, int64_t first, int64_t count, Value value_of) const {
+    constexpr int64_t kRowsAhead = 8;
     const int64_t begin = panel * kPanel;
     const int64_t width =
         weight.out_features - begin < kPanel ? weight.out_features - begin : int64_t{kPanel};
     for (int64_t r = 0; r < count; ++r) {
       T* const to = out + (first + r) * out_stride + begin;
+      if constexpr (kHasTiles) {  // they multiply so fast that memory for results is awaited
+        for (int64_t i = 0; i < width; i += 64 / int64_t{sizeof(T)}) {
+          __builtin_prefetch(to + kRowsAhead * out_stride + i, 1);
+        }
+      }
       for_each_vector(width, [&](int64_t i, int64_t lanes) {
         Vec value = value_of(r, i / kLanes, begin + i);
         if (bias != nullptr) value = value + load(bias + begin + i, lanes);

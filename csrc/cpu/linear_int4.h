@@ -163,6 +163,8 @@ struct Int4Tile {
   static constexpr bool kIsFollowed = false;
   static constexpr int64_t kRowUnit = 1;
 
+  static int64_t stretch_inputs(int64_t) { return kStretchInputs; }
+
   // Cache lines: one for each word of a row, one for the header of a block, and one for fifth bits.
   static constexpr int64_t kStepLines = kPanel * 4 / 64;
   static constexpr int64_t kHeaderSteps = Code::kHasHighBits ? 2 : 1;

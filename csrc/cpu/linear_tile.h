@@ -59,6 +59,8 @@ struct DenseTile {
   static constexpr bool kIsFollowed = true;  // the hardware prefetches while only one tile reads
   static constexpr int64_t kRowUnit = 1;
 
+  static int64_t stretch_inputs(int64_t) { return kStretchInputs; }
+
   static constexpr int64_t kStepLines = 4 * kPanel * 4 / 64;
   static int64_t num_steps(const LinearWeight&, int64_t inputs) {
     return inputs / (4 * Dot::kInputs);

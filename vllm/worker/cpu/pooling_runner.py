@@ -14,6 +14,7 @@ from vllm.config import VllmConfig
 from vllm.messages import ModelRunnerOutput, SchedulerOutput
 from vllm.model_executor.layers.pooler import pool_tokens
 from vllm.model_executor.models.interface import PoolingModel
+from vllm.ops.cpu.threads import one_thread
 from vllm.utils.ragged import positions_within
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch
@@ -56,7 +57,8 @@ def make_pooling_runner(
     def pool(given: ModelInput, output: RaggedOutput) -> PooledRows:
         launch, done = given.launch, given.sampled
         counts = launch.num_scheduled_tokens[done]
-        pooled = pool_tokens(output.hidden_states, pooler, launch.starts[done], counts)
+        with one_thread():
+            pooled = pool_tokens(output.hidden_states, pooler, launch.starts[done], counts)
         return PooledRows(given.rows, counts, model.head(pooled))
 
     made = RunnerParts(cache_layout=layout, batch=batch, rows=rows, launches=launches)
