@@ -14,8 +14,8 @@
 namespace VLLM_ISA {
 
 constexpr int64_t kSlabRows = 1024;   // rows that are converted and multiplied at a time
-// Rows for which weights are read once, and whose sums stay in the second-level cache. With matrix
-// tiles, the rows themselves stay there too while the panels of weights pass.
+// Rows for which weights are read once, and whose sums remain in the second-level cache. With
+// matrix tiles, the rows remain there too, while the panels of weights pass.
 constexpr int64_t kBlockRows = kHasTiles ? 384 : 512;
 constexpr int64_t kNoMemory = -2;
 

@@ -65,7 +65,7 @@ struct DenseMatrix {
 
   // Number of inputs that all rows are multiplied with before the next inputs are read. Up to 16
   // rows need no more memory than the tiles of sums, so they are multiplied with all inputs at once.
-  // With more rows, the weights of 32 outputs stay in the first-level cache: 256 inputs are 1.1 to
+  // With more rows, the weights of 32 outputs remain in the first-level cache: 256 inputs are 1.1 to
   // 1.3 times as fast as 512 with 128 to 600 rows (two threads of a Xeon with AMX, 2026-11-28).
   static int64_t stretch_inputs(int64_t rows) {
     constexpr int64_t kAll = int64_t{1} << 40, kManyRowsWords = 128;

@@ -55,7 +55,7 @@ def make_compiler(**config) -> GrammarCompiler:
 
 
 START = GrammarCompiler.start
-"""What tests/conftest.py replaces when the first test begins."""
+"""The method before tests/conftest.py replaces it, when the first test begins."""
 
 
 @pytest.fixture(autouse=True)

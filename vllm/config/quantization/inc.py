@@ -55,7 +55,7 @@ SCALE_METHODS = {
 }
 """Value of `scale_method` -> how scales are computed. The last two have no scales of inputs."""
 
-_MEASURED = tuple(SCALE_METHODS)[:-2]
+MEASURED_SCALE_METHODS = tuple(SCALE_METHODS)[:-2]
 _DYNAMIC = tuple(SCALE_METHODS)[-2:]
 
 _WITHOUT_EFFECT = frozenset(
@@ -166,7 +166,7 @@ def read_inc_config(path: str) -> IncConfig:
     default = _DYNAMIC[0] if is_dynamic else "maxabs_hw"
     scale_method = reader.choice("scale_method", tuple(SCALE_METHODS), default)
     if is_dynamic != (scale_method in _DYNAMIC):
-        wanted = _DYNAMIC if is_dynamic else _MEASURED
+        wanted = _DYNAMIC if is_dynamic else MEASURED_SCALE_METHODS
         raise reader.wrong(
             "scale_method",
             f"with dynamic_quantization={str(is_dynamic).lower()} it must be one of "

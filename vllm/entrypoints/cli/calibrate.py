@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from vllm.config.families import FAMILIES
-from vllm.config.quantization.inc import SCALE_METHODS
+from vllm.config.quantization.inc import MEASURED_SCALE_METHODS
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.calibration.steps import STEPS, Step
 from vllm.errors import ConfigError
@@ -70,7 +70,7 @@ def add_parser(
     )
     group.add_argument(
         "--scale-method",
-        choices=SCALE_METHODS[:-2],
+        choices=MEASURED_SCALE_METHODS,
         default="maxabs_hw",
         help="method that computes scales from the measured ranges (default: maxabs_hw)",
     )

@@ -45,14 +45,14 @@ class RankServer:
         sends_results: bool,
     ) -> None:
         load_general_plugins()
-        for name, place in start.models.items():
-            ModelRegistry.register_model(name, place)
+        for name, path in start.models.items():
+            ModelRegistry.register_model(name, path)
         self._rank = start.rank
         self._send = send
         self._meet = meet
         self._sends_results = sends_results
         self._has_stages = start.config.parallel.pipeline_parallel_size > 1
-        self._worker: Worker = make_worker(start.config, start.rank, start.place)
+        self._worker: Worker = make_worker(start.config, start.rank, start.assignment)
         self._last_step: StepHandleLike | None = None
 
     @property

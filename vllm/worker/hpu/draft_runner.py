@@ -115,7 +115,7 @@ class HPUDraftRunner(DraftMaker):
 
     def _run_known(self, spans: DraftSpans) -> None:
         has_drafts = spans.num_drafts > 0
-        self.launches.inputs.index(spans.rows.tolist())
+        self.launches.inputs.place(spans.rows.tolist())
         num_last = np.where(has_drafts, np.minimum(spans.count, self._max_drafts + 1), 0)
         if self._positions is not None:
             # A decode computes positions by adding an offset to the token index. If the token that
