@@ -134,6 +134,8 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     seen_by: tuple[int, int] = (0, END_OF_REQUEST)
     """Indices of the first token that sees the hidden states, and after the last one. Used only
     with `num_states`."""
+    num_parts: int = 1
+    """Number of parts that the encoder can run separately, one after the other."""
     tensors: tuple[MediaTensor, ...]
 
     @property
@@ -381,9 +383,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     and were right. Their keys and values are in the cache. None: no row has any."""
     dropped_media: list[str] = []
     """Keys of images whose embeddings are no longer kept."""
-    encoded_media: list[tuple[int, int]] = []
-    """(row, n): encode item n of `EngineRequest.media` of the request of the row, and keep its
-    embeddings, before tokens run."""
+    encoded_media: list[tuple[int, int, int, int]] = []
+    """(row, n, first, end): before tokens run, encode the parts from `first` to `end` of item n of
+    `EngineRequest.media` of the request of the row. With its last part the item is whole, and its
+    embeddings are kept. The row may have no tokens in this step, even if it is new."""
     num_decodes: int = 1
     """Maximum number of decodes that this step runs for each request, one after the other. If it is
     above 1, every request of the step is decoding, and has blocks for this many tokens."""

@@ -124,6 +124,7 @@ class FakeRunner:
             has run.
         max_embeddings: largest number of image embeddings that are kept.
         max_encoded: largest number of embeddings that a step with more than one image makes.
+        divides: steps with decodes encode parts of images.
         fails_to_encode: returns whether encoding the image with this key fails now; None: no image
             fails.
     """
@@ -140,11 +141,17 @@ class FakeRunner:
         has_states: bool = False,
         max_embeddings: int = 0,
         max_encoded: int = 0,
+        divides: bool = False,
         fails_to_encode: Callable[[str], bool] | None = None,
     ) -> None:
         self.fails_to_encode = fails_to_encode
         self.images: dict[str, int] = {}
+        self.begun: dict[str, int] = {}
+        """Key of each image that is not whole yet -> its parts that are encoded."""
+        self.parts: list[tuple[str, int, int]] = []
+        """(key, first, end) of the parts that were encoded."""
         self.max_embeddings, self.max_encoded = max_embeddings, max_encoded
+        self.divides = divides
         self.num_encoded = 0
         self.states: dict[int, int | None] = {}
         self.provisional: dict[int, tuple[int, int]] = {}
@@ -225,18 +232,13 @@ class FakeRunner:
         need.
         """
         for key in step.dropped_media:
-            assert key in self.images or self.fails_to_encode is not None
-            self.images.pop(key, None)
-        found = [
-            (row, index, self.rows[row].spec.media[index]) for row, index in step.encoded_media
-        ]
-        work = sum(item.num_embeddings for _, _, item in found)
-        # The items that one request needs at the same time are encoded in one step.
-        together = {(row, 0 if item.num_states else index) for row, index, item in found}
-        assert len(together) < 2 or work <= self.max_encoded, "a step encodes too much"
-        for row, _, item in found:
+            found = self.images.pop(key, None), self.begun.pop(key, None)
+            assert found != (None, None) or self.fails_to_encode is not None
+        self._check_work(step)
+        for row, index, first, end in step.encoded_media:
+            item = self.rows[row].spec.media[index]
             assert item.key not in self.images, "an image is encoded twice"
-            self._make(self.rows[row], item)
+            self._make(self.rows[row], item, range(first, end))
         assert sum(self.images.values()) <= self.max_embeddings
         ends = (step.num_computed_tokens + step.num_scheduled_tokens).tolist()
         for row, start, end in zip(
@@ -245,11 +247,43 @@ class FakeRunner:
             for item in self.rows[row].spec.media:
                 if item.start < end and item.end > start and item.key not in self.images:
                     assert self.fails_to_encode is not None, "an image is not encoded"
-                    self._make(self.rows[row], item)
+                    self.begun.pop(item.key, None)
+                    self._make(self.rows[row], item, range(item.num_parts))
 
-    def _make(self, row: FakeRow, item: MediaItem) -> None:
-        """Encode an image. No other image of a request is encoded after one has failed."""
+    def _check_work(self, step: SchedulerOutput) -> None:
+        """Check that a step does not encode too much: a single image, or with decodes a single
+        part of one, may exceed the limit.
+        """
+        found = [
+            (row, index, self.rows[row].spec.media[index], end - first)
+            for row, index, first, end in step.encoded_media
+        ]
+        if not found:
+            return
+        work = sum(item.num_embeddings * count // item.num_parts for _, _, item, count in found)
+        new_rows = {new.row for new in step.new_requests}
+        starts = zip(step.rows.tolist(), step.num_computed_tokens.tolist(), strict=True)
+        has_decodes = any(
+            row not in new_rows and start >= len(self.rows[row].spec.prompt_token_ids)
+            for row, start in starts
+        )
+        # The items that one request needs at the same time are encoded in one step.
+        together = {(row, 0 if item.num_states else index) for row, index, item, _ in found}
+        num_units = len(together)
+        if has_decodes and self.divides:
+            num_units = sum(count for *_, count in found)
+        assert num_units < 2 or work <= self.max_encoded, "a step encodes too much"
+
+    def _make(self, row: FakeRow, item: MediaItem, parts: range) -> None:
+        """Encode parts of an image. Nothing else of a request is encoded after one has failed."""
         if row.error is None and not (self.fails_to_encode and self.fails_to_encode(item.key)):
+            if self.begun.pop(item.key, 0) != parts.start:
+                assert self.fails_to_encode is not None, "a part is missing"
+                return
+            self.parts.append((item.key, parts.start, parts.stop))
+            if parts.stop < item.num_parts:
+                self.begun[item.key] = parts.stop
+                return
             self.images[item.key] = item.num_embeddings
             self.num_encoded += 1
             return

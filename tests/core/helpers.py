@@ -62,15 +62,16 @@ def make_request(
     arrival_time: float = 0.0,
     salt: str | None = None,
     extra_keys: Iterable[tuple[int, str]] = (),
-    media: Iterable[tuple[int, int, str]] = (),
-    seen: Iterable[tuple[int, int, int, str]] = (),
+    media: Iterable[tuple[int, int, str] | tuple[int, int, str, int]] = (),
+    seen: Iterable[tuple[int, int, int, str] | tuple[int, int, int, str, int]] = (),
     **sampling: Any,
 ) -> EngineRequest:
     """Make a request.
 
     A number as `prompt` makes a prompt of this many tokens that no other request has. `media` are
     images as (index of the first token, tokens, key). `seen` are items of cross-attention as (first
-    token that sees the item, index after the last one, hidden states, key).
+    token that sees the item, index after the last one, hidden states, key). The number of parts of
+    an item may follow its key.
     """
     media, seen = tuple(media), tuple(seen)
     if isinstance(prompt, int):
@@ -89,13 +90,19 @@ def make_request(
         cache_salt=salt,
         cache_extra_keys=(
             *(CacheKey(*key) for key in extra_keys),
-            *(CacheKey(start, key) for start, _, key in media),
-            *(CacheKey(start, key) for start, _, _, key in seen),
+            *(CacheKey(start, key) for start, _, key, *_ in media),
+            *(CacheKey(start, key) for start, _, _, key, *_ in seen),
         ),
         media=(
             *(
-                MediaItem(modality="image", key=key, runs=((start, count),), tensors=())
-                for start, count, key in media
+                MediaItem(
+                    modality="image",
+                    key=key,
+                    runs=((start, count),),
+                    num_parts=sum(parts) or 1,
+                    tensors=(),
+                )
+                for start, count, key, *parts in media
             ),
             *(
                 MediaItem(
@@ -103,9 +110,10 @@ def make_request(
                     key=key,
                     num_states=count,
                     seen_by=(start, end),
+                    num_parts=sum(parts) or 1,
                     tensors=(),
                 )
-                for start, end, count, key in seen
+                for start, end, count, key, *parts in seen
             ),
         ),
     )
@@ -211,6 +219,7 @@ class Loop:
             has_states=scheduler.cache.states is not None,
             max_embeddings=0 if scheduler.media is None else scheduler.media.capacity,
             max_encoded=0 if scheduler.media is None else scheduler.media.budget,
+            divides=scheduler.config.enable_chunked_prefill,
             fails_to_encode=fails_to_encode,
         )
         self.results: dict[str, Result] = {}
@@ -275,6 +284,7 @@ class Loop:
             self.step()
         pool = self.scheduler.cache.pool
         assert pool.num_free == pool.num_usable_blocks, "blocks leaked"
+        assert not self.runner.begun, "parts of images are left"
         media = self.scheduler.media
         assert media is None or not held_media_of(self.scheduler), "images are still held"
         for output, copy_at_the_time in self._given:
@@ -339,11 +349,12 @@ def check_step(scheduler: Scheduler, step: SchedulerOutput) -> None:
     kinds = [0 if count == 1 else 1 if d else 2 for count, d in zip(counts, drafts, strict=True)]
     assert kinds == sorted(kinds), "single tokens, then drafts, then prefills"
     assert all(not d or d == count - 1 for count, d in zip(counts, drafts, strict=True))
-    assert {new.row for new in step.new_requests} <= set(rows)
+    encoding = {row for row, *_ in step.encoded_media}
+    assert {new.row for new in step.new_requests} <= {*rows, *encoding}
     for array in (step.rows, step.num_computed_tokens, step.num_scheduled_tokens):
         assert array.dtype == np.int32
     samples = scheduled_steps_of(scheduler)[-1].rows.tolist() if rows else []
-    has_prompt = runs_prompt = False
+    has_prompt, runs_prompt = False, bool(step.encoded_media)
     for row in running.order.tolist():
         num_computed = int(running.num_computed[row])
         rest = int(running.num_tokens[row]) - num_computed

@@ -320,6 +320,7 @@ def test_a_crowded_load_with_images_gives_everybody_what_they_get_alone(seed):
     program = [with_images(rng, random_event(rng)) for _ in range(120)]
     loop = run_program(setup, program)
     assert loop.runner.num_encoded
+    assert len(loop.runner.parts) > loop.runner.num_encoded or setup.media[1] >= MAX_IMAGE
     assert loop.scheduler.media is not None
     assert loop.scheduler.media.num_queries >= loop.runner.num_encoded
 
@@ -368,6 +369,8 @@ def test_requests_whose_images_fail_end_and_leave_nothing_to_others(seed, add_it
 
 MAX_IMAGE = 7
 """Embeddings of an image."""
+PARTS = (1, 2, 3, 5)
+"""Parts of each image, if it has as many embeddings."""
 
 
 def with_seen_items(rng: random.Random, event: tuple[str, Any]) -> tuple[str, Any]:
@@ -380,7 +383,8 @@ def with_seen_items(rng: random.Random, event: tuple[str, Any]) -> tuple[str, An
     seen = []
     for start, end in zip(starts, [*ends, END_OF_REQUEST], strict=True):
         count = rng.randint(1, MAX_IMAGE)
-        seen.append((start, end, count, f"item {rng.randrange(4)} of {count}"))
+        number = rng.randrange(4)
+        seen.append((start, end, count, f"item {number} of {count}", min(count, PARTS[number])))
     return "add", {**event[1], "seen": seen}
 
 
@@ -391,6 +395,7 @@ def with_images(rng: random.Random, event: tuple[str, Any]) -> tuple[str, Any]:
     media, index = [], 0
     while (index := index + rng.randrange(8)) < len(event[1]["prompt"]):
         count = min(rng.randint(1, MAX_IMAGE), len(event[1]["prompt"]) - index)
-        media.append((index, count, f"image {rng.randrange(4)} of {count}"))
+        number = rng.randrange(4)
+        media.append((index, count, f"image {number} of {count}", min(count, PARTS[number])))
         index += count
     return "add", {**event[1], "media": media}

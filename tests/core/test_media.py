@@ -47,6 +47,69 @@ def test_the_same_image_of_several_requests_is_encoded_once_in_a_step_and_later(
     assert (media.num_queries, media.num_hits) == (3, 2)
 
 
+def parts_of(loop, step):
+    """Return the parts of images that a step encodes, by key."""
+    del loop.runner.parts[:]
+    step()
+    return loop.runner.parts
+
+
+def test_a_long_image_is_encoded_in_parts_while_others_decode():
+    loop = loop_of(budget=5, capacity=24)
+    loop.add(make_request("a", 4, max_tokens=20))
+    loop.step()
+    # 12 embeddings in 6 parts: two parts fit into the budget of a step.
+    loop.add(make_request("b", 20, media=[(3, 12, "x", 6)]), make_request("c", 4, max_tokens=1))
+    found = []
+    for _ in range(4):
+        parts = parts_of(loop, lambda: found.append(loop.step()))
+        found.append(list(parts))
+    assert found == [
+        *({"a": 1, "b": 3, "c": 4}, [("x", 0, 2)]),
+        *({"a": 1}, [("x", 2, 4)]),
+        *({"a": 1, "b": 17}, [("x", 4, 6)]),
+        *({"a": 1, "b": 1}, []),
+    ]
+
+
+def test_an_image_runs_whole_where_nobody_waits_for_a_token():
+    loop = loop_of(budget=5, capacity=24)
+    loop.add(make_request("b", 20, media=[(3, 12, "x", 6)]))
+    assert parts_of(loop, loop.step) == [("x", 0, 6)]
+    loop = loop_of(budget=5, capacity=24)
+    loop.add(make_request("a", 4, max_tokens=2))
+    loop.step()
+    loop.add(make_request("b", 20, media=[(3, 12, "x", 6)]))
+    assert parts_of(loop, loop.step) == [("x", 0, 2)]
+    assert parts_of(loop, loop.step) == [("x", 2, 6)]
+
+
+@pytest.mark.parametrize("kind", ["media", "seen"])
+def test_a_request_whose_first_token_needs_a_long_image_enters_without_tokens(kind):
+    loop = loop_of(budget=5, capacity=24)
+    loop.add(make_request("a", 4, max_tokens=20))
+    loop.step()
+    item = (0, 12, "x", 3) if kind == "media" else (0, END_OF_REQUEST, 12, "x", 3)
+    loop.add(make_request("b", 20, **{kind: [item]}), make_request("c", 4, max_tokens=1))
+    steps = []
+    for _ in range(3):
+        assert len(parts_of(loop, lambda: steps.append(loop.step()))) == 1
+    assert steps == [{"a": 1, "c": 4}, {"a": 1}, {"a": 1, "b": 20}]
+
+
+def test_parts_of_an_image_are_dropped_with_the_last_request_that_waits_for_it():
+    loop = loop_of(budget=4, capacity=12)
+    loop.add(make_request("a", 4, max_tokens=20))
+    loop.step()
+    loop.add(*(make_request(name, 16, media=[(0, 12, "x", 3)]) for name in "bc"))
+    loop.step()
+    loop.abort("b")
+    assert parts_of(loop, loop.step) == [("x", 0, 1)], "nobody held it"
+    assert parts_of(loop, loop.step) == [("x", 1, 2)]
+    assert loop.step() == {"a": 1, "c": 16}
+    assert loop.runner.images == {"x": 12}
+
+
 def test_images_that_are_used_stay_and_the_least_recently_used_leaves():
     loop = loop_of(capacity=12, enable_caching=False)
     for name, key in (("a", "x"), ("b", "y"), ("c", "x"), ("d", "z")):
@@ -195,7 +258,7 @@ def test_a_request_that_shares_blocks_of_a_failed_image_runs_again():
     step = scheduler.schedule()
     assert num_scheduled(scheduler, step) == {"b": 20, "c": 1}
     assert step.dropped_media == ["x"]
-    assert step.encoded_media == [(int(step.new_requests[0].row), 0)]
+    assert step.encoded_media == [(int(step.new_requests[0].row), 0, 0, 1)]
 
 
 @pytest.mark.parametrize("num_requests", [2, 3])
@@ -235,9 +298,10 @@ def test_a_request_is_admitted_when_all_of_its_items_fit_together():
         seen = [x, *((start, END_OF_REQUEST, count, key) for start, count, key in others)]
         loop.add(make_request(name, 8, max_tokens=2, seen=seen))
     assert loop.step() == {"a": 8}
-    assert loop.step() == {"a": 1, "b": 7}
+    assert loop.step() == {"a": 1}
+    assert loop.runner.images == {"x": 6, "y": 3}, "a waits for its token, so z is for another step"
+    assert loop.step() == {"b": 8}
     assert loop.runner.images == {"x": 6, "y": 3, "z": 3}
-    assert loop.step() == {"b": 1}
     assert loop.step() == {"b": 1}
     assert loop.step() == {"c": 8}
     assert loop.runner.images == {"x": 6, "w": 6}

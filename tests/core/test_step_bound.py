@@ -304,9 +304,9 @@ def test_stages_of_a_pipeline_have_a_part_of_the_time():
     assert counts[1] == pytest.approx(counts[0] / 2, abs=1)
 
 
-def test_a_step_with_streams_encodes_one_image_at_a_time():
+def test_a_step_with_streams_encodes_the_images_for_which_it_has_time():
     media = EncoderCache(1000, budget=1000)
-    loop = TimedLoop(Machine(), StepBound(BOUND_S), media=media)
+    loop = TimedLoop(Machine(image_s=0.6 * BOUND_S), StepBound(BOUND_S), media=media)
     images = [(index, 5, f"image {index}") for index in range(0, 40, 10)]
     loop.add(make_request("alone", 60, 200, media=images))
     loop.step()

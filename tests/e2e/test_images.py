@@ -1,5 +1,7 @@
 """Test images in prompts: tokens and log-probabilities are those of transformers in any batch."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from tests.exhaustive import exhaustive
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.reach import media_of, replace_encoder, scheduler_of, worker_of
 from tests.tiny_images import FAMILIES, draw_image, expected_generations, make_tiny_images
+from tests.whole_items import WholeItems
 from vllm import LLM, SamplingParams
 from vllm.distributed import Stage, TPGroup
 from vllm.errors import ConfigError
@@ -109,7 +112,7 @@ def test_settings_change_no_token(llava, expected, settings):
     assert not scheduler_of(llm).media.holders
 
 
-class BrokenEncoder:
+class BrokenEncoder(WholeItems):
     def encode(self, items):
         raise RuntimeError("broken")
 
@@ -173,6 +176,44 @@ def test_on_a_simulated_card_nothing_compiles_after_the_warm_up(family, mode, tm
         before = bridge.counters()
         assert tokens_of(llm.generate(requests_of(family), GREEDY)) == expected
         assert bridge.counters().compilations == before.compilations
+
+
+@pytest.fixture(scope="module")
+def tiled(tmp_path_factory):
+    return make_tiny_images("llava_next", tmp_path_factory.mktemp("tiled"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "hpu"])
+def test_a_step_with_decodes_encodes_some_tiles_of_an_image(device, tiled, monkeypatch):
+    text = {"prompt": "No picture at all."}
+    image = {"prompt": "<image>Look.", "multi_modal_data": {"image": [draw_image(3, 100, 100)]}}
+    params = [GREEDY.clone(), GREEDY]
+    params[0].max_tokens = 40
+    alone = LLM(str(tiled), **ENGINE)
+    expected = [
+        *tokens_of(alone.generate([text], params[0])),
+        *tokens_of(alone.generate([image], params[1])),
+    ]
+    variables = FEW_BUCKETS | {"has_profiling_run": False, "PT_HPU_LAZY_MODE": 1}
+    with simulated_hpu(**variables) if device == "hpu" else nullcontext():
+        llm = LLM(str(tiled), **ENGINE, max_num_batched_tokens=32, enforce_eager=True)
+        scheduler, steps = scheduler_of(llm), []
+        schedule = scheduler.schedule
+        monkeypatch.setattr(scheduler, "schedule", lambda: steps.append(schedule()) or steps[-1])
+        engine, outputs = llm.llm_engine, {}
+        engine.add_request("0", text, params[0])
+        while not any(step.num_computed_tokens.any() for step in steps):
+            engine.step()
+        engine.add_request("1", image, params[1])
+        while engine.has_unfinished_requests():
+            outputs.update((output.request_id, output) for output in engine.step())
+        assert tokens_of([outputs["0"], outputs["1"]]) == expected
+    encoding = [step for step in steps if step.encoded_media]
+    ranges = [parts for step in encoding for _, _, *parts in step.encoded_media]
+    assert len(encoding) == len(ranges) > 1
+    assert [first for first, _ in ranges[1:]] == [end for _, end in ranges[:-1]]
+    # The text request gets a token in each of these steps.
+    assert all(step.num_scheduled_tokens[0] == 1 for step in encoding)
 
 
 def test_on_a_card_embeddings_of_requests_add_nothing_to_hidden_states(tmp_path):

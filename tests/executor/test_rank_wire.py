@@ -51,7 +51,7 @@ OTHERS: dict[str, Any] = {
     "kept_states": np.array([[1, 1, 12], [9, 4, 11]], np.int32),
     "num_replayed_tokens": ints(0, 3, 0),
     "dropped_media": ["image:old"],
-    "encoded_media": [(1, 0), (1, 2)],
+    "encoded_media": [(1, 0, 0, 1), (1, 2, 1, 3)],
 }
 
 

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.whole_items import WholeItems
 from vllm.errors import RequestError
 from vllm.messages import EngineRequest, MediaItem
 from vllm.multimodal import media_file
@@ -84,7 +85,7 @@ def test_a_file_is_closed_with_its_owner_and_cannot_be_read_then():
     assert num_files() == before
 
 
-class Sums:
+class Sums(WholeItems):
     """An encoder that makes one embedding of an image."""
 
     def encode(self, items):

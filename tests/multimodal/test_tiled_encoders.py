@@ -246,14 +246,19 @@ def test_embeddings_are_those_of_transformers(case):
 def test_neither_padding_nor_other_images_change_embeddings(case):
     _, _, encoder, items = case
     together = encoder(items)
-    size = sum(encoder.size_of(item) for item in items)
-    padded = encoder.prepare(items, size + 2)
+    divided = [encoder.divide(item) for item in items]
+    parts = [part for own in divided for part in own]
+    size = sum(encoder.size_of(part) for part in parts)
+    padded = encoder.prepare(parts, size + 2)
     assert {len(tensor) for name, tensor in padded.items() if name == "pixels"} == {size + 2}
     whole = encoder.run(**padded)
     assert whole.isfinite().all()
-    for index, item in enumerate(items):
-        torch.testing.assert_close(encoder.split(whole, items)[index], together[index])
-        torch.testing.assert_close(encoder([item])[0], together[index])
+    found = iter(encoder.split(whole, parts))
+    for item, own, expected in zip(items, divided, together, strict=True):
+        torch.testing.assert_close(encoder.join([next(found) for _ in own], item), expected)
+        # One part at a time, as in different steps.
+        alone = [encoder.encode_parts([part])[0] for part in own]
+        torch.testing.assert_close(encoder.join(alone, item), expected)
 
 
 def test_shapes_do_not_depend_on_values(case, monkeypatch):

@@ -2,14 +2,18 @@
 
 import json
 import shutil
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
+from transformers.processing_utils import ProcessorMixin
 
 import vllm
 from vllm.errors import ConfigError
+from vllm.transformers_utils.processor_template import template_of_folder
 from vllm.transformers_utils.tokenizer import get_tokenizer
+from vllm.transformers_utils.transformers_version import is_version_4
 
 BUNDLED_MODEL = Path(vllm.__file__).parent / "assets" / "models" / "stdlib-llama-5m"
 
@@ -20,17 +24,35 @@ def test_the_tokenizer_of_a_folder_is_loaded(mode):
     assert tokenizer.decode(tokenizer("import os")["input_ids"]) == "<s>import os"
 
 
+PROCESSOR, LEGACY, JINJA = "processor_config.json", "chat_template.json", "chat_template.jinja"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [names for count in (1, 2, 3) for names in combinations((PROCESSOR, LEGACY, JINJA), count)],
+)
+def test_of_several_chat_templates_the_one_is_read_that_transformers_reads(names, tmp_path):
+    for name in names:
+        text = name if name == JINJA else json.dumps({"chat_template": name})
+        (tmp_path / name).write_text(text)
+    # A folder without a processor has the template of its tokenizer.
+    own = JINJA if JINJA in names else "tokenizer_config.json"
+    if PROCESSOR not in names:
+        assert template_of_folder(tmp_path, own) == own
+        assert template_of_folder(tmp_path, None) == (LEGACY if LEGACY in names else None)
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    found = template_of_folder(tmp_path, own)
+    assert found == names[0]
+    if not is_version_4():
+        assert found == ProcessorMixin.get_processor_dict(str(tmp_path))[0]["chat_template"]
+
+
 def test_the_chat_template_of_a_processor_is_read(tmp_path):
     folder = shutil.copytree(BUNDLED_MODEL, tmp_path / "model")
-    (folder / "processor_config.json").write_text(json.dumps({"chat_template": "one"}))
+    (folder / PROCESSOR).write_text(json.dumps({"chat_template": "one"}))
     assert get_tokenizer(str(folder)).chat_template == "one"
-    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "two"}))
-    assert get_tokenizer(str(folder)).chat_template == "two"
-    (folder / "chat_template.jinja").write_text("three")
-    assert get_tokenizer(str(folder)).chat_template == "three"
-    (folder / "chat_template.jinja").unlink()
-    (folder / "chat_template.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"chat_template.json is not valid JSON"):
+    (folder / PROCESSOR).write_text("{")
+    with pytest.raises(ConfigError, match=r"processor_config.json is not valid JSON"):
         get_tokenizer(str(folder))
 
 

@@ -59,18 +59,18 @@ def prompt_of(*shapes):
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "rtol", "atol"),
+    ("family", "dtype", "share"),
     [
-        ("qwen2_vl", "float32", 1e-4, 5e-6),
-        ("llava_next", "float32", 1e-4, 5e-6),
+        ("qwen2_vl", "float32", 2e-5),
+        ("llava_next", "float32", 2e-5),
         *(
-            pytest.param(family, "bfloat16", 0.05, 0.05, marks=pytest.mark.exhaustive)
+            pytest.param(family, "bfloat16", 0.05, marks=pytest.mark.exhaustive)
             for family in ("qwen2_5_vl", "glm4v", "llava")
         ),
     ],
 )
 def test_after_the_warm_up_no_image_compiles_and_none_depends_on_others(
-    family, dtype, rtol, atol, tmp_path, monkeypatch
+    family, dtype, share, tmp_path, monkeypatch
 ):
     folder, rng, reports = make_tiny_images(family, tmp_path), random.Random(1), []
     clock = itertools.count(0.0, 0.5)
@@ -92,8 +92,11 @@ def test_after_the_warm_up_no_image_compiles_and_none_depends_on_others(
         alone = [encoder.encode([item])[0] for item in items[:40]]
         assert bridge.counters().compilations == compilations
     assert len(together) == len(items)
+    # Rounding to bfloat16 changes embeddings of GLM-4V by up to 0.06 of the largest one, in
+    # transformers too. So errors are compared with the largest embedding, and not with their own.
+    atol = share * max(float(each.abs().max()) for each in together)
     for own, other in zip(alone, together, strict=False):
-        torch.testing.assert_close(own, other, rtol=rtol, atol=atol)
+        torch.testing.assert_close(own, other, rtol=0, atol=atol)
     # The progress counts the whole warm-up, and the encoder is its first part.
     warm_up = [report for report in reports if report[0].startswith("warm-up")]
     passes = [report for report in warm_up if report[0] == "warm-up: encoder of images"]

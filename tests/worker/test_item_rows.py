@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.whole_items import WholeItems
 from tests.worker.test_input_batch import int_array, new_request
 from vllm.attention import SeenRun
 from vllm.distributed import TPGroup
@@ -30,7 +31,7 @@ class Layer:
         self.keys[slots, 0] = states
 
 
-class Ones:
+class Ones(WholeItems):
     """An encoder whose hidden states are 1, 2, ..."""
 
     def encode(self, items):
@@ -60,7 +61,7 @@ def step_of(rows, encoded=(), dropped=(), computed=None):
         num_scheduled_tokens=np.ones_like(rows),
         block_rows=int_array(),
         block_ids=int_array(),
-        encoded_media=list(encoded),
+        encoded_media=[(row, index, 0, 1) for row, index in encoded],
         dropped_media=list(dropped),
     )
 

@@ -108,7 +108,7 @@ class Admission:
                 num_tokens = self._media.limit(
                     request, start, num_tokens, media, plan.prompt_budget
                 )
-            if not num_tokens:
+            if not num_tokens and not media.parts:
                 break
             is_partial = num_tokens < want
             is_long = is_partial and len(request.token_ids) > chunk_limit

@@ -5,14 +5,19 @@ the image encodes it, within a separate budget, so that running requests wait fo
 Embeddings are kept after their prompt, and the least recently used ones are dropped first. So an
 image that is sent again is not encoded again.
 
+An image may consist of parts that the encoder runs separately: tiles, frames of a video, or pieces
+of a sound. If a step also runs decodes, it encodes only as many parts as its budget allows, but at
+least one, and its next tokens wait until later steps have encoded the others.
+
 Items that cross-attention layers read are counted in the same way, in hidden states instead of
 embeddings. A request holds all of its items from its admission until it leaves the batch. It is
 admitted only if all of them exist or can be encoded, so that no two requests wait for each other.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +29,32 @@ from vllm.messages import END_OF_REQUEST, EngineRequest, MediaItem, MediaStats
 from vllm.request import Request
 
 
+class EncodeMode(Enum):
+    """Amount of work that a step may give the encoder."""
+
+    WHOLE = "whole"
+    """Whole images, because no running request waits for its next token."""
+    PARTS = "parts"
+    """Parts of images: the step also runs decodes, which wait for the encoder."""
+    NOTHING = "nothing"
+    """Nothing: all decodes wait for a step in flight. A step without tokens is not executed, so it
+    cannot encode parts of an image."""
+
+
 @dataclass(slots=True)
 class _Entry:
     size: int
+    """Number of its embeddings. Space for all of them is taken with its first part."""
+    num_parts: int
+    num_encoded: int = 0
+    """Number of parts that the planned steps encode, from its first part on."""
     holders: set[tuple[str, int]] = field(default_factory=set)
     """Requests that have still to run tokens of it, and which of their items it is."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its parts are encoded."""
+        return self.num_encoded == self.num_parts
 
 
 @dataclass(slots=True)
@@ -36,14 +62,27 @@ class MediaPlan:
     """Collects the images that a step needs, while the step is planned."""
 
     used: list[tuple[Request, int]] = field(default_factory=list)
-    """(request, item): the tokens of the step need its embeddings."""
-    encoded: dict[str, int] = field(default_factory=dict)
-    """Key of each image to encode -> its embeddings."""
+    """(request, item): the request needs its embeddings, in this step or once it is whole."""
+    parts: dict[str, range] = field(default_factory=dict)
+    """Key of each image that is encoded -> its parts that the step encodes."""
+    num_encoded: int = 0
+    """Number of embeddings that these parts have."""
+    num_new: int = 0
+    """Number of embeddings of images of which nothing is stored yet."""
 
-    @property
-    def num_encoded(self) -> int:
-        """Number of embeddings that must be computed."""
-        return sum(self.encoded.values())
+    def encode(self, item: MediaItem, parts: range, *, is_new: bool) -> None:
+        """Add parts of an image to the step.
+
+        Args:
+            item: the image.
+            parts: the next parts that are missing.
+            is_new: nothing of the image is stored or planned yet.
+        """
+        planned = self.parts.get(item.key, parts)
+        self.parts[item.key] = range(planned.start, parts.stop)
+        self.num_encoded += _size_of(item, parts)
+        if is_new:
+            self.num_new += item.num_embeddings
 
 
 class EncoderCache:
@@ -60,6 +99,7 @@ class EncoderCache:
     Attributes:
         num_queries: images that prompts needed, each counted once per request.
         num_hits: how many of these were stored already.
+        mode: what the step that is planned may encode; `begin_step` resets it.
     """
 
     def __init__(
@@ -81,10 +121,10 @@ class EncoderCache:
         self._held: dict[str, tuple[Request, set[int]]] = {}
         """Request id -> the request, and the indices of the items that it holds."""
         self._num_kept = 0
-        self._encoded: list[tuple[Request, int]] = []
+        self._encoded: list[tuple[Request, int, range]] = []
         self._num_encoded = 0
         self._dropped: list[str] = []
-        self._step_budget = budget
+        self.mode = EncodeMode.WHOLE
 
     def stats(self) -> MediaStats:
         """Return the counters of queries and hits."""
@@ -92,7 +132,7 @@ class EncoderCache:
 
     @property
     def num_encoded(self) -> int:
-        """Number of embeddings that the step computes which is being planned."""
+        """Number of embeddings that are computed by the step that is being planned."""
         return self._num_encoded
 
     @property
@@ -126,9 +166,12 @@ class EncoderCache:
                 "--disable-chunked-mm-input). Send a smaller one, or start the engine with a "
                 "larger --max-num-batched-tokens"
             )
-        if self._largest is not None and largest > self._largest:
+        costliest = max(spec.media, key=_size_of_part)
+        size, one = _size_of_part(costliest), _name_of(costliest)
+        if self._largest is not None and size > self._largest:
+            each = "" if costliest.num_parts == 1 else " for each of its frames"
             raise CapacityError(
-                f"{one} has {largest} embeddings, but the memory of the encoder allows at most "
+                f"{one} has {size} embeddings{each}, but the memory of the encoder allows at most "
                 f"{self._largest}. Send a smaller one"
             )
 
@@ -148,17 +191,11 @@ class EncoderCache:
         Args:
             num_computed: computed tokens of each request, by its batch index.
         """
-        self._step_budget = self.budget
+        self.mode = EncodeMode.WHOLE
         if not self._held:  # the usual case: no running request has media
             return
         for request in self.holders:
             self._pass_items(request, int(num_computed[request.row]))
-
-    def limit_to_one(self) -> None:
-        """Limit the step that is planned to one new image, or to the images of one request, because
-        streams wait for the step.
-        """
-        self._step_budget = 0
 
     def with_whole_item(self, request: Request, start: int, num_tokens: int, most: int) -> int:
         """Return how many tokens of a prompt to run, so that an image at their beginning is not
@@ -196,70 +233,152 @@ class EncoderCache:
         """
         before = plan.num_encoded
         if _is_held_whole(request.spec):
-            if not self._may_hold(request, start, plan):
-                return 0
-            num_new = plan.num_encoded - before
-            return num_tokens if budget is None else budget.most(start, num_tokens, num_new)
+            return self._limit_held(request, start, num_tokens, plan, budget)
         for index, item in _items_between(request, start, start + num_tokens):
             if item.start >= start + num_tokens:
                 break
+            num_before = max(item.start - start, 0)
             is_cut = self._most_whole is not None and start + num_tokens < item.end
-            if is_cut or not self._may_use(item, plan):
-                return max(item.start - start, 0)
-            is_new = item.key not in self._entries and item.key not in plan.encoded
-            if is_new and budget is not None:
-                num_new = plan.num_encoded - before + item.num_embeddings
-                most = budget.most(start, num_tokens, num_new)
-                least = item.end - start if self._most_whole else max(item.start - start, 0) + 1
-                if most < least and item.start > start:
-                    return item.start - start  # there is time for the text before it only
-                if not most:
-                    return 0
-                num_tokens = max(most, least)
+            if is_cut or not self._fits(item, plan):
+                return num_before
+            first = self._num_encoded_of(item, plan)
+            if first < item.num_parts:
+                parts = self._parts_from(first, item, plan, budget, before)
+                if not parts:
+                    return num_before
+                is_whole = parts.stop == item.num_parts
+                if budget is not None:
+                    num_new = plan.num_encoded - before + _size_of(item, parts)
+                    most = budget.most(start, num_tokens, num_new)
+                    least = item.end - start if self._most_whole else num_before + 1
+                    if num_before and (most < least or not is_whole):
+                        return num_before  # there is time for the text before it only
+                    if not most:
+                        return 0
+                    num_tokens = max(most, least)
+                self._encode(item, parts, plan)
+                if not is_whole:
+                    plan.used.append((request, index))
+                    return num_before
             plan.used.append((request, index))
-            if is_new:
-                plan.encoded[item.key] = item.num_embeddings
         return num_tokens
 
-    def _may_use(self, item: MediaItem, plan: MediaPlan) -> bool:
-        """Return whether the embeddings of an image are stored or can be computed in this step."""
+    def _limit_held(
+        self,
+        request: Request,
+        start: int,
+        num_tokens: int,
+        plan: MediaPlan,
+        budget: PromptBudget | None,
+    ) -> int:
+        """Limit the tokens of a request that holds all of its items while it runs; see `limit`."""
+        needed = list(_items_between(request, start, END_OF_REQUEST))
+        items = {item.key: item for _, item in needed}
+        if not self._fit_together(items.values(), plan):
+            return 0
+        before = plan.num_encoded
+        missing = [
+            (first, item)
+            for item in items.values()
+            if (first := self._num_encoded_of(item, plan)) < item.num_parts
+        ]
+        found: list[tuple[MediaItem, range]] = []
+        if self.mode is EncodeMode.PARTS:
+            for first, item in missing:
+                parts = self._parts_from(first, item, plan, budget, before)
+                if parts:
+                    self._encode(item, parts, plan)
+                    found.append((item, parts))
+                if not parts or parts.stop < item.num_parts:
+                    num_tokens = 0
+                    break
+            if missing and not found:
+                return 0
+        else:
+            found = [(item, range(first, item.num_parts)) for first, item in missing]
+            num_new, num_others = sum(_size_of(*each) for each in found), self._num_encoded + before
+            is_too_much = bool(num_others) and num_others + num_new > self.budget
+            if num_new and (self.mode is EncodeMode.NOTHING or is_too_much):
+                return 0
+        if num_tokens and budget is not None:
+            num_new = plan.num_encoded - before
+            num_tokens = budget.most(start, num_tokens, num_new)
+        if self.mode is not EncodeMode.PARTS:
+            if not num_tokens:
+                return 0
+            for item, parts in found:
+                self._encode(item, parts, plan)
+        plan.used += [(request, index) for index, _ in needed]
+        return num_tokens
+
+    def _encode(self, item: MediaItem, parts: range, plan: MediaPlan) -> None:
+        is_new = item.key not in self._entries and item.key not in plan.parts
+        plan.encode(item, parts, is_new=is_new)
+
+    def _num_encoded_of(self, item: MediaItem, plan: MediaPlan) -> int:
+        """Return how many parts of an image are encoded once the planned step has run."""
+        if item.key in plan.parts:
+            return plan.parts[item.key].stop
         entry = self._entries.get(item.key)
-        if item.key in plan.encoded or (entry is not None and entry.holders):
+        return 0 if entry is None else entry.num_encoded
+
+    def _parts_from(
+        self,
+        first: int,
+        item: MediaItem,
+        plan: MediaPlan,
+        budget: PromptBudget | None,
+        before: int,
+    ) -> range:
+        """Return the parts of an image that this step may encode.
+
+        Args:
+            first: first part that is missing.
+            item: the image.
+            plan: images of the step.
+            budget: time of the step; None: unlimited.
+            before: embeddings in the plan whose time is already subtracted from `budget`.
+        """
+        num_others = self._num_encoded + plan.num_encoded
+        everything = range(first, item.num_parts)
+        if self.mode is EncodeMode.NOTHING:
+            return range(first, first)
+        if not num_others and self.mode is EncodeMode.WHOLE:
+            return everything
+        most = self.budget - num_others
+        if budget is not None:
+            most = min(most, budget.most_encoded(plan.num_encoded - before))
+        if _size_of(item, everything) <= most:
+            return everything
+        if self.mode is EncodeMode.WHOLE:
+            return range(first, first)
+        count = max(most, 0) // _size_of_part(item)
+        return range(first, first + max(count, 0 if num_others else 1))
+
+    def _fits(self, item: MediaItem, plan: MediaPlan) -> bool:
+        """Return whether an image is stored, or whether there is space for it."""
+        entry = self._entries.get(item.key)
+        if item.key in plan.parts or (entry is not None and entry.holders):
             return True
         found = {request.spec.media[index].key for request, index in plan.used}
         if entry is not None and item.key in found:
             return True
-        num_encoded = plan.num_encoded
         # Kept images that this step uses must not be dropped to make room for new ones.
         kept = (self._entries[key] for key in found if key in self._entries)
         num_kept = sum(each.size for each in kept if not each.holders)
-        size = item.num_embeddings
-        if self._num_held + num_kept + num_encoded + size > self.capacity:
-            return False
-        num_encoded += self._num_encoded
-        return entry is not None or not num_encoded or num_encoded + size <= self._step_budget
+        return self._num_held + num_kept + plan.num_new + item.num_embeddings <= self.capacity
 
-    def _may_hold(self, request: Request, start: int, plan: MediaPlan) -> bool:
-        """Return whether a request can be admitted with all items that its tokens from `start` on
-        read, and add these items to its plan.
-        """
-        sizes: dict[str, int] = {}
-        for index, item in _items_between(request, start, END_OF_REQUEST):
-            plan.used.append((request, index))
-            sizes[item.key] = item.num_states
-        new = {key: size for key, size in sizes.items() if key not in self._entries}
-        held = (key for key in sizes.keys() - new.keys() if self._entries[key].holders)
-        num_held = self._num_held + sum(sizes.values()) - sum(sizes[key] for key in held)
-        num_new = sum(new.values())
-        if num_held > self.capacity:
-            return False
-        if num_new and self._num_encoded and self._num_encoded + num_new > self._step_budget:
-            return False
-        plan.encoded.update(new)
-        return True
+    def _fit_together(self, items: Iterable[MediaItem], plan: MediaPlan) -> bool:
+        """Return whether there is space for all items of a request that holds them together."""
+        num_held = self._num_held + plan.num_new
+        for item in items:
+            entry = self._entries.get(item.key)
+            if item.key not in plan.parts and (entry is None or not entry.holders):
+                num_held += item.num_states
+        return num_held <= self.capacity
 
     def commit(self, plan: MediaPlan) -> None:
-        """Make the requests hold the images of a plan, and mark the images that must be encoded."""
+        """Make the requests hold the images of a plan, and mark the parts that must be encoded."""
         for request, index in plan.used:
             item = request.spec.media[index]
             _, indices = self._held.setdefault(request.request_id, (request, set()))
@@ -269,24 +388,29 @@ class EncoderCache:
             if item.key in self._entries:
                 self._entries.move_to_end(item.key)
             else:
-                self._entries[item.key] = _Entry(item.num_embeddings)
+                self._entries[item.key] = _Entry(item.num_embeddings, item.num_parts)
                 self._num_kept += item.num_embeddings
-                self._encoded.append((request, index))
-                self._num_encoded += item.num_embeddings
             entry = self._entries[item.key]
+            parts = plan.parts.get(item.key)
+            if parts is not None and entry.num_encoded < parts.stop:
+                entry.num_encoded = parts.stop
+                self._encoded.append((request, index, parts))
+                self._num_encoded += _size_of(item, parts)
             if not entry.holders:
                 self._num_held += entry.size
             entry.holders.add((request.request_id, index))
             indices.add(index)
         self._make_room()
 
-    def take_step(self) -> tuple[list[tuple[int, int]], list[str]]:
-        """Return the images to encode in this step as (batch index, item index), and the keys of
-        the images to drop.
+    def take_step(self) -> tuple[list[tuple[int, int, int, int]], list[str]]:
+        """Return what to encode in this step, as in `SchedulerOutput.encoded_media`, and the keys
+        of the images to drop.
         """
         if not self._encoded and not self._dropped:
             return [], []
-        encoded = [(request.row, index) for request, index in self._encoded]
+        encoded = [
+            (request.row, index, parts.start, parts.stop) for request, index, parts in self._encoded
+        ]
         dropped, self._encoded, self._dropped = self._dropped, [], []
         self._num_encoded = 0
         return encoded, dropped
@@ -328,6 +452,8 @@ class EncoderCache:
         entry.holders.discard((request.request_id, index))
         if not entry.holders:
             self._num_held -= entry.size
+            if not entry.is_whole:
+                self._forget(request.spec.media[index].key)
 
     def _forget(self, key: str) -> None:
         self._num_kept -= self._entries.pop(key).size
@@ -338,6 +464,18 @@ class EncoderCache:
         while self._num_kept > self.capacity:
             key = next(key for key, entry in self._entries.items() if not entry.holders)
             self._forget(key)
+
+
+def _size_of(item: MediaItem, parts: range) -> int:
+    """Return how many embeddings some parts of an image have, as if all parts had equally many."""
+    size, count = item.num_embeddings, item.num_parts
+    # Rounded up: the first part has embeddings.
+    return -(-size * parts.stop // count) + -size * parts.start // count
+
+
+def _size_of_part(item: MediaItem) -> int:
+    """Return the embeddings of the largest part of an image, if its parts are alike."""
+    return -(-item.num_embeddings // item.num_parts)
 
 
 def _name_of(item: MediaItem) -> str:

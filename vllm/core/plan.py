@@ -19,7 +19,8 @@ class Plan:
 
     rows: IntArray
     num_tokens: IntArray
-    """Tokens of each row to run; 0 if the budget was used up before the row."""
+    """Tokens of each row to run; 0 if the budget was used up before the row, or if its image is not
+    encoded yet."""
     budget: int
     """Tokens that the step may still run."""
     block_rows: IntArray
@@ -85,6 +86,7 @@ class Plan:
         if self.num_drafts is not None:
             self.num_drafts = np.concatenate([self.num_drafts, np.zeros(len(rows), np.int32)])
         self.only_decodes = False
+        self.has_idle |= 0 in num_tokens
 
     def decodes_first(self) -> tuple[IntArray, IntArray, IntArray | None]:
         """Return the batch indices of the requests with tokens to run, their token counts, and

@@ -35,8 +35,8 @@ class RunningBatch:
         adapters: key of each adapter in use, and how many requests use it.
         takes_drafts: per row, whether the request may have drafts.
         awaits_result: per row, whether the request must wait for the result of the step in flight.
-        media_end: per row, index after the last token whose embedding comes from an image; 0: none.
-        num_with_media: running requests with image embeddings.
+        media_end: per row, index after the last token that may have to wait for an image; 0: none.
+        num_with_media: running requests with images.
         num_prompt_logprobs: running requests that want log-probabilities of their prompt.
         num_with_stop_tokens: running requests with stop tokens other than `eos`.
         num_with_one_decode: running requests that can run only one decode per step.
@@ -195,8 +195,8 @@ class RunningBatch:
         self.awaits_result[row] = False
         if spec.adapter is not None:
             self.adapters[spec.adapter.key] += 1
-        self.media_end[row] = _media_end(spec)
-        self.num_with_media += bool(_media_end(spec))
+        self.media_end[row] = _media_end(spec, num_computed)
+        self.num_with_media += bool(spec.media)
         self.num_prompt_logprobs += request.wants_prompt_logprobs
         self.num_with_stop_tokens += bool(spec.stop_token_ids)
         self.num_with_one_decode += not spec.allows_several_decodes
@@ -212,7 +212,7 @@ class RunningBatch:
             if (adapter := request.spec.adapter) is not None:
                 self.adapters[adapter.key] -= 1
                 self.adapters += Counter()  # removes entries with a count of 0
-            self.num_with_media -= bool(_media_end(request.spec))
+            self.num_with_media -= bool(request.spec.media)
             self.num_prompt_logprobs -= request.wants_prompt_logprobs
             self.num_with_stop_tokens -= bool(request.spec.stop_token_ids)
             self.num_with_one_decode -= not request.spec.allows_several_decodes
@@ -220,8 +220,11 @@ class RunningBatch:
         self._order = None
 
 
-def _media_end(spec: EngineRequest) -> int:
-    """Return the index after the last token of which the embedding comes from an image; 0 if there
-    is none.
+def _media_end(spec: EngineRequest, num_computed: int) -> int:
+    """Return the index after the last token that may have to wait for an image; 0 if there is none.
+
+    This is the last token whose embedding comes from an image. Items of cross-attention exist
+    before any token of the request runs, so only the first one waits.
     """
-    return max((item.end for item in spec.media if not item.num_states), default=0)
+    ends = (num_computed + 1 if item.num_states else item.end for item in spec.media)
+    return max(ends, default=0)

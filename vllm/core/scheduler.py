@@ -25,7 +25,7 @@ from vllm.core.compaction import compact_blocks
 from vllm.core.drafting.draft_control import DraftControl
 from vllm.core.drafts import DraftPlanner, DraftSource
 from vllm.core.kv.kv_cache_manager import KVCacheManager
-from vllm.core.media import EncoderCache, MediaPlan
+from vllm.core.media import EncodeMode, EncoderCache, MediaPlan
 from vllm.core.pacing.step_bound import PromptBudget, StepBound, num_pairs
 from vllm.core.pacing.step_time import ONLY_DECODES, StepWork
 from vllm.core.plan import Plan, share_budget, share_of_step
@@ -237,7 +237,7 @@ class Scheduler:
         freed_rows: list[int] = []
         shortened: list[tuple[int, int]] = []
         moves = kept_states = None
-        encoded: list[tuple[int, int]] = []
+        encoded: list[tuple[int, int, int, int]] = []
         dropped: list[str] = []
         num_encoded = 0
         tokens = RowTokens(num_computed, num_scheduled, num_drafts)
@@ -367,8 +367,12 @@ class Scheduler:
                 num_tokens = share_budget(want, budget)
                 prompt_budget = self._prompt_budget()
             media = MediaPlan()
+            if self.media is not None and (running.num_with_media or self._admission.may_admit):
+                self._set_mode(self.media, rows, num_tokens)
             if prompt_budget is not None or running.num_with_media:
-                num_tokens = self._limit_prompts(rows, computed, num_tokens, prompt_budget, media)
+                num_tokens = self._limit_prompts(
+                    rows, computed, want, num_tokens, prompt_budget, media
+                )
                 only_decodes = only_decodes and num_tokens is want
             num_decodes = running.num_decodes(rows, max_decodes) if only_decodes else 1
             lack = computed + num_tokens + (num_decodes - 1) - running.capacity[rows]
@@ -410,29 +414,48 @@ class Scheduler:
             or not (running.num_computed[rows] >= running.num_prompt[rows]).any()
         ):
             return None
-        if self.media is not None:
-            self.media.limit_to_one()
         return self._step_bound.budget()
+
+    def _set_mode(self, media: EncoderCache, rows: IntArray, num_tokens: IntArray) -> None:
+        """Let this step encode parts of images if running requests wait for their next tokens.
+
+        Args:
+            media: decides what this step encodes.
+            rows: batch indices of the running requests.
+            num_tokens: tokens of each that this step runs if no image prevents it.
+        """
+        running = self.running
+        waits = running.num_computed[rows] >= running.num_prompt[rows]
+        waits &= running.num_tokens[rows] < running.limit[rows]
+        if not self.config.enable_chunked_prefill or not waits.any():
+            media.mode = EncodeMode.WHOLE
+        elif num_tokens[waits].any():
+            media.mode = EncodeMode.PARTS
+        else:
+            # Without a step in flight nothing else would run.
+            media.mode = EncodeMode.NOTHING if self._in_flight else EncodeMode.WHOLE
 
     def _limit_prompts(
         self,
         rows: IntArray,
         computed: IntArray,
+        want: IntArray,
         num_tokens: IntArray,
         budget: PromptBudget | None,
         plan: MediaPlan,
     ) -> IntArray:
         """Limit the tokens of each request by the time budget of prompts and by images that must be
-        encoded first.
+        encoded first. The requests after it may run what one does not.
 
         Returns:
             Number of tokens of each request; the same array if nothing is limited.
         """
         has_media = self.running.media_end[rows] > computed
-        is_timed = num_tokens > 1 if budget is not None else np.zeros_like(has_media)
-        found = num_tokens
-        for index in np.flatnonzero(has_media | is_timed).tolist():
-            start, most = int(computed[index]), int(num_tokens[index])
+        is_timed = want > 1 if budget is not None else np.zeros_like(has_media)
+        found, num_left = num_tokens, 0
+        for index in np.flatnonzero(has_media | is_timed | (num_tokens < want)).tolist():
+            start, own = int(computed[index]), int(num_tokens[index])
+            most = min(own + num_left, int(want[index]))
             count, num_encoded = most, 0
             if budget is not None and is_timed[index]:
                 count = budget.most(start, most)
@@ -444,11 +467,12 @@ class Scheduler:
                 count = self.media.limit(request, start, count, plan, budget)
                 num_encoded = plan.num_encoded - before
             # A prompt that waits for its image leaves the time to the prompts after it.
-            if budget is not None and is_timed[index] and count:
+            if budget is not None and ((is_timed[index] and count) or num_encoded):
                 budget.spend(start, count, num_encoded)
-            if count < most:
+            if count != own:
                 found = found.copy() if found is num_tokens else found
                 found[index] = count
+                num_left += own - count
         return found
 
     def _work_of(self, tokens: RowTokens, plan: Plan, num_encoded: int) -> StepWork | None:

@@ -1,26 +1,38 @@
-"""Read the chat template of a multimodal processor, which tokenizers do not read."""
+"""Choose the chat template of a folder that has several, as transformers does."""
 
 from pathlib import Path
+from typing import TypeVar
 
 from vllm.utils.files.json_file import read_json_object
 
-_JINJA = "chat_template.jinja"
-_FILES = ("chat_template.json", "processor_config.json")
+OwnT = TypeVar("OwnT")
+
+_PROCESSOR = "processor_config.json"
+_FILES = (_PROCESSOR, "chat_template.json")
+"""Files with the template of a processor; the first that has one decides."""
 
 
-def processor_template(folder: Path) -> str | None:
-    """Return the chat template in a file of the processor; None if there is none.
+def template_of_folder(folder: Path, own: OwnT | None) -> OwnT | str | None:
+    """Return the chat template of a folder.
 
-    `chat_template.jinja` has priority over these files, and tokenizers read it.
+    Processors of transformers read their files before `chat_template.jinja`. Without a processor,
+    the template of the tokenizer is used.
+
+    Args:
+        folder: folder of the model.
+        own: template of the tokenizer, from `chat_template.jinja` or `tokenizer_config.json`.
 
     Raises:
         ConfigError: a file is not JSON.
     """
-    if (folder / _JINJA).is_file():
-        return None
+    has_processor = any(
+        (folder / name).is_file() for name in (_PROCESSOR, "preprocessor_config.json")
+    )
+    if own is not None and not has_processor:
+        return own
     for name in _FILES:
         path = folder / name
         template = read_json_object(path).get("chat_template") if path.is_file() else None
         if isinstance(template, str):
             return template
-    return None
+    return own

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.assets import CHAT_TEMPLATES
 from vllm.errors import ConfigError
 from vllm.transformers_utils.bpe_merges import merges_in_order
-from vllm.transformers_utils.processor_template import processor_template
+from vllm.transformers_utils.processor_template import template_of_folder
 from vllm.transformers_utils.token_bytes import byte_level_text
 from vllm.utils.files.json_file import read_json_object
 
@@ -182,12 +182,10 @@ def _make(
 def _template_of(folder: Path) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8-sig")
-    if (template := processor_template(folder)) is not None:
-        return template
+        return template_of_folder(folder, path.read_text(encoding="utf-8-sig"))
     path = folder / "tokenizer_config.json"
     template = read_json_object(path).get("chat_template") if path.is_file() else None
-    return template if isinstance(template, str) else None
+    return template_of_folder(folder, template if isinstance(template, str) else None)
 
 
 def _template_for(version: object) -> str | None:

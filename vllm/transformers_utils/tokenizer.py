@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from vllm.config import ModelConfig
 from vllm.errors import ConfigError
 from vllm.transformers_utils.gguf.folder import WITHOUT_TOKENIZER
-from vllm.transformers_utils.processor_template import processor_template
+from vllm.transformers_utils.processor_template import template_of_folder
 from vllm.transformers_utils.tekken import TEKKEN, load_tekken
 from vllm.transformers_utils.tokenizer_class import (
     special_tokens_of_version_5,
@@ -134,8 +134,7 @@ def get_tokenizer(
             )
         )
     result: PreTrainedTokenizerBase = tokenizer
-    if (template := processor_template(folder)) is not None:
-        result.chat_template = template
+    result.chat_template = template_of_folder(folder, result.chat_template)
     return result
 
 

@@ -16,6 +16,7 @@ _MIN_TOKENS = 16
 """Prompt tokens that a step may always run, if one prompt has as many left."""
 _FIRST_FACTOR = 4
 """Times as many may run while no time of a prompt is known."""
+_ANY_NUMBER = 2**30
 _LARGEST_GROWTH = 2
 """Prompt tokens of a step at most, in steps of the largest so far: longer ones are not known."""
 
@@ -51,6 +52,18 @@ class PromptBudget:
         elif times.token_s > 0:
             most = min(most, _most_in(seconds, times.token_s, times.pair_s, start))
         return min(num_tokens, max(most, self._least))
+
+    def most_encoded(self, num_encoded: int = 0) -> int:
+        """Return how many embeddings of images may be computed; 0 while their time is not known.
+
+        Args:
+            num_encoded: embeddings that are computed before, and whose time is not spent yet.
+        """
+        known = self._times.encoded_s
+        if known is None:
+            return 0
+        left = max(self._seconds - known * num_encoded, 0.0)
+        return int(left / known) if known else _ANY_NUMBER
 
     def spend(self, start: int, num_tokens: int, num_encoded: int = 0) -> None:
         """Subtract the time of `num_tokens` tokens of a prompt from index `start` on, and of the

@@ -13,6 +13,7 @@ from vllm.inputs import plural
 from vllm.messages import CacheKey, MediaItem
 from vllm.multimodal.images.surrounding_text import surround_in_text, surround_in_tokens
 from vllm.multimodal.interface.family import (
+    EMBEDDINGS,
     EncoderInput,
     Expansion,
     MediaFamily,
@@ -193,6 +194,12 @@ class MediaPlacer:
             found += each.expansion.token_ids
         return self._placed(found + token_ids[before:], placed)
 
+    def _num_parts(self, item: ReadMedia) -> int:
+        """Return into how many parts the encoder divides an item; 1 if it does not run."""
+        if EMBEDDINGS in item.given.tensors:
+            return 1
+        return self._family.num_parts(item.given.grid)
+
     def _placed(
         self, token_ids: list[int], placed: Sequence[tuple["_Expanded", int]]
     ) -> PlacedMedia:
@@ -220,6 +227,7 @@ class MediaPlacer:
                 runs=item.runs,
                 num_states=each.expansion.num_states,
                 seen_by=seen_by,
+                num_parts=self._num_parts(each.item),
                 tensors=inline_tensors(each.item.given.tensors)
                 if each.item.file is None
                 else each.item.file.tensors,

@@ -1,7 +1,7 @@
 """The interface of encoders of images and sounds. Independent of model families."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +15,9 @@ class MediaEncoder(nn.Module, ABC):
     accelerator compiles few shapes. `prepare` pads on the host. `run` has only operators whose
     shapes depend on the shapes of its arguments, never on values. `split` cuts the result. The
     result of an image depends neither on the other images nor on padding.
+
+    An image may have parts (`divide`), such as tiles, which can be encoded in different steps. The
+    other methods take parts as images, and `join` joins the embeddings of the parts.
 
     Args:
         config: config.json of the whole model.
@@ -59,11 +62,20 @@ class MediaEncoder(nn.Module, ABC):
         return name
 
     def divide(self, item: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
-        """Divide an item into parts that are encoded separately; their embeddings are concatenated.
+        """Divide an item into the smallest parts that are encoded separately.
 
-        All other methods get these parts as items.
+        There are `MediaFamily.num_parts` of them.
         """
         return [item]
+
+    def join(self, found: Sequence[Tensor], item: Mapping[str, Tensor]) -> Tensor:
+        """Return the embeddings [n, width] of an item, on the host.
+
+        Args:
+            found: embeddings of each of its parts, on the host.
+            item: the item in the format that `divide` expects.
+        """
+        return found[0] if len(found) == 1 else torch.cat(list(found))
 
     @abstractmethod
     def size_of(self, item: Mapping[str, Tensor]) -> int:
@@ -96,22 +108,15 @@ class MediaEncoder(nn.Module, ABC):
     def split(self, embeddings: Tensor, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         """Split the result of `run` into the embeddings of each image, [n, width] each."""
 
-    def encode_parts(
-        self,
-        items: Sequence[Mapping[str, Tensor]],
-        encode: Callable[[list[Mapping[str, Tensor]]], list[Tensor]],
-    ) -> list[Tensor]:
-        """Divide items into parts, encode these, and return the embeddings [n, width] of each item.
-
-        Args:
-            items: items in the format that `divide` expects.
-            encode: returns the embeddings of each of the parts it is given.
-        """
-        divided = [self.divide(item) for item in items]
-        found = iter(encode([part for parts in divided for part in parts]))
-        several = [[next(found) for _ in parts] for parts in divided]
-        return [each[0] if len(each) == 1 else torch.cat(each) for each in several]
+    def encode_parts(self, parts: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        """Encode parts without padding; return the embeddings [n, width] of each."""
+        return self.split(self.run(**self.prepare(parts)), parts)
 
     def forward(self, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """Encode images without padding; return the embeddings [n, width] of each."""
-        return self.split(self.run(**self.prepare(items)), items)
+        """Encode whole images without padding; return the embeddings [n, width] of each."""
+        divided = [self.divide(item) for item in items]
+        found = iter(self.encode_parts([part for parts in divided for part in parts]))
+        return [
+            self.join([next(found) for _ in parts], item)
+            for parts, item in zip(divided, items, strict=True)
+        ]

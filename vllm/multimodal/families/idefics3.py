@@ -92,6 +92,9 @@ class Idefics3Family(TiledFamily):
         tokens += [edge, token_id("<global-img>"), *soft, edge]
         return Expansion(tokens, [token == soft[0] for token in tokens])
 
+    def num_parts(self, grid: tuple[int, ...]) -> int:
+        return 1 + grid[0] * grid[1]
+
     def largest(self) -> EncoderInput:
         side = 0
         if self._splits and self._longest_edge:

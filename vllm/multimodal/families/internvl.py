@@ -95,6 +95,9 @@ class InternVLFamily(TiledFamily):
             [False, *[True] * num_embeddings, False],
         )
 
+    def num_parts(self, grid: tuple[int, ...]) -> int:
+        return grid[0]
+
     def largest(self) -> EncoderInput:
         return self._input(self.black_tiles(self._most))
 

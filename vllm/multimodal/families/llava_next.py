@@ -132,6 +132,9 @@ class LlavaNextFamily(RepeatedToken):
     def num_tokens(self, grid: tuple[int, ...]) -> int:
         return Layout(*grid).num_tokens(self.tower.patches_per_side)
 
+    def num_parts(self, grid: tuple[int, ...]) -> int:
+        return Layout(*grid).num_tiles
+
     def largest(self) -> EncoderInput:
         side = self.tower.patches_per_side
         layouts = [self._visible(size, *size) for size in self._sizes]

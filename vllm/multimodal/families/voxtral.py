@@ -56,5 +56,8 @@ class VoxtralFamily(SoundFamily):
             {"features": np.ascontiguousarray(pieces)}, (num_pieces * self._tokens_of_piece,)
         )
 
+    def num_parts(self, grid: tuple[int, ...]) -> int:
+        return grid[0] // self._tokens_of_piece
+
 
 Family = VoxtralFamily

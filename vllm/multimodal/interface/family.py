@@ -231,6 +231,16 @@ class MediaFamily(ABC):
             token_id: looks up tokens.
         """
 
+    def num_parts(self, grid: tuple[int, ...]) -> int:
+        """Return into how many parts the encoder divides an item, such as tiles.
+
+        1 for an item in which everything attends to everything.
+
+        Args:
+            grid: grid of its `EncoderInput`.
+        """
+        return 1
+
     @abstractmethod
     def largest(self) -> EncoderInput:
         """Return a black image that costs the encoder as much as any image can.

@@ -84,6 +84,9 @@ class GridVideoFamily(GridFamily):
         count = self._num_tokens(grid)
         return Expansion([token_id(self.video_placeholder)] * count, [True] * count)
 
+    def num_parts(self, grid: tuple[int, ...]) -> int:
+        return grid[0]
+
     def largest_of(self, modality: str, max_frames: int) -> EncoderInput:
         if modality != "video":
             return self.largest()

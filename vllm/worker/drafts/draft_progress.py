@@ -101,6 +101,8 @@ class DraftProgress:
         """[blocks] leading tokens of the block that the draft model has computed."""
         self._had_drafts = np.zeros(len(batch.num_tokens), np.bool_)
         """[rows] whether some of the computed tokens may be drafts that were wrong."""
+        self._unknown: set[int] = set()
+        """Rows of new requests that have not run yet."""
 
     def plan(self, step: SchedulerOutput) -> DraftSpans | None:
         """Plan the tokens that the draft model runs in a step; they count as computed from now on.
@@ -120,6 +122,7 @@ class DraftProgress:
             and not self._had_drafts[rows].any()
             and (step.num_scheduled_tokens == 1).all()
             and not step.new_requests
+            and not self._unknown
         ):
             return None
         num_drafts = _num_drafts(step)
@@ -134,8 +137,10 @@ class DraftProgress:
         end = np.minimum(end, self._max_model_len)
         runs = (num_drafts > 0) | (step.num_scheduled_tokens - num_drafts > 1)
         is_new = np.zeros(len(rows), np.bool_)
-        if step.new_requests:
-            is_new = np.isin(rows, [new.row for new in step.new_requests])
+        self._unknown.update(new.row for new in step.new_requests)
+        if self._unknown:
+            is_new = np.isin(rows, list(self._unknown))
+            self._unknown.difference_update(rows.tolist())
         first = self._num_tokens[rows]
         decodes = runs & (num_drafts > 0)
         self._note(rows[decodes], first[decodes], end[decodes])

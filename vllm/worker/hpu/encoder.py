@@ -89,8 +89,7 @@ class CardEncoder:
         """Return the size, in units, of the largest image that is expected and fits in a prompt."""
         encoder, max_model_len = self._encoder, config.scheduler.max_model_len
         image = largest_image(family, config.multimodal.largest_image)
-        parts = encoder.divide(_as_tensors(image.tensors))
-        largest = max(encoder.size_of(part) for part in parts)
+        largest = encoder.size_of(_as_tensors(image.tensors))
         most = encoder.max_units(max_model_len)
         if most is None or largest <= most:
             return largest
@@ -113,20 +112,22 @@ class CardEncoder:
 
     @property
     def max_embeddings(self) -> int | None:
-        """Number of embeddings of the largest image that fits a size; None: all images have one
-        size.
+        """Number of embeddings of the largest image, or frame of a video, that fits a size; None:
+        all images have one size.
         """
         units = self._encoder.max_units(1)
         return None if units is None else self.sizes[-1] // units
 
-    @torch.inference_mode()
-    def encode(self, items: Sequence[dict[str, Tensor]]) -> list[Tensor]:
-        """Encode items in as many forward passes as needed. Waits for the card."""
-        return self._encoder.encode_parts(items, self._encode)
+    def divide(self, item: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
+        return self._encoder.divide(item)
 
-    def _encode(self, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """Encode items that are already divided into parts."""
-        counts = [self._encoder.size_of(item) for item in items]
+    def join(self, found: Sequence[Tensor], item: Mapping[str, Tensor]) -> Tensor:
+        return self._encoder.join(found, item)
+
+    @torch.inference_mode()
+    def encode(self, parts: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        """Encode parts in as many forward passes as needed. Waits for the card."""
+        counts = [self._encoder.size_of(part) for part in parts]
         if max(counts) > self.sizes[-1]:
             raise ValueError(
                 f"{self.reads} must have at most {self.sizes[-1]} {self.unit}, the size of the "
@@ -134,7 +135,7 @@ class CardEncoder:
             )
         found: list[Tensor] = []
         for indices, least in split_into_sizes(counts, self.sizes):
-            some, size = [items[index] for index in indices], self._cheapest(least)
+            some, size = [parts[index] for index in indices], self._cheapest(least)
             if size not in self._warm:
                 logger.warning(
                     "The encoder of %s compiles %d %s, which were not warmed up",

@@ -7,8 +7,8 @@ its tokens run, it is encoded then: this costs time, but is never an error.
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Protocol
 
 import msgspec
@@ -38,12 +38,20 @@ logger = init_logger(__name__)
 class Encodes(Protocol):
     """Runs the encoder of a model on its device."""
 
-    def encode(self, items: Sequence[dict[str, Tensor]]) -> list[Tensor]:
-        """Encode images: return the embeddings [n, width] of each, on the host.
+    def divide(self, item: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
+        """Divide an image into parts; see `MediaEncoder.divide`."""
+        ...
+
+    def encode(self, parts: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        """Encode parts of images: return the embeddings [n, width] of each, on the host.
 
         Args:
-            items: the tensors of each image, on the host.
+            parts: the tensors of each part, on the host.
         """
+        ...
+
+    def join(self, found: Sequence[Tensor], item: Mapping[str, Tensor]) -> Tensor:
+        """Return the embeddings [n, width] of an image; see `MediaEncoder.join`."""
         ...
 
 
@@ -84,15 +92,16 @@ class ModuleEncoder:
         self._encoder = encoder
         fuse_layers(encoder)
 
-    @torch.inference_mode()
-    def encode(self, items: Sequence[dict[str, Tensor]]) -> list[Tensor]:
-        """Encode images one by one, or together if they have a fixed size.
+    def divide(self, item: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
+        return self._encoder.divide(item)
 
-        Attention over the patches of several images of any size would compare all of them.
-        """
-        if self._encoder.unit == "patches":
-            return [self._encoder([item])[0] for item in items]
-        return [each.clone() for each in self._encoder.encode_parts(items, self._encoder)]
+    @torch.inference_mode()
+    def encode(self, parts: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        # Copied, so that the result of all parts does not occupy memory while one of them is kept.
+        return [each.clone() for each in self._encoder.encode_parts(parts)]
+
+    def join(self, found: Sequence[Tensor], item: Mapping[str, Tensor]) -> Tensor:
+        return self._encoder.join(found, item)
 
 
 def encoded_media(model: LayeredModel) -> "EncodedMedia | None":
@@ -142,6 +151,26 @@ def embedding_width(model: LayeredModel) -> int:
     return model.embedding.embedding_dim * (1 + encoder.num_added)
 
 
+@dataclass(slots=True)
+class _Work:
+    """Parts of an image to encode."""
+
+    row: int
+    item: MediaItem
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """An image of which not all parts are encoded."""
+
+    tensors: Mapping[str, Tensor]
+    parts: Sequence[Mapping[str, Tensor]]
+    found: list[Tensor]
+    """Embeddings of the first parts."""
+
+
 class EncodedMedia:
     """Encodes images of one model, and stores their embeddings.
 
@@ -170,6 +199,8 @@ class EncodedMedia:
         self.width = width
         self._agree = agree
         self._kept: KeepsMedia = {} if kept is None else kept
+        self._begun: dict[str, _Begun] = {}
+        """By key: the images of which only some parts are encoded."""
         self._items: dict[int, tuple[MediaItem, ...]] = {}
         """Media items by batch index."""
         self._request_ids: dict[int, str] = {}
@@ -217,12 +248,18 @@ class EncodedMedia:
         self._errors.pop(row, None)
 
     def update(self, step: SchedulerOutput) -> None:
-        """Drop and encode images, as the step says."""
+        """Drop images, and encode images and parts of them, as the step says."""
         for key in step.dropped_media:
             self._kept.pop(key, None)
-        if step.encoded_media:
-            wanted = [(row, self._items[row][index]) for row, index in step.encoded_media]
-            self._encode([each for each in wanted if each[1].key not in self._kept])
+            self._begun.pop(key, None)
+        wanted: dict[str, _Work] = {}
+        for row, index, first, end in step.encoded_media:
+            item = self._items[row][index]
+            if item.key in wanted:
+                wanted[item.key].end = end  # another request has the parts before
+            elif item.key not in self._kept and (not first or item.key in self._begun):
+                wanted[item.key] = _Work(row, item, first, end)
+        self._encode(list(wanted.values()))
 
     def read(self, row: int, item: MediaItem) -> Tensor:
         """Return the embeddings [n, width] of an image of a request.
@@ -240,7 +277,7 @@ class EncodedMedia:
         None if it cannot be encoded; then `errors_of` returns the reason.
         """
         if item.key not in self._kept and row not in self._errors:
-            self._encode([(row, item)])
+            self._encode([_Work(row, item, 0, item.num_parts)])
         return self._kept.get(item.key)
 
     def count(self, stats: RunnerStats) -> RunnerStats:
@@ -257,51 +294,90 @@ class EncodedMedia:
             return {}
         return {row: self._errors[row] for row in rows.tolist() if row in self._errors}
 
-    def _encode(self, wanted: Sequence[tuple[int, MediaItem]]) -> None:
-        """Encode images; each is then stored either on all ranks or on none."""
+    def _encode(self, wanted: Sequence[_Work]) -> None:
+        """Encode images or parts; each result is then stored either on all ranks or on none."""
         self._encode_here(wanted)
         if self._agree is None or not wanted:
             return
-        are_kept = self._agree([item.key in self._kept for _, item in wanted])
-        for (row, item), is_kept in zip(wanted, are_kept, strict=True):
-            if not is_kept:
-                self._kept.pop(item.key, None)
-                reason = f"{singular(item.modality)} cannot be encoded: another rank has failed"
-                self._errors.setdefault(row, reason)
+        are_done = self._agree([self._is_done(work) for work in wanted])
+        for work, is_done in zip(wanted, are_done, strict=True):
+            if not is_done:
+                self._kept.pop(work.item.key, None)
+                self._begun.pop(work.item.key, None)
+                name = singular(work.item.modality)
+                reason = f"{name} cannot be encoded: another rank has failed"
+                self._errors.setdefault(work.row, reason)
 
-    def _encode_here(self, wanted: Sequence[tuple[int, MediaItem]]) -> None:
-        """Encode images together.
+    def _is_done(self, work: _Work) -> bool:
+        """Return whether all parts up to the last one of this work are encoded."""
+        begun = self._begun.get(work.item.key)
+        return work.item.key in self._kept or (begun is not None and len(begun.found) == work.end)
+
+    def _encode_here(self, wanted: Sequence[_Work]) -> None:
+        """Encode images or parts together.
 
         If that fails, one by one, so that only the faulty image fails.
         """
-        read: list[tuple[int, MediaItem, dict[str, Tensor]]] = []
-        for row, item in wanted:
+        read: list[tuple[_Work, _Begun]] = []
+        for work in wanted:
+            item = work.item
             try:
-                tensors = _tensors(item.tensors, self._files_of(row))
-                if EMBEDDINGS in tensors:
-                    self._keep(item, tensors[EMBEDDINGS].to(self._dtype))
-                else:
-                    read.append((row, item, tensors))
+                begun = self._begin(work)
+                if begun is not None:
+                    read.append((work, begun))
             except (OSError, ValueError) as error:
-                self._errors[row] = f"{singular(item.modality)} cannot be read: {error}"
+                self._errors[work.row] = f"{singular(item.modality)} cannot be read: {error}"
         if not read:
             return
         try:
             began = time.monotonic()
-            found = self._encoder.encode([tensors for _, _, tensors in read])
+            parts = [part for work, begun in read for part in begun.parts[work.first : work.end]]
+            found = iter(self._encoder.encode(parts))
             self.encode_seconds += time.monotonic() - began
-            for (_, item, _), embeddings in zip(read, found, strict=True):
-                self._keep(item, embeddings)
-                self.num_encoded += 1
+            for work, begun in read:
+                more = list(islice(found, work.end - work.first))
+                self._store(work, replace(begun, found=[*begun.found, *more]))
         except (RuntimeError, ValueError) as error:
             if len(read) > 1:
-                for row, item, _ in read:
-                    if item.key not in self._kept:
-                        self._encode_here([(row, item)])
+                for work, _ in read:
+                    if not self._is_done(work):
+                        self._encode_here([work])
                 return
-            ((row, item, _),) = read
-            logger.exception("%s cannot be encoded", singular(item.modality).capitalize())
-            self._errors[row] = f"{singular(item.modality)} cannot be encoded: {error}"
+            ((work, _),) = read
+            name = singular(work.item.modality)
+            logger.exception("%s cannot be encoded", name.capitalize())
+            self._begun.pop(work.item.key, None)
+            self._errors[work.row] = f"{name} cannot be encoded: {error}"
+
+    def _begin(self, work: _Work) -> _Begun | None:
+        """Return the parts of an image and what is encoded of it.
+
+        None: the request has its embeddings, and they are stored now.
+
+        Raises:
+            OSError, ValueError: the image cannot be read.
+        """
+        item = work.item
+        if work.first:
+            return self._begun[item.key]
+        tensors = _tensors(item.tensors, self._files_of(work.row))
+        if EMBEDDINGS in tensors:
+            self._keep(item, tensors[EMBEDDINGS].to(self._dtype))
+            return None
+        parts = self._encoder.divide(tensors)
+        if len(parts) != item.num_parts:
+            raise ValueError(f"it must have {item.num_parts} parts, got {len(parts)}")
+        return _Begun(tensors, parts, [])
+
+    def _store(self, work: _Work, begun: _Begun) -> None:
+        """Store an image if all of its parts are encoded, else the parts."""
+        item = work.item
+        if work.end < item.num_parts:
+            self._begun[item.key] = begun
+            return
+        self._keep(item, self._encoder.join(begun.found, begun.tensors))
+        self._begun.pop(item.key, None)
+        self.num_encoded += 1
 
     def _files_of(self, row: int) -> Mapping[str, OpenFile]:
         return self._files.get(self._request_ids[row], {})

@@ -150,7 +150,8 @@ class KeptItems(RowPart, ABC):
 
     def __init__(self, media: EncodedMedia, pool: ItemPool) -> None:
         self._media, self.pool = media, pool
-        self._new: list[tuple[int, EngineRequest]] = []
+        self._new: dict[int, EngineRequest] = {}
+        """Requests that have not run yet, by batch index."""
         self._seeing: set[int] = set()
 
     def prepare(self, request: EngineRequest) -> Future[str] | None:
@@ -162,10 +163,11 @@ class KeptItems(RowPart, ABC):
     def add(self, new: NewRequest) -> None:
         if new.request.media:
             self._media.add(new.row, new.request)
-            self._new.append((new.row, new.request))
+            self._new[new.row] = new.request
 
     def remove(self, row: int) -> None:
         self._media.remove(row)
+        self._new.pop(row, None)
         if row in self._seeing:
             self._seeing.remove(row)
             self._hide(row)
@@ -174,12 +176,12 @@ class KeptItems(RowPart, ABC):
         """Drop and encode items, as the step says, and look up the items of new requests."""
         self._media.update(step)
         first_of = dict(zip(step.rows.tolist(), step.num_computed_tokens.tolist(), strict=True))
-        for row, request in self._new:
+        # Requests without tokens in this step wait for their items.
+        for row in [row for row in self._new if row in first_of]:
             # Items of tokens that are already computed may have been dropped, and are not needed.
-            items = [item for item in request.media if item.end > first_of[row]]
+            items = [item for item in self._new.pop(row).media if item.end > first_of[row]]
             self._seeing.add(row)
             self._show(row, items)
-        self._new.clear()
 
     @abstractmethod
     def _show(self, row: int, items: Sequence[MediaItem]) -> None:

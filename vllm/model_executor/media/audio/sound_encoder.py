@@ -36,13 +36,13 @@ class SoundEncoder(MediaEncoder):
     def size_of(self, item: Mapping[str, Tensor]) -> int:
         return 1
 
-    def forward(self, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+    def encode_parts(self, parts: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         """Encode pieces a few at a time, since encoding a long sound at once would take
         gigabytes.
         """
         found: list[Tensor] = []
-        for first in range(0, len(items), self.max_at_once):
-            found += self.encode_together(items[first : first + self.max_at_once])
+        for first in range(0, len(parts), self.max_at_once):
+            found += self.encode_together(parts[first : first + self.max_at_once])
         return found
 
     def encode_together(self, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:

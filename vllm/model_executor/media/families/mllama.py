@@ -123,11 +123,11 @@ class MllamaEncoder(MediaEncoder):
             embeddings[start : start + count] for start, count in zip(starts, counts, strict=True)
         ]
 
-    def forward(self, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+    def encode_parts(self, parts: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         """Encode images one after another, which needs no masks; return the states [n, width] of
         each.
         """
-        return [super(MllamaEncoder, self).forward([item])[0] for item in items]
+        return [super(MllamaEncoder, self).encode_parts([part])[0] for part in parts]
 
 
 Encoder = MllamaEncoder

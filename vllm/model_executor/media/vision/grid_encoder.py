@@ -241,6 +241,21 @@ class GridEncoder(MediaEncoder):
         super().__init__(config, hidden_size)
         self.sizes = sizes
 
+    def divide(self, item: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
+        """Divide a video into frames: patches attend only to patches of their frame."""
+        frames, rows, columns = grid_of(item)
+        if frames == 1:
+            return [item]
+        grid = torch.tensor([1, rows, columns], dtype=item["grid"].dtype)
+        return [
+            {**item, "pixels": pixels, "grid": grid}
+            for pixels in item["pixels"].split(rows * columns)
+        ]
+
+    def encode_parts(self, parts: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        """Encode images and frames one by one: attention over several would compare all patches."""
+        return [super(GridEncoder, self).encode_parts([part])[0] for part in parts]
+
     def size_of(self, item: Mapping[str, Tensor]) -> int:
         return len(item["pixels"])
 

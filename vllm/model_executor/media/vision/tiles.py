@@ -31,6 +31,9 @@ class TileEncoder(MediaEncoder):
             pixels: [T, 3, S, S], normalised.
         """
 
+    def divide(self, item: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
+        return [{**item, "pixels": pixels} for pixels in item["pixels"].split(1)]
+
     def size_of(self, item: Mapping[str, Tensor]) -> int:
         return item["pixels"].shape[0]
 
