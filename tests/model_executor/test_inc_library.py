@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.model_executor.inc_library import Model
 from vllm.config.quantization.inc import SCALE_METHODS
-from vllm.model_executor.quantization.inc.scales import METHODS, RANGES, input_scale, weight_scales
+from vllm.model_executor.quantization.inc.scales import RANGES, input_scale, weight_scales
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("neural_compressor") is None,
@@ -35,7 +35,7 @@ def test_the_library_runs_on_the_simulated_card_with_the_same_scales(card):
     for method in SAME:
         assert max(found[method]["errors"]) < 0.1
         nodes, measured = (found[method][part]["Nodes"] for part in ("scales", "measured"))
-        rule = METHODS[method]
+        rule = SCALE_METHODS[method]
         for index, layer in enumerate(Model().layers):
             name = f"layers.{index}"
             largest = measured[name]["inputs"][0][0][0]
