@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
     reason="neural-compressor-pt is not installed",
 )
 
-SAME = [m for m in SCALE_METHODS[:-2] if m not in ("unit_scale", "maxabs_pow2_opt_weight")]
+SAME = [m for m in list(SCALE_METHODS)[:-2] if m not in ("unit_scale", "maxabs_pow2_opt_weight")]
 """The library writes no file of unit scales, and searches other powers of two."""
 
 
