@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.model_executor.inc_library import Model
-from vllm.config.quantization.inc import SCALE_METHODS
+from vllm.config.quantization.inc import MEASURED_SCALE_METHODS, SCALE_METHODS
 from vllm.model_executor.quantization.inc.scales import RANGES, input_scale, weight_scales
 
 pytestmark = pytest.mark.skipif(
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
     reason="neural-compressor-pt is not installed",
 )
 
-SAME = [m for m in list(SCALE_METHODS)[:-2] if m not in ("unit_scale", "maxabs_pow2_opt_weight")]
+SAME = [m for m in MEASURED_SCALE_METHODS if m not in ("unit_scale", "maxabs_pow2_opt_weight")]
 """The library writes no file of unit scales, and searches other powers of two."""
 
 
