@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.model_executor.helpers import load
 from tests.model_executor.inc_models import measure, quantize, without, write
 from vllm.config import IncConfig
-from vllm.config.quantization.inc import read_inc_config
+from vllm.config.quantization.inc import SCALE_METHODS, read_inc_config
 from vllm.distributed import TPGroup
 from vllm.entrypoints.calibration.dataset import read_texts, split_samples
 from vllm.entrypoints.calibration.folder import CalibrationFolder, link_attention
@@ -24,12 +24,7 @@ from vllm.model_executor.quantization.inc.files import (
     write_file,
 )
 from vllm.model_executor.quantization.inc.inc import Inc
-from vllm.model_executor.quantization.inc.scales import (
-    METHODS,
-    input_scale,
-    round_weight,
-    weight_scales,
-)
+from vllm.model_executor.quantization.inc.scales import input_scale, round_weight, weight_scales
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.native.operators import NativeOps
@@ -80,7 +75,7 @@ def test_scales_are_those_of_the_library(method, tmp_path):
     measured = read_file(path, "DynamicRange")
     for name, (of_inputs, of_weight) in LIBRARY_SCALES[method].items():
         node = measured.find(name)
-        rule = METHODS[method]
+        rule = SCALE_METHODS[method]
         # The library divides in bfloat16, so the results differ.
         got = input_scale(node.inputs[0][0], rule, 448.0, 0.25)
         assert got == pytest.approx(of_inputs, rel=2**-8)
@@ -110,16 +105,16 @@ def test_scales_per_output_are_read_as_the_library_writes_them(tmp_path):
     ],
 )
 def test_a_card_has_scales_of_its_own(method, limit, largest, scale):
-    assert input_scale(largest, METHODS[method], limit, 0.25) == pytest.approx(scale)
+    assert input_scale(largest, SCALE_METHODS[method], limit, 0.25) == pytest.approx(scale)
 
 
 @pytest.mark.parametrize("limit", [240.0, 448.0])
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("method", sorted(SCALE_METHODS))
 def test_rounded_weights_are_in_range_and_near(method, limit):
     torch.manual_seed(0)
     weight = torch.randn(24, 64) * torch.logspace(-2, 0, 24)[:, None]
     weight[3] = 0
-    rounded = round_weight(weight, METHODS[method], limit, 0.5)
+    rounded = round_weight(weight, SCALE_METHODS[method], limit, 0.5)
     assert rounded.numbers.float().abs().max() <= limit
     largest = weight.abs().max() if len(rounded.scales.unique()) == 1 else None
     assert torch.equal(rounded.dequantize()[3], weight[3])
@@ -142,7 +137,9 @@ def test_a_search_finds_no_worse_scale():
     ):
         for limit in (240.0, 448.0):
             errors = [
-                (round_weight(weight, METHODS[m], limit, 0.5).dequantize() - weight).square().sum()
+                (round_weight(weight, SCALE_METHODS[m], limit, 0.5).dequantize() - weight)
+                .square()
+                .sum()
                 for m in (plain, searched)
             ]
             assert errors[1] <= errors[0]
@@ -153,7 +150,7 @@ def test_a_search_finds_no_worse_scale():
 def test_inputs_are_rounded_with_the_scale(table, limit, scale):
     torch.manual_seed(2)
     weight = torch.randn(32, 128) * 0.1
-    rounded = round_weight(weight, METHODS["maxabs_pow2"], limit, 0.5)
+    rounded = round_weight(weight, SCALE_METHODS["maxabs_pow2"], limit, 0.5)
     stored = Fp8Weight(
         numbers=rounded.numbers,
         scales=rounded.scales,

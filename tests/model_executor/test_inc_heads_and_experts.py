@@ -5,10 +5,11 @@ import torch
 
 from tests.model_executor.helpers import load
 from tests.model_executor.inc_models import measure, quantize, without, write
+from vllm.config.quantization.inc import SCALE_METHODS
 from vllm.model_executor.layers.stored.stored_experts import RoundedExperts
 from vllm.model_executor.layers.stored.stored_linear import StoredHead
 from vllm.model_executor.quantization.inc.files import find_file, read_file
-from vllm.model_executor.quantization.inc.scales import METHODS, round_weight
+from vllm.model_executor.quantization.inc.scales import round_weight
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
 from vllm.ops.native.operators import NativeOps
@@ -62,7 +63,7 @@ def test_heads_and_experts_take_part_as_the_lists_say(
     assert (type(experts.method) is RoundedExperts) == are_experts_fp8
     if not are_experts_fp8:
         return
-    method = METHODS[settings.get("scale_method", "maxabs_hw")]
+    method = SCALE_METHODS[settings.get("scale_method", "maxabs_hw")]
     weights = [
         torch.stack([round_weight(w, method, 448.0, 0.5).dequantize() for w in both])
         for both in (others.gate_up, others.down)

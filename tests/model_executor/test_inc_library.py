@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from tests.model_executor.inc_library import Model
-from vllm.config.quantization.inc import SCALE_METHODS
-from vllm.model_executor.quantization.inc.scales import METHODS, RANGES, input_scale, weight_scales
+from vllm.config.quantization.inc import MEASURED_SCALE_METHODS, SCALE_METHODS
+from vllm.model_executor.quantization.inc.scales import RANGES, input_scale, weight_scales
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("neural_compressor") is None,
     reason="neural-compressor-pt is not installed",
 )
 
-SAME = [m for m in SCALE_METHODS[:-2] if m not in ("unit_scale", "maxabs_pow2_opt_weight")]
+SAME = [m for m in MEASURED_SCALE_METHODS if m not in ("unit_scale", "maxabs_pow2_opt_weight")]
 """The library writes no file of unit scales, and searches other powers of two."""
 
 
@@ -35,7 +35,7 @@ def test_the_library_runs_on_the_simulated_card_with_the_same_scales(card):
     for method in SAME:
         assert max(found[method]["errors"]) < 0.1
         nodes, measured = (found[method][part]["Nodes"] for part in ("scales", "measured"))
-        rule = METHODS[method]
+        rule = SCALE_METHODS[method]
         for index, layer in enumerate(Model().layers):
             name = f"layers.{index}"
             largest = measured[name]["inputs"][0][0][0]

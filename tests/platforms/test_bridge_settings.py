@@ -16,7 +16,6 @@ from vllm.entrypoints.cli import collect_env
 from vllm.entrypoints.cli.main import main
 from vllm.entrypoints.shared.program import run_command
 from vllm.env.bridge import BRIDGE_SETTINGS, bridge_settings
-from vllm.executor.ray.utils import worker_environment
 from vllm.platforms.hpu import create_hpu_platform
 
 STUBS = Path(__file__).parents[1] / "stubs"
@@ -113,7 +112,7 @@ def test_a_child_process_tells_settings_of_its_engine_from_those_of_the_user(mon
     described["PT_HPU_WEIGHT_SHARING"] = "1 (user)"
     assert done.stdout == f"{described}\n"
     # Variables that Ray passes to its workers.
-    assert {*NAMES, envs.BRIDGE_SETTINGS_MARK} <= worker_environment().keys()
+    assert {*NAMES, envs.BRIDGE_SETTINGS_MARK} <= envs.passed_on().keys()
 
 
 def test_a_bridge_that_was_imported_before_may_have_missed_settings(

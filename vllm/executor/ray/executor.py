@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed import RankLayout, ranks_text
 from vllm.errors import CollectiveError, ConfigError
@@ -36,7 +37,6 @@ from vllm.executor.ray.utils import (
     import_ray,
     initialize_ray_cluster,
     leave_ray_cluster,
-    worker_environment,
 )
 from vllm.executor.ray.watch import WATCH_GROUP, ActorWatch, exit_reason
 from vllm.logger import init_logger
@@ -121,7 +121,7 @@ class RayExecutor(Executor):
         strategies = ray.util.scheduling_strategies
         more = {name: count for name, count in resources.items() if name != "CPU"}
         actor_class = ray.remote(concurrency_groups={WATCH_GROUP: 2})(RankActor)
-        variables = worker_environment()
+        variables = envs.passed_on()
         counts_threads = "OMP_NUM_THREADS" not in variables
         for bundle in placement.bundles:
             options = actor_class.options(

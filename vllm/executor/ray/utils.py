@@ -154,10 +154,3 @@ def leave_ray_cluster() -> None:
 
 def _processes_below() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
-
-
-def worker_environment() -> dict[str, str]:
-    """Return the environment variables of this process that are passed to workers on other
-    machines.
-    """
-    return envs.passed_on()
