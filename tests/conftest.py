@@ -14,7 +14,8 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -74,6 +75,31 @@ def pytest_collection(session: pytest.Session) -> None:
     """Turn off garbage collection during test collection, because nearly all objects are kept."""
     if _runs_tests(session.config):
         gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Leave out the cases of exhaustive tests while they are not run. There are thousands of them,
+    and making each one takes as long as running a short test.
+    """
+    chosen = metafunc.config.getoption("markexpr")
+    if " or " in chosen or not chosen.endswith("not exhaustive"):
+        return
+    parametrize = metafunc.parametrize
+
+    def without_exhaustive(names: Any, values: Iterable[Any], *args: Any, **options: Any) -> None:
+        values = list(values)
+        kept = [value for value in values if not _is_exhaustive(value)]
+        if kept and not isinstance(options.get("ids"), list | tuple):
+            values = kept
+        parametrize(names, values, *args, **options)
+
+    metafunc.parametrize = without_exhaustive  # type: ignore[method-assign]
+
+
+def _is_exhaustive(value: Any) -> bool:
+    marks = getattr(value, "marks", ())
+    return any(getattr(mark, "name", "") == "exhaustive" for mark in marks)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
