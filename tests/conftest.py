@@ -31,6 +31,9 @@ from vllm.utils.process.process_memory import keep_for_good
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# No garbage collection until the tests are collected, because nearly all objects are kept.
+gc.disable()
+
 # No test fails by chance: the generated examples are the same in each run, and a slow machine has
 # no time limit. `--hypothesis-profile default` generates new examples.
 settings.register_profile(
@@ -60,21 +63,17 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Limit the threads of each process. Test processes run in parallel, so more threads than cores
     would only wait for each other.
     """
-    if _runs_tests(session.config):
-        import torch
+    if not _runs_tests(session.config):
+        gc.enable()
+        return
+    import torch
 
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
 
 
 def _runs_tests(config: pytest.Config) -> bool:
     """Return False for the process that distributes the tests of pytest-xdist."""
     return config.getoption("dist", "no") == "no"
-
-
-def pytest_collection(session: pytest.Session) -> None:
-    """Turn off garbage collection during test collection, because nearly all objects are kept."""
-    if _runs_tests(session.config):
-        gc.disable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -117,7 +116,7 @@ def pytest_collection_finish() -> None:
     """
     gc.enable()
     gc.set_threshold(20_000, 20, 20)  # fewer collections of the many objects of each test
-    keep_for_good()
+    keep_for_good(collect=False)
     _pass_on_what_torch_logs()
 
 
