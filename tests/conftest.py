@@ -14,7 +14,8 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -29,6 +30,9 @@ from vllm.utils.process.process_memory import keep_for_good
 # compile the whole package again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# No garbage collection until the tests are collected, because nearly all objects are kept.
+gc.disable()
 
 # No test fails by chance: the generated examples are the same in each run, and a slow machine has
 # no time limit. `--hypothesis-profile default` generates new examples.
@@ -59,10 +63,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Limit the threads of each process. Test processes run in parallel, so more threads than cores
     would only wait for each other.
     """
-    if _runs_tests(session.config):
-        import torch
+    if not _runs_tests(session.config):
+        gc.enable()
+        return
+    import torch
 
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
 
 
 def _runs_tests(config: pytest.Config) -> bool:
@@ -70,10 +76,29 @@ def _runs_tests(config: pytest.Config) -> bool:
     return config.getoption("dist", "no") == "no"
 
 
-def pytest_collection(session: pytest.Session) -> None:
-    """Turn off garbage collection during test collection, because nearly all objects are kept."""
-    if _runs_tests(session.config):
-        gc.disable()
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Leave out the cases of exhaustive tests while they are not run. There are thousands of them,
+    and making each one takes as long as running a short test.
+    """
+    chosen = metafunc.config.getoption("markexpr")
+    if " or " in chosen or not chosen.endswith("not exhaustive"):
+        return
+    parametrize = metafunc.parametrize
+
+    def without_exhaustive(names: Any, values: Iterable[Any], *args: Any, **options: Any) -> None:
+        values = list(values)
+        kept = [value for value in values if not _is_exhaustive(value)]
+        if kept and not isinstance(options.get("ids"), list | tuple):
+            values = kept
+        parametrize(names, values, *args, **options)
+
+    metafunc.parametrize = without_exhaustive  # type: ignore[method-assign]
+
+
+def _is_exhaustive(value: Any) -> bool:
+    marks = getattr(value, "marks", ())
+    return any(getattr(mark, "name", "") == "exhaustive" for mark in marks)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -91,7 +116,7 @@ def pytest_collection_finish() -> None:
     """
     gc.enable()
     gc.set_threshold(20_000, 20, 20)  # fewer collections of the many objects of each test
-    keep_for_good()
+    keep_for_good(collect=False)
     _pass_on_what_torch_logs()
 
 

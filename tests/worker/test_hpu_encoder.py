@@ -191,7 +191,7 @@ def test_without_a_warm_up_a_size_compiles_once_and_is_preferred_to_one_that_is_
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_an_encoder_that_has_slept_encodes_as_before_and_compiles_nothing(level, qwen):
-    with simulated_hpu(**LAZY) as bridge:
+    with simulated_hpu(has_profiling_run=False, **LAZY) as bridge:
         llm = LLM(qwen, **ENGINE, enable_sleep_mode=True)
         config, encoder = llm.llm_engine.vllm_config, runner_of(llm).encoder
         items = items_of(config, [(64, 80), (200, 30)])

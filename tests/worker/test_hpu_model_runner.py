@@ -5,6 +5,7 @@ recompilation.
 import pytest
 import torch
 
+from tests.exhaustive import exhaustive
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, captured_log, simulated_hpu
 from tests.reach import runner_of
 from vllm import LLM, SamplingParams
@@ -22,7 +23,7 @@ def generate(llm: LLM, *lengths: int) -> None:
 
 @pytest.mark.parametrize(
     "mode",
-    [m if m != "torch.compile" else pytest.param(m, marks=pytest.mark.exhaustive) for m in MODES],
+    [m if m in ("HPU graphs", "eager") else exhaustive(m) for m in MODES],
 )
 def test_without_warm_up_every_shape_is_named_once(mode):
     is_lazy, is_eager = MODES[mode]
@@ -93,7 +94,8 @@ def test_a_graph_ends_after_so_many_layers(layers, mode, monkeypatch):
 def test_a_full_warm_up_makes_a_later_compilation_an_error():
     variables = FEW_BUCKETS | {"VLLM_FULL_WARMUP": 1}
     with simulated_hpu(has_profiling_run=False, **variables) as bridge, captured_log():
-        llm = LLM(**SMALL_ENGINE)
+        # With large blocks, the contexts of prompts have two sizes to compile instead of four.
+        llm = LLM(**SMALL_ENGINE | {"block_size": 64})
         before = bridge.counters().compilations
         generate(llm, 20, 70)
         assert bridge.counters().compilations == before

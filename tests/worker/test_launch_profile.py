@@ -19,7 +19,7 @@ def start(mode: str, folder: Path, **variables: object) -> tuple[str, list[str]]
     """Start an engine that profiles. Returns its error, and its log."""
     is_lazy, is_eager = MODES[mode]
     variables |= {"PT_HPU_LAZY_MODE": is_lazy, "VLLM_TORCH_PROFILER_DIR": folder, **FEW_BUCKETS}
-    with simulated_hpu(**variables), captured_log() as lines:
+    with simulated_hpu(has_profiling_run=False, **variables), captured_log() as lines:
         with pytest.raises(ConfigError) as error:
             LLM(**SMALL_ENGINE, enforce_eager=is_eager)
         return str(error.value), lines

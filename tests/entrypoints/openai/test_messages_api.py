@@ -4,10 +4,8 @@ import asyncio
 import json
 
 import pytest
-from anthropic.lib.streaming._messages import accumulate_event
-from anthropic.types import RawMessageStreamEvent
-from pydantic import TypeAdapter
 
+from tests.entrypoints.openai.anthropic_client import accumulate
 from tests.entrypoints.openai.scripted_engine import (
     ODD_VALUES,
     ScriptedEngine,
@@ -21,7 +19,6 @@ from vllm.entrypoints.anthropic.protocol import MessagesRequest
 from vllm.errors import CapacityError, EngineDeadError, RequestTimeoutError
 
 PATH = "/v1/messages"
-EVENTS = TypeAdapter(RawMessageStreamEvent)
 SOURCE = {"type": "url", "url": "http://pictures.example/a.png"}
 TOOL = {"name": "add", "input_schema": {"type": "object"}}
 USER = {"role": "user", "content": "hi"}
@@ -48,14 +45,9 @@ def read_events(response):
     return events
 
 
-def accumulate(events):
-    """Return the message that the official client builds from a stream."""
-    snapshot, buffers = None, {}
-    for event in events:
-        if event["type"] != "ping":
-            parsed = EVENTS.validate_python(event)
-            snapshot = accumulate_event(event=parsed, current_snapshot=snapshot, json_bufs=buffers)
-    return snapshot.to_dict(exclude_unset=True)
+def accumulated(events):
+    """Return the message that the official client builds from a stream, as JSON."""
+    return accumulate(events).to_dict(exclude_unset=True)
 
 
 def without_ids(message):
@@ -91,7 +83,7 @@ def test_the_streamed_message_is_the_unstreamed_one(pieces, settings, fields, st
     assert whole.status_code == 200
     assert whole.json()["stop_reason"] == stop
     events = read_events(post(client, **fields, stream=True))
-    streamed = without_ids(accumulate(events))
+    streamed = without_ids(accumulated(events))
     wanted = without_ids(whole.json())
     assert {name: streamed[name] for name in wanted} == wanted
     assert wanted["usage"]["output_tokens"] == len(pieces) + 1
@@ -182,7 +174,7 @@ def test_a_damaged_call_is_the_same_in_a_stream(arguments):
     whole = post(client, tools=[TOOL]).json()
     (block,) = [block for block in whole["content"] if block["type"] == "tool_use"]
     assert block["input"] != {}
-    streamed = accumulate(read_events(post(client, tools=[TOOL], stream=True)))
+    streamed = accumulated(read_events(post(client, tools=[TOOL], stream=True)))
     assert without_ids(streamed)["content"] == without_ids(whole)["content"]
 
 

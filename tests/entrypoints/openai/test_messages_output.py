@@ -5,18 +5,14 @@ from them.
 import json
 
 import pytest
-from anthropic.lib.streaming._messages import accumulate_event
-from anthropic.types import RawMessageStreamEvent
-from pydantic import TypeAdapter
 
+from tests.entrypoints.openai.anthropic_client import accumulate
 from tests.loops import loop_over
 from vllm.entrypoints.anthropic.output import (
     MessageWriter,
     describe_stop,
     describe_usage,
 )
-
-EVENTS = TypeAdapter(RawMessageStreamEvent)
 
 
 def call(index, arguments, **first):
@@ -34,16 +30,6 @@ def write(writer, *parts, stop=("end_turn", None)):
     for kind, delta in parts:
         events += add[kind](delta)
     return events + writer.finish(*stop, describe_usage(5, 4, 2))
-
-
-def accumulate(events):
-    """Return the message that the official client builds from a stream."""
-    snapshot, buffers = None, {}
-    for event in events:
-        if event["type"] != "ping":
-            parsed = EVENTS.validate_python(event)
-            snapshot = accumulate_event(event=parsed, current_snapshot=snapshot, json_bufs=buffers)
-    return snapshot
 
 
 PARTS = {
