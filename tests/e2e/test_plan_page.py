@@ -59,7 +59,7 @@ def test_a_replay_has_its_percentiles_on_the_page(page, tmp_path):
     page.open(file.as_uri(), width=400)
     assert page.text("#about").startswith("fp8 weights, bfloat16, on 1 gaudi2 card")
     text = page.text("#replay")
-    assert "In the buckets chosen for it" in text
+    assert "With the buckets chosen for this traffic" in text
     assert "3 requests, 1 per second" in text and "KV cache in use: " in text
     assert "At the highest rate at which 90 % of the requests meet the goals" in text
     assert page.evaluate("document.querySelectorAll('#replay tbody tr').length") == 6

@@ -87,8 +87,8 @@ function showThroughput(speeds) {
   }
   metrics.querySelector("input").checked = true;
   Curves.draw(byId("curves"), speeds, "tokens_per_s");
-  showText("throughput-note", `Requests of ${count(speeds[0].output_tokens)} output tokens, always so `
-    + "many at a time. The band holds 80 % of the published runs that are most alike.");
+  showText("throughput-note", `Each request has ${count(speeds[0].output_tokens)} output tokens. `
+    + "The band contains 80 % of the most similar published runs.");
   const reasons = new Set(speeds.flatMap((speed) => speed.outside_of_published_data));
   byId("outside").hidden = !reasons.size;
   showText("outside", `Outside of published data (${[...reasons].join(", ")}): the band is a factor of `
@@ -142,7 +142,7 @@ if (plan.throughput.length) showThroughput(plan.throughput);
 byId("replay").hidden = !plan.traffic?.replay;
 if (plan.traffic?.replay) {
   const {replay, at_goals: atGoals} = plan.traffic;
-  showReplay("In the buckets chosen for it", replay);
+  showReplay("With the buckets chosen for this traffic", replay);
   if (atGoals) {
     const missed = "At no rate do 90 % of the requests meet the goals; at the lowest one tried";
     showReplay(atGoals.is_met ? "At the highest rate at which 90 % of the requests meet the goals" : missed, atGoals);
@@ -151,7 +151,7 @@ if (plan.traffic?.replay) {
 byId("buckets").hidden = !plan.buckets.length;
 if (plan.buckets.length) {
   const {traffic} = plan;
-  const share = (padding) => traffic ? `, ${percent(padding)} % of padding in this traffic` : "";
+  const share = (padding) => traffic ? `: ${percent(padding)} % of the device time of this traffic is padding` : "";
   showBuckets(`${count(plan.buckets.length)} buckets of the engine${share(traffic?.present_padding)}`,
     plan.buckets, plan.bucket_s, traffic?.shapes ?? [], [plan.completed, ...traffic?.notes ?? []].filter(Boolean));
   if (traffic) {
