@@ -1,5 +1,5 @@
-"""Test moving blocks of running requests to lower ids on the simulated card: outputs are those of
-the CPU, which moves none.
+"""Test moving blocks of running requests to lower ids on the simulated card: outputs equal the
+outputs of the CPU, which moves none.
 """
 
 import random
