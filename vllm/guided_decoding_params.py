@@ -23,7 +23,7 @@ REQUEST_FIELDS = {
 """Name of a request's own field -> field of `GuidedDecodingParams`."""
 
 
-INTERNAL_FIELDS = ("field", "start")
+INTERNAL_FIELDS = ("field", "start", "is_strict")
 """Fields of `GuidedDecodingParams` that no user sets."""
 
 
@@ -84,6 +84,8 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
         disable_fallback: raise an error for features that the backend does not enforce.
         field: the user's field with this value, for errors; None: this class.
         start: where the grammar begins; None: at the beginning of the output.
+        is_strict: refuse keywords of a JSON schema that cannot be enforced. A server leaves them
+            out if the API that it serves accepts them.
 
     Raises:
         RequestError: (a ValueError) more than one kind is set. The content is checked with the
@@ -103,6 +105,7 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
     disable_fallback: bool = False
     field: str | None = None
     start: GrammarStart | None = None
+    is_strict: bool = True
 
     def __post_init__(self) -> None:
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
