@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pydantic
 import pytest
 
 from vllm.errors import RequestError
@@ -243,6 +244,15 @@ def test_structured_outputs_is_another_name_of_guided_decoding():
     ):
         with pytest.raises(ValueError, match=r"both given|no field 'regexp'|got str|one kind"):
             SamplingParams(**wrong)
+
+
+def test_a_schema_may_be_a_class_of_pydantic():
+    model = pydantic.create_model("City", name=(str, ...))
+    for params in (
+        GuidedDecodingParams(json=model),
+        SamplingParams(guided_decoding={"json": model}).guided_decoding,
+    ):
+        assert params.json == model.model_json_schema()
 
 
 def test_guided_decoding_takes_one_kind():

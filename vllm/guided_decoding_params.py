@@ -71,7 +71,7 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
     At most one of json, regex, choice, grammar, json_object and structural_tag may be set.
 
     Args:
-        json: a JSON schema, or its text.
+        json: a JSON schema, its text, or a model class of pydantic.
         regex: a pattern of Python's `re` that matches the whole output.
         choice: the output is one of these.
         grammar: EBNF with a rule `root`, or Lark with a rule `start`.
@@ -92,7 +92,7 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
             request.
     """
 
-    json: str | dict[str, Any] | None = None
+    json: Any = None  # str, dict, or a class
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -108,6 +108,8 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
     is_strict: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.json, type) and hasattr(self.json, "model_json_schema"):
+            self.json = self.json.model_json_schema()
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
         if len(given) > 1:
             raise RequestError(

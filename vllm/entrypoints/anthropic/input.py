@@ -273,8 +273,8 @@ def _read_image(where: str, block: Mapping[str, Any]) -> Part:
     media_type = read_string(where, source, "media_type")
     if not _IMAGE_TYPE.fullmatch(media_type):
         raise RequestError(
-            f"{where}.media_type must be the type of an image, such as image/png; "
-            f"got {show_value(media_type)}",
+            f"{where}.media_type must be the type of an image, such as image/png, got "
+            f"{media_type!r:.80}",
             param=f"{where}.media_type",
         )
     data = read_string(where, source, "data")
