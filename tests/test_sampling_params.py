@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pydantic
 import pytest
 
 from vllm.errors import RequestError
@@ -76,7 +77,7 @@ def test_defaults_are_those_of_the_api():
         ("frequency_penalty", [-2, 0, 2, 1.5], [-2.01, 2.01, math.nan, -math.inf, "1", None]),
         ("repetition_penalty", [0.01, 1, 5], [0, -1, math.nan, math.inf, "1"]),
         ("temperature", [0, 0.01, 1, 100], [-0.01, -1, math.nan, math.inf, "hot"]),
-        ("top_p", [0.001, 0.5, 1], [0, -0.5, 1.01, math.nan]),
+        ("top_p", [0, 0.001, 0.5, 1], [-0.5, 1.01, math.nan]),
         ("top_k", [-1, 0, 1, 100_000], [-2, -100]),
         ("min_p", [0, 0.5, 1], [-0.01, 1.01, math.nan]),
         ("seed", [0, 1, -5, 2**63 - 1, -(2**63)], [2**63, -(2**63) - 1, 1.5]),
@@ -243,6 +244,15 @@ def test_structured_outputs_is_another_name_of_guided_decoding():
     ):
         with pytest.raises(ValueError, match=r"both given|no field 'regexp'|got str|one kind"):
             SamplingParams(**wrong)
+
+
+def test_a_schema_may_be_a_class_of_pydantic():
+    model = pydantic.create_model("City", name=(str, ...))
+    for params in (
+        GuidedDecodingParams(json=model),
+        SamplingParams(guided_decoding={"json": model}).guided_decoding,
+    ):
+        assert params.json == model.model_json_schema()
 
 
 def test_guided_decoding_takes_one_kind():

@@ -23,7 +23,7 @@ REQUEST_FIELDS = {
 """Name of a request's own field -> field of `GuidedDecodingParams`."""
 
 
-INTERNAL_FIELDS = ("field", "start")
+INTERNAL_FIELDS = ("field", "start", "is_strict")
 """Fields of `GuidedDecodingParams` that no user sets."""
 
 
@@ -71,7 +71,7 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
     At most one of json, regex, choice, grammar, json_object and structural_tag may be set.
 
     Args:
-        json: a JSON schema, or its text.
+        json: a JSON schema, its text, or a model class of pydantic.
         regex: a pattern of Python's `re` that matches the whole output.
         choice: the output is one of these.
         grammar: EBNF with a rule `root`, or Lark with a rule `start`.
@@ -84,13 +84,15 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
         disable_fallback: raise an error for features that the backend does not enforce.
         field: the user's field with this value, for errors; None: this class.
         start: where the grammar begins; None: at the beginning of the output.
+        is_strict: refuse keywords of a JSON schema that cannot be enforced. A server leaves them
+            out if the API that it serves accepts them.
 
     Raises:
         RequestError: (a ValueError) more than one kind is set. The content is checked with the
             request.
     """
 
-    json: str | dict[str, Any] | None = None
+    json: Any = None  # str, dict, or a class
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -103,8 +105,11 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
     disable_fallback: bool = False
     field: str | None = None
     start: GrammarStart | None = None
+    is_strict: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.json, type) and hasattr(self.json, "model_json_schema"):
+            self.json = self.json.model_json_schema()
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
         if len(given) > 1:
             raise RequestError(

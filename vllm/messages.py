@@ -67,6 +67,8 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """Hash of the other fields: equal grammars have equal keys."""
     vocabulary_key: bytes
     """Key of the vocabulary that it was compiled for."""
+    left_out: tuple[str, ...] = ()
+    """Parts of its JSON schema that it does not enforce."""
 
 
 class TokenEmbeddings(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,8 @@ from vllm.guided_decoding_params import (
     read_guided_decoding,
 )
 
+_LEAST_TOP_P = 1e-6
+"""Used for smaller values. At least one token is always kept, and OpenAI's API accepts 0."""
 _SAMPLING_EPS = 1e-5
 _MIN_TEMPERATURE = 0.01
 _MAX_BIAS = 100.0
@@ -151,7 +153,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             prompt or output; above 0, 1 is off (CTRL, arXiv:1909.05858). A prompt of embeddings
             has no tokens: as in transformers, only the output counts.
         temperature: divides the logits; 0 is greedy.
-        top_p: keep the smallest set of tokens with this probability; (0, 1] (arXiv:1904.09751).
+        top_p: keep the smallest set of tokens with this probability; [0, 1] (arXiv:1904.09751). 0
+            keeps only the most likely token.
         top_k: keep the k most likely tokens; 0 or -1 is off.
         min_p: drop tokens whose probability is below this fraction of the most likely token's;
             [0, 1] (arXiv:2407.01082).
@@ -192,7 +195,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     frequency_penalty: Annotated[float, NumberRange(-2, at_most=2, set_by=_OF_REQUESTS)] = 0.0
     repetition_penalty: Annotated[float, NumberRange(above=0, set_by=Interface.ALL)] = 1.0
     temperature: Annotated[float, NumberRange(at_least=0, set_by=Interface.ALL)] = 1.0
-    top_p: Annotated[float, NumberRange(above=0, at_most=1, set_by=Interface.ALL)] = 1.0
+    top_p: Annotated[float, NumberRange(at_least=0, at_most=1, set_by=Interface.ALL)] = 1.0
     top_k: Annotated[int, NumberRange(at_least=-1, set_by=Interface.ALL)] = 0
     min_p: Annotated[float, NumberRange(at_least=0, at_most=1, set_by=Interface.ALL)] = 0.0
     seed: Annotated[
@@ -228,6 +231,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         self._check_numbers()
         self.check_ranking()
         self._check_lists()
+        self.top_p = max(self.top_p, _LEAST_TOP_P)
         if self.temperature < _SAMPLING_EPS:
             if self.num_sampled > 1:
                 name = "n" if self.n > 1 else "best_of"

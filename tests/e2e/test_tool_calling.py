@@ -103,6 +103,7 @@ def test_allowed_tools_are_the_only_ones_that_are_called(client):
 UNIQUE = {"type": "array", "uniqueItems": True}
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
 NAMED = {"type": "function", "function": {"name": "f"}}
+STRICT_UNIQUE = {"name": "f", "parameters": UNIQUE, "strict": True}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ NAMED = {"type": "function", "function": {"name": "f"}}
                 **CHAT,
                 "response_format": {
                     "type": "json_schema",
-                    "json_schema": {"name": "a", "schema": UNIQUE},
+                    "json_schema": {"name": "a", "schema": UNIQUE, "strict": True},
                 },
             },
             "response_format",
@@ -127,7 +128,7 @@ NAMED = {"type": "function", "function": {"name": "f"}}
             "/chat/completions",
             {
                 **CHAT,
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": UNIQUE}}],
+                "tools": [{"type": "function", "function": STRICT_UNIQUE}],
                 "tool_choice": NAMED,
             },
             "tools",
@@ -136,7 +137,14 @@ NAMED = {"type": "function", "function": {"name": "f"}}
             "/responses",
             {
                 "input": "x",
-                "text": {"format": {"type": "json_schema", "name": "a", "schema": UNIQUE}},
+                "text": {
+                    "format": {
+                        "type": "json_schema",
+                        "name": "a",
+                        "schema": UNIQUE,
+                        "strict": True,
+                    }
+                },
             },
             "text.format",
         ),
@@ -150,3 +158,16 @@ def test_a_form_that_cannot_be_enforced_is_refused_by_the_name_of_its_field(
         client.post(path, body=body, cast_to=object)
     assert failure.value.param == field
     assert failure.value.body["message"].startswith(f"{field}")
+
+
+@pytest.mark.parametrize("strict", [{}, {"strict": None}, {"strict": False}], ids=str)
+def test_a_schema_that_is_not_strict_is_enforced_as_far_as_possible(client, strict):
+    form = {"type": "json_schema", "json_schema": {"schema": UNIQUE, **strict}}
+    body = {**CHAT, "max_tokens": 8, "response_format": form}
+    answer = client.post("/chat/completions", body=body, cast_to=object)
+    assert answer["choices"][0]["message"]["content"].lstrip().startswith("[")
+    tool = {"type": "function", "function": {"name": "f", "parameters": UNIQUE, **strict}}
+    body = {**CHAT, "max_tokens": 8, "tools": [tool], "tool_choice": NAMED}
+    answer = client.post("/chat/completions", body=body, cast_to=object)
+    [call] = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["arguments"].lstrip().startswith("[")

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 TEXT = {"type": "text", "text": "What is it?"}
 SOUND = {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}
-REFUSED = "must have the type 'text' or 'image_url' or 'video_url', as this model reads text and"
+REFUSED = 'must have the type "text" or "image_url" or "video_url", as this model reads text and'
 
 
 def video_part(file, **fields):

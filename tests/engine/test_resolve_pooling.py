@@ -37,6 +37,9 @@ def pooler(folder: Path, **settings: Any) -> PoolerConfig:
         ("XLMRobertaModel", {}, {"task": "embedding"}, ("embed", "CLS", "normalize", False)),
         ("LlamaModel", {}, {}, ("embed", "LAST", "normalize", True)),
         ("Qwen2ForCausalLM", {}, {"task": "embed"}, ("embed", "LAST", "normalize", True)),
+        ("Qwen2ForCausalLM", {}, {"runner": "pooling"}, ("embed", "LAST", "normalize", True)),
+        ("BertModel", {}, {"runner": "pooling"}, ("embed", "CLS", "normalize", False)),
+        ("LlamaModel", {}, {"convert": "embed"}, ("embed", "LAST", "normalize", True)),
         ("BertForSequenceClassification", {}, {}, ("classify", "CLS", "softmax", False)),
         ("RobertaForSequenceClassification", {}, {}, ("score", "CLS", "sigmoid", False)),
         (
@@ -100,12 +103,17 @@ def test_flags_of_the_command_line_say_the_same():
     flags = ["--task", "embed", "--override-pooler-config", '{"pooling_type": "MEAN"}']
     args = EngineArgs.from_cli_args(parser.parse_args(flags))
     assert (args.task, args.override_pooler_config) == ("embed", {"pooling_type": "MEAN"})
+    args = EngineArgs.from_cli_args(parser.parse_args(["--runner", "pooling"]))
+    assert args.task == "pooling"
 
 
 @pytest.mark.parametrize(
     ("architecture", "settings", "message"),
     [
         ("BertModel", {"task": "generate"}, "available: embed"),
+        ("BertModel", {"runner": "generate"}, "available: embed"),
+        ("BertModel", {"runner": "draft"}, "runner must be one of auto, generate, pooling, got"),
+        ("BertModel", {"task": "classify", "convert": "embed"}, "leave one out"),
         ("BertModel", {"task": "classify"}, "available: embed"),
         ("BertForSequenceClassification", {"task": "score"}, "available: classify"),
         ("Qwen2ForCausalLM", {"task": "reward"}, "available: generate, embed"),

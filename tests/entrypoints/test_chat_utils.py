@@ -69,20 +69,23 @@ def test_the_messages_of_the_caller_are_not_changed():
     ("messages", "message"),
     [
         ([], "messages must not be empty"),
-        ("hi", "messages must be a list of messages, got str"),
-        (USER, "messages must be a list of messages, got dict"),
-        (["hi"], "messages[0] must be a dict with role and content, got str"),
-        ([{"content": "a"}], "messages[0] needs a role, got None"),
+        ("hi", 'messages must be a list of messages, got "hi"'),
+        (USER, "messages must be a list of messages, got an object"),
+        (["hi"], 'messages[0] must be an object with role and content, got "hi"'),
+        ([{"content": "a"}], "messages[0] needs a role, got null"),
         ([USER, {"role": "user"}], "messages[1] has no content"),
         ([{"role": "user", "content": 5}], "messages[0].content must be a string or a list"),
-        ([{"role": "user", "content": [5]}], "messages[0].content[0] must be a dict with a type"),
+        (
+            [{"role": "user", "content": [5]}],
+            "messages[0].content[0] must be an object with a type",
+        ),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            "must have the type 'text', as this model reads text only; got 'image_url'",
+            'must have the type "text", as this model reads text only; got "image_url"',
         ),
         (
             [{"role": "user", "content": [{"type": "text"}]}],
-            "messages[0].content[0].text must be a string, got NoneType",
+            "messages[0].content[0].text must be a string, got null",
         ),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
@@ -90,11 +93,11 @@ def test_the_messages_of_the_caller_are_not_changed():
         ),
         (
             [{"role": "assistant", "tool_calls": ["f"]}],
-            "messages[0].tool_calls[0] must be a dict with a function",
+            "messages[0].tool_calls[0] must be an object with a function",
         ),
         (
             [{"role": "assistant", "tool_calls": {"function": {"name": "f"}}}],
-            "messages[0].tool_calls must be a list, got dict",
+            "messages[0].tool_calls must be a list, got an object",
         ),
         (
             [{"role": "assistant", "function_call": {"arguments": "{}"}}],

@@ -343,6 +343,21 @@ CASES = {
     ),
     "reasoning": (THOUGHTS, [message("assistant", "", reasoning="t")], "t|t|t;"),
     "reasoning_content": (THOUGHTS, [message("assistant", "", reasoning_content="t")], "t|t|t;"),
+    "thoughts of Mistral in parts": (
+        THOUGHTS,
+        [message("assistant", [{"type": "thinking", "thinking": parts("t")}, *parts("a")])],
+        "t|t|t;a",
+    ),
+    "thoughts of Anthropic in parts": (
+        THOUGHTS,
+        [message("assistant", [{"type": "thinking", "thinking": "t", "signature": "s"}])],
+        "t|t|t;",
+    ),
+    "parts that are reasoning": (
+        ANY_ROLE,
+        [USER, message("assistant", [{"type": "reasoning", "text": "t"}, *parts("a")])],
+        "user=u;assistant=a;",
+    ),
     "two names of thoughts": (
         THOUGHTS,
         [message("assistant", "", reasoning_content="", reasoning="t")],

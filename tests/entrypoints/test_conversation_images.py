@@ -379,17 +379,17 @@ def test_a_program_may_name_a_relative_path():
         ({"type": "image", "image": [1, 2]}, ".image must be the URL of an image"),
         (
             {"type": "audio_embeds", "audio_embeds": "AA"},
-            "must have the type 'image_url', as embeddings of sounds are not accepted",
+            'must have the type "image_url", as embeddings of sounds are not accepted',
         ),
         (
             {"type": "input_audio", "input_audio": {}},
-            "must have the type 'text' or 'image_url', as this model reads text and images only",
+            'must have the type "text" or "image_url", as this model reads text and images only',
         ),
         (
             {"type": "video_url", "video_url": {}},
-            "must have the type 'text' or 'image_url', as this model reads text and images only",
+            'must have the type "text" or "image_url", as this model reads text and images only',
         ),
-        ({"type": "document"}, "has the type 'document', which is not known"),
+        ({"type": "document"}, 'has the type "document", which is not known'),
     ],
 )
 def test_a_wrong_part_is_refused_with_its_place(part, message_):

@@ -120,7 +120,7 @@ def test_media_next_to_the_content_of_a_message_are_refused():
         ({"type": "input_audio", "input_audio": {"data": 5}}, "whose data is the base64 text"),
         (
             {"type": "input_audio", "input_audio": {"data": "AA", "format": "a/b"}},
-            ".input_audio.format must be the name of a format, such as wav or mp3, got 'a/b'",
+            '.input_audio.format must be the name of a format, such as wav or mp3, got "a/b"',
         ),
         ({"type": "audio_url", "audio_url": {}}, ".audio_url.url must be the URL of a sound"),
         ({"type": "video_url", "video_url": "a.mp4"}, "must begin with http"),
@@ -139,11 +139,11 @@ def test_a_wrong_part_of_a_client_is_refused_with_its_place(part, message_):
 @pytest.mark.parametrize(
     ("limits", "reads"),
     [
-        ({}, "must have the type 'text', as this model reads text only"),
-        ({"audio": 1}, "'text' or 'input_audio', as this model reads text and sounds only"),
+        ({}, 'must have the type "text", as this model reads text only'),
+        ({"audio": 1}, '"text" or "input_audio", as this model reads text and sounds only'),
         (
             {"image": 1, "audio": 1},
-            "'text' or 'image_url' or 'input_audio', as this model reads text and images",
+            '"text" or "image_url" or "input_audio", as this model reads text and images',
         ),
     ],
 )

@@ -2,9 +2,15 @@
 
 import dataclasses
 import io
+import itertools
+import sys
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
+import torch
 from tqdm import tqdm
 
 from tests.engine.fakes import make_config
@@ -134,6 +140,50 @@ def test_bad_arguments_are_refused_with_what_is_wrong(arguments, message):
     with pytest.raises(ValueError, match=message):
         make_llm(core).generate(**{"prompts": ["a", "b"], "use_tqdm": False, **arguments})
     assert not core.added
+
+
+@pytest.mark.parametrize(
+    ("prompts", "token_ids"),
+    [
+        (np.array([5, 6]), [[5, 6]]),
+        (np.array([[5, 6], [7, 8]]), [[5, 6], [7, 8]]),
+        (({"prompt_token_ids": each} for each in (np.array([5]), [6])), [[5], [6]]),
+        ([{"prompt_token_ids": torch.tensor([5, 6])}], [[5, 6]]),
+    ],
+    ids=["array", "matrix", "generator", "tensor"],
+)
+def test_prompts_may_be_arrays_and_generators(prompts, token_ids):
+    outputs = make_llm().generate(prompts, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == token_ids
+
+
+def test_several_threads_may_use_one_object(monkeypatch):
+    """A step of one thread must not begin while a run of another thread has not ended."""
+    llm, owners = make_llm(), []
+    step = llm.llm_engine.step
+
+    def recorded_step():
+        owners.append(threading.get_ident())
+        return step()
+
+    monkeypatch.setattr(llm.llm_engine, "step", recorded_step)
+    texts = [chr(ord("a") + i) for i in range(16)]
+    params = SamplingParams(max_tokens=20)
+    start = threading.Barrier(len(texts))
+
+    def run(text):
+        start.wait()
+        return llm.generate([text] * 3, params, use_tqdm=False)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(len(texts)) as pool:
+            found = list(pool.map(run, texts))
+    finally:
+        sys.setswitchinterval(interval)
+    assert [[output.prompt for output in each] for each in found] == [[t] * 3 for t in texts]
+    assert len(list(itertools.groupby(owners))) == len(texts)
 
 
 def test_each_prompt_gets_its_priority():
@@ -357,6 +407,16 @@ def test_beams_come_best_first_with_prompt_output_and_text():
     assert best.cum_logprob == pytest.approx(-1.5)
     assert best.cum_logprob > other.cum_logprob
     assert best.text == byte_level().decode(best.tokens)
+
+
+def test_beam_search_needs_its_own_parameters():
+    with pytest.raises(RequestError, match="params must be BeamSearchParams, got SamplingParams"):
+        make_llm().beam_search(["a"], SamplingParams())
+
+
+def test_a_tool_that_is_a_function_of_python_is_refused():
+    with pytest.raises(RequestError, match=r"tools\[0\] must be the description of a tool"):
+        make_llm().chat([{"role": "user", "content": "a"}], tools=[print], use_tqdm=False)
 
 
 def test_a_bad_prompt_ends_beam_search_before_anything_runs():

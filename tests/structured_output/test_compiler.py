@@ -131,7 +131,7 @@ def test_the_backend_is_chosen_by_what_is_asked(compiler, asked, backend):
     ("asked", "param", "message"),
     [
         ({}, "guided_decoding", "is empty: set one of"),
-        ({"json": 3}, "guided_decoding.json", "must be JSON text or an object, got int"),
+        ({"json": 3}, "guided_decoding.json", "must be JSON text or an object, got 3"),
         ({"json": "{"}, "guided_decoding.json", "not JSON"),
         ({"json": '{"const": NaN}'}, "guided_decoding.json", "NaN is not a JSON number"),
         ({"json": {"a": {1}}}, "guided_decoding.json", "not JSON"),
@@ -164,7 +164,7 @@ def test_the_backend_is_chosen_by_what_is_asked(compiler, asked, backend):
             "guided_decoding.json",
             "the fallback is disabled",
         ),
-        ({"regex": 3}, "guided_decoding.regex", "must be a string, got int"),
+        ({"regex": 3}, "guided_decoding.regex", "must be a string, got 3"),
         ({"regex": "(a"}, "guided_decoding.regex", "not a regular expression"),
         ({"regex": "a" * 40_000}, "guided_decoding.regex", "40000 bytes; at most 32768"),
         ({"regex": "\ud800"}, "guided_decoding.regex", "not valid text"),

@@ -62,7 +62,9 @@ ENFORCED: list[tuple[str, Any]] = [
     (L, {"type": "integer", "anyOf": [{"minimum": 3}, {"maximum": -3}]}),
     (L, {"type": "string", "enum": ["a", 1]}),
     (L, {"$ref": "#/$defs/x", "$defs": {"x": INTEGER}, "minimum": 4}),
-    (L, {"$ref": "#/definitions/a~1b", "definitions": {"a/b": INTEGER}}),
+    (X, {"$ref": "#/definitions/a~1b", "definitions": {"a/b": INTEGER}}),
+    (X, {"$ref": "#/$defs/A[int]", "$defs": {"A[int]": INTEGER, "A_int_": {"type": "null"}}}),
+    (X, {"$ref": "#/$defs/Pick%3CA%2C%22b%22%3E", "$defs": {'Pick<A,"b">': INTEGER}}),
     (L, {"$ref": "#q", "$defs": {"x": {"$anchor": "q", **INTEGER}}}),
     (L, {"type": "object", "properties": {"a": False}}),
     *(
@@ -124,9 +126,57 @@ def test_older_drafts_are_understood(schema, draft):
 
 
 @pytest.mark.parametrize(
+    ("schema", "meaning"),
+    [
+        ({"type": "INTEGER", "minimum": 3}, {"type": "integer", "minimum": 3}),
+        ({**INTEGER, "maximum": None, "format": None, "enum": None, "$ref": None}, INTEGER),
+        ({"const": None, "default": None, "title": None}, {"const": None, "default": None}),
+        ({"type": ["STRING", "Null"], "$defs": None}, {"type": ["string", "null"]}),
+        (
+            {"type": "array", "items": INTEGER, "minItems": 1.0, "maxItems": 2.0},
+            {"type": "array", "items": INTEGER, "minItems": 1, "maxItems": 2},
+        ),
+    ],
+    ids=str,
+)
+def test_what_programs_write_for_nothing_is_read_as_nothing(schema, meaning):
+    assert PreparedSchema(schema).schema == PreparedSchema(meaning).schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "rest", "left_out"),
+    [
+        ({"type": "array", "uniqueItems": True}, {"type": "array"}, "'uniqueItems' of the schema"),
+        ({"items": {"not": INTEGER}}, {"items": {}}, "'not' of 'items' of the schema"),
+        ({"if": {}, "then": INTEGER, "else": INTEGER}, {}, "'if' of the schema"),
+        ({"contains": INTEGER, "minContains": 2}, {}, "'contains' of the schema"),
+        ({"type": "string", "pattern": "(?=a)b"}, {"type": "string"}, "'pattern' of the schema"),
+        (
+            {"type": "string", "format": "iri"},
+            {"type": "string"},
+            "'format' \"iri\" of the schema",
+        ),
+        ({"$ref": "http://a/b", "title": "x"}, {"title": "x"}, "'$ref' of the schema"),
+        ({"type": "str", "maxLength": 3}, {"maxLength": 3}, "'type' of the schema"),
+        (
+            {"type": "object", "minProperties": 2},
+            {"type": "object"},
+            "'minProperties' of the schema",
+        ),
+    ],
+    ids=str,
+)
+def test_a_schema_that_is_not_strict_loses_what_nobody_enforces(schema, rest, left_out):
+    prepared = PreparedSchema(schema, is_strict=False)
+    assert prepared.schema == rest
+    assert prepared.left_out == [left_out]
+
+
+@pytest.mark.parametrize(
     ("schema", "reason"),
     [
         ({"type": "array", "uniqueItems": True}, "'uniqueItems'"),
+        ({"properties": {"a": {"type": "int"}}}, "'type' of 'a' must be one of string, .* \"int\""),
         ({"properties": {"a": {"not": {"type": "string"}}}}, "'not' of 'a'"),
         ({"if": {}, "then": {"minimum": 1}}, "'if'"),
         ({"contains": INTEGER}, "'contains'"),
@@ -134,11 +184,11 @@ def test_older_drafts_are_understood(schema, draft):
         ({"type": "object", "propertyNames": {"maxLength": 1}}, "'propertyNames'"),
         ({"type": "object", "minProperties": 2}, "'minProperties'"),
         ({"anyOf": [{"unevaluatedProperties": False, "$ref": "#"}]}, "'unevaluatedProperties'"),
-        ({"type": "string", "format": "iri"}, "'format' 'iri'"),
+        ({"type": "string", "format": "iri"}, "'format' \"iri\""),
         ({"$ref": "http://example.com/schema"}, r"'\$ref'"),
         ({"type": "string", "pattern": "(?=a)b"}, "'pattern' of the schema: look-ahead"),
-        ({"properties": [1]}, "'properties' of the schema must be an object, got list"),
-        ({"items": 3}, "'items' of the schema must be an object, got int"),
+        ({"properties": [1]}, "'properties' of the schema must be an object, got a list"),
+        ({"items": 3}, "'items' of the schema must be an object, got 3"),
         (False, "allows no output"),
         (3, "must be an object"),
     ],

@@ -38,7 +38,8 @@ class ModelConfig:
 
     task: ModelTask = "auto"
     """Task of the model: generate, embed (or embedding), classify, score or reward. auto: chosen by
-    its architecture and files. A generative model can also embed."""
+    its architecture and files; pooling: chosen among all but generate. A generative model can also
+    embed."""
 
     served_model_name: tuple[str, ...] = ()
     """Names of the model in requests; answers have the first one. Default: the value of --model."""

@@ -8,7 +8,9 @@ from typing import Literal
 from vllm.config.fields import check_one_of
 from vllm.errors import ConfigError
 
-ModelTask = Literal["auto", "generate", "embed", "embedding", "classify", "score", "reward"]
+ModelTask = Literal[
+    "auto", "generate", "pooling", "embed", "embedding", "classify", "score", "reward"
+]
 PoolingTask = Literal["embed", "classify", "score", "reward"]
 PoolingType = Literal["CLS", "LAST", "MEAN", "ALL", "STEP"]
 Activation = Literal["none", "normalize", "softmax", "sigmoid"]

@@ -56,6 +56,18 @@ _PARTS: dict[str, _Part] = {
     "speculative_disable_by_batch_size": _Part("speculative_config", "disable_by_batch_size", int),
 }
 """Arguments of the fork that are added to a mapping: name -> part."""
+_TASK_WORDS: dict[str, dict[str, str | None]] = {
+    "convert": {
+        "auto": None,
+        "none": None,
+        "embed": "embed",
+        "classify": "classify",
+        "reward": "reward",
+    },
+    "runner": {"auto": None, "generate": "generate", "pooling": "pooling"},
+}
+"""Arguments of newer releases of vLLM instead of `task`: name -> value -> task. The first one that
+names a task decides."""
 
 
 def _with_config_fields(cls: _Class) -> _Class:
@@ -91,6 +103,8 @@ class EngineArgs:
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         settings["model"] = model
         # In the fork, an empty value means "not given".
+        if task := _task_of(settings):
+            settings["task"] = task
         parts: dict[str, dict[str, Any]] = {}
         for name, part in _PARTS.items():
             if value := settings.pop(name, None):
@@ -126,6 +140,9 @@ class EngineArgs:
             flag, help = flag_of(name), argparse.SUPPRESS
             convert = _checked(part.read, part.field)
             parser.add_argument(flag, type=convert, help=help, default=help)
+        for name, words in _TASK_WORDS.items():
+            help = argparse.SUPPRESS
+            parser.add_argument(flag_of(name), choices=list(words), help=help, default=help)
         for argument in COMPAT_ARGUMENTS.values():
             add_compat_flag(parser, argument)
         return parser
@@ -135,7 +152,7 @@ class EngineArgs:
         """Create the arguments from a parsed command line. Flags that are not engine arguments are
         ignored.
         """
-        known = _FIELDS.keys() | _PARTS.keys() | COMPAT_ARGUMENTS.keys()
+        known = _FIELDS.keys() | _PARTS.keys() | _TASK_WORDS.keys() | COMPAT_ARGUMENTS.keys()
         return cls(**{name: value for name, value in vars(args).items() if name in known})
 
     def create_engine_config(self, platform: "Platform | None" = None) -> VllmConfig:
@@ -183,6 +200,27 @@ class EngineArgs:
 
 class AsyncEngineArgs(EngineArgs):
     """The arguments of `EngineArgs`, for `AsyncLLM`."""
+
+
+def _task_of(settings: dict[str, Any]) -> str | None:
+    """Remove the arguments of `_TASK_WORDS`, and return the task that they name, if any.
+
+    Raises:
+        ConfigError: a value is not known, or contradicts `task`.
+    """
+    asked = settings.get("task")
+    found = None
+    for name, words in _TASK_WORDS.items():
+        value = settings.pop(name, None)
+        if value is not None and value not in words:
+            raise ConfigError(f"{name} must be one of {', '.join(words)}, got {value!r}")
+        found = found or words.get(value)
+    if found is not None and asked not in (None, "auto", found):
+        raise ConfigError(
+            f"task={asked!r} and runner or convert, which ask for {found!r}, are both given: leave "
+            "one out"
+        )
+    return found
 
 
 def _unknown(name: str) -> str:

@@ -17,6 +17,7 @@ from vllm.entrypoints.conversation.media import (
 from vllm.entrypoints.conversation.messages import ContentFormat, check_continued, read_messages
 from vllm.entrypoints.conversation.thinking import with_all_switches
 from vllm.errors import RequestError
+from vllm.utils.text.json_words import show_value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -151,6 +152,14 @@ def rendering_arguments(
     Raises:
         RequestError: there is no template, or a message is malformed.
     """
+    for index, tool in enumerate(options.tools or ()):
+        if not isinstance(tool, Mapping):
+            raise RequestError(
+                f"tools[{index}] must be the description of a tool, such as "
+                '{"type": "function", "function": {"name": ...}}, got '
+                f"{show_value(tool)}",
+                param="tools",
+            )
     template = _find_template(tokenizer, options)
     media = MediaParts()
     if rules is not None:

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.engine.input.pooling_input import refuse_generation, require_scores, require_task
@@ -104,6 +105,8 @@ class LLM:
     def _start(self, engine: LLMEngine) -> None:
         self.llm_engine = engine
         self.request_counter = Counter()
+        self._lock = RLock()
+        """Held while requests run: several threads may use the object, one after the other."""
 
     # ---- generation -----------------------------------------------------------------------
 
@@ -231,7 +234,7 @@ class LLM:
         prompts = []
         conversations = _as_conversations(messages)
         for index, conversation in enumerate(conversations):
-            with naming_prompt(index, len(conversations)):
+            with naming_prompt(index, len(conversations)), self._lock:
                 prompts.append(self._chat_prompt(conversation, options, mm_processor_kwargs))
         return prompts
 
@@ -253,6 +256,10 @@ class LLM:
         Raises:
             RequestError: (a ValueError) a prompt, an adapter or the parameters are not valid.
         """
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(
+                f"params must be BeamSearchParams, got {type(params).__name__}", param="params"
+            )
         adapters = _adapter_per_prompt(lora_request, len(prompts))
         check_beam_width(
             params.beam_width,
@@ -514,14 +521,15 @@ class LLM:
         """
         each = _pooling_params_per_prompt(params, truncate, len(prompts))
         requests = []
-        for index, prompt in enumerate(prompts):
-            with naming_prompt(index, len(prompts)):
-                requests.append(
-                    self.llm_engine.input_processor.process_pooling(
-                        str(next(self.request_counter)), prompt, each[index]
+        with self._lock:
+            for index, prompt in enumerate(prompts):
+                with naming_prompt(index, len(prompts)):
+                    requests.append(
+                        self.llm_engine.input_processor.process_pooling(
+                            str(next(self.request_counter)), prompt, each[index]
+                        )
                     )
-                )
-        outputs = cast(list[Pooled], run_requests(self.llm_engine, requests, use_tqdm))
+            outputs = cast(list[Pooled], run_requests(self.llm_engine, requests, use_tqdm))
         for index, output in enumerate(outputs):
             if output.error is not None:
                 with naming_prompt(index, len(prompts)):
@@ -563,17 +571,18 @@ class LLM:
         adapters = _adapter_per_prompt(lora_request, len(prompts))
         processor = self.llm_engine.input_processor
         requests: list[tuple[str | None, EngineRequest]] = []
-        for index, prompt in enumerate(prompts):
-            with naming_prompt(index, len(prompts)):
-                text, request = processor.process(
-                    str(next(self.request_counter)),
-                    prompt,
-                    params[index],
-                    priority=priorities[index],
-                    lora_request=adapters[index],
-                )
-                requests.append((text, processor.attach_grammar(request)))
-        return cast(list[RequestOutput], run_requests(self.llm_engine, requests, use_tqdm))
+        with self._lock:
+            for index, prompt in enumerate(prompts):
+                with naming_prompt(index, len(prompts)):
+                    text, request = processor.process(
+                        str(next(self.request_counter)),
+                        prompt,
+                        params[index],
+                        priority=priorities[index],
+                        lora_request=adapters[index],
+                    )
+                    requests.append((text, processor.attach_grammar(request)))
+            return cast(list[RequestOutput], run_requests(self.llm_engine, requests, use_tqdm))
 
     def _params_per_prompt(self, params: Params | None, count: int) -> list[SamplingParams]:
         """Copy the parameters for each prompt, and request only the final output. The caller's

@@ -72,7 +72,7 @@ def compile_spec(
     Raises:
         ValueError: no backend can; the message says why.
     """
-    source, only_llguidance = _read(spec)
+    source, only_llguidance, left_out = _read(spec)
     failure: ValueError | None = None
     for name in _order(spec, only_llguidance):
         if name not in backends:
@@ -94,7 +94,13 @@ def compile_spec(
         except BackendError as error:
             failure = failure or error
             continue
-        return Grammar(backend=name, content=content, key=spec.key, vocabulary_key=vocabulary.key)
+        return Grammar(
+            backend=name,
+            content=content,
+            key=spec.key,
+            vocabulary_key=vocabulary.key,
+            left_out=left_out,
+        )
     assert failure is not None
     raise failure
 
@@ -120,19 +126,21 @@ def _order(spec: GrammarSpec, only_llguidance: str | None) -> list[str]:
 # ---- reading ----------------------------------------------------------------------------------
 
 
-def _read(spec: GrammarSpec) -> tuple[Any, str | None]:
-    """Return the source for a backend, and the reason if only llguidance can enforce it."""
+def _read(spec: GrammarSpec) -> tuple[Any, str | None, tuple[str, ...]]:
+    """Return the source for a backend, the reason if only llguidance can enforce it, and what is
+    left out of it.
+    """
     close = "all" if spec.close_all_objects else "named"
     if spec.kind == "json":
-        prepared = PreparedSchema(_parse(spec.text), close_objects=close)
-        return prepared.schema, prepared.only_llguidance
+        prepared = PreparedSchema(_parse(spec.text), close_objects=close, is_strict=spec.is_strict)
+        return prepared.schema, prepared.only_llguidance, tuple(prepared.left_out)
     if spec.kind == "regex":
-        return translate(spec.text)
+        return *translate(spec.text), ()
     if spec.kind == "choice":
-        return json.loads(spec.text), None
+        return json.loads(spec.text), None, ()
     if spec.kind == "structural_tag":
-        return _read_structural_tag(_parse(spec.text), close)
-    return spec.text, None
+        return *_read_structural_tag(_parse(spec.text), close), ()
+    return spec.text, None, ()
 
 
 def _parse(text: str) -> Any:

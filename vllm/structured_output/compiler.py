@@ -178,7 +178,12 @@ class GrammarCompiler:
         finally:
             self._idle.put(worker)
         result = msgspec.msgpack.decode(answer, type=Grammar | str)
-        return _Refusal(result) if isinstance(result, str) else result
+        if isinstance(result, str):
+            return _Refusal(result)
+        if result.left_out:
+            left_out = ", ".join(result.left_out)
+            logger.info("a schema that is not strict has parts that are not enforced: %s", left_out)
+        return result
 
     # ---- processes ------------------------------------------------------------------------
 

@@ -1,16 +1,20 @@
 """Find out which library can enforce a JSON schema.
 
-The schema is copied; everything in the copy can be enforced by one of the two libraries, and all
-other keywords are refused by name. The keywords that each library enforces were found by validating
-random outputs; tests/structured_output repeats that. xgrammar is preferred: it is faster, and
-supports a plain core of JSON schema. llguidance supports more, and refuses the rest itself.
+The schema is copied; everything in the copy can be enforced by one of the two libraries. All other
+keywords are refused by name, or left out if the request does not ask for strictness. The keywords
+that each library enforces were found by validating random outputs; tests/structured_output repeats
+that. xgrammar is preferred: it is faster, and supports a plain core of JSON schema. llguidance
+supports more, and refuses the rest itself.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from vllm.structured_output.regex import RegexError, translate
+from vllm.utils.text.json_words import show_value
 
 Schema = dict[str, Any]
 
@@ -57,6 +61,13 @@ _ANY_TYPE_KEYS = {
     *(key for keys in _XGRAMMAR_KEYS.values() for key in keys),
 }
 _EXACT_INTEGERS = 2**53
+_COUNTS = (*("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),)
+_TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
+_MAY_BE_NULL = {"const", "default", "example"}
+_DEPEND_ON = {"if": ("then", "else"), "contains": ("minContains", "maxContains")}
+"""Keyword -> keywords that have no meaning without it."""
+_NOT_ENFORCED = " cannot be enforced"
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class SchemaError(ValueError):
@@ -70,22 +81,29 @@ class PreparedSchema:
         schema: schema of the user; not modified.
         close_objects: "named": objects that name properties may have no others unless the schema
             allows them; "all": this also applies to objects that name none.
+        is_strict: refuse what no library can enforce; otherwise leave it out.
 
     Attributes:
         schema: a copy to compile.
         only_llguidance: why xgrammar cannot enforce it; None: it can.
+        left_out: what is not enforced, such as "'uniqueItems' of 'a'".
 
     Raises:
         SchemaError: no library can enforce it, or it is not a schema.
     """
 
-    def __init__(self, schema: object, *, close_objects: str = "named") -> None:
+    def __init__(
+        self, schema: object, *, close_objects: str = "named", is_strict: bool = True
+    ) -> None:
         self.only_llguidance: str | None = None
+        self.left_out: list[str] = []
+        self._is_strict = is_strict
         self._may_close = not _combines_objects(schema)
         self._close_all = close_objects == "all"
         if schema is False:
             raise SchemaError("the JSON schema 'false' allows no output")
-        prepared = self._node({} if schema is True else schema, "the schema", 0)
+        schema = {} if schema is True else _with_plain_names(schema)
+        prepared = self._node(schema, "the schema", 0)
         assert isinstance(prepared, dict)
         prepared.pop("x-guidance", None)  # options of llguidance, which requests must not set
         self.schema: Schema = prepared
@@ -100,10 +118,11 @@ class PreparedSchema:
                 self._leave_xgrammar("false as a schema")
             return node
         if not isinstance(node, Mapping):
-            raise SchemaError(f"{where} must be an object, got {type(node).__name__}")
+            raise SchemaError(f"{where} must be an object, got {show_value(node)}")
         own: Schema = dict(node)
         for rewrite in _REWRITES:
             rewrite(own)
+        self._read_types(own, where)
         self._refuse(own, where)
         self._read_strings(own, where)
         self._close(own)
@@ -125,17 +144,39 @@ class PreparedSchema:
         if self.only_llguidance is None:
             self.only_llguidance = reason
 
+    def _leave_out(self, own: Schema, key: str, what: str, problem: str) -> None:
+        """Refuse a keyword that no library enforces, or remove it if the schema is not strict."""
+        if self._is_strict:
+            raise SchemaError(f"{what}{problem}")
+        for each in (key, *_DEPEND_ON.get(key, ())):
+            own.pop(each, None)
+        self.left_out.append(what)
+
+    def _read_types(self, own: Schema, where: str) -> None:
+        """Check the keyword type. Some clients write its values in upper case, such as Gemini's."""
+        kind = own.get("type")
+        kinds = kind if isinstance(kind, list) else [kind]
+        lower = [each.lower() for each in kinds if isinstance(each, str)]
+        if len(lower) < len(kinds):
+            return  # there is no type, or the libraries refuse it
+        if unknown := [each for each in lower if each not in _TYPES]:
+            problem = f"must be one of {', '.join(_TYPES)}, got {show_value(unknown[0])}"
+            self._leave_out(own, "type", f"'type' of {where}", f" {problem}")
+        else:
+            own["type"] = lower if isinstance(kind, list) else lower[0]
+
     def _refuse(self, own: Schema, where: str) -> None:
         for key in _NOBODY_ENFORCES:
             if key in own and not (key == "uniqueItems" and own[key] is False):
                 if key in ("$anchor", "$dynamicAnchor"):
                     self._leave_xgrammar(repr(key))
                     continue
-                raise SchemaError(f"{key!r} of {where} cannot be enforced")
+                self._leave_out(own, key, f"{key!r} of {where}", _NOT_ENFORCED)
         own.pop("uniqueItems", None)
         reference = own.get("$ref")
         if reference is not None and not (isinstance(reference, str) and reference.startswith("#")):
-            raise SchemaError(f"'$ref' of {where} must point into the schema, got {reference!r}")
+            problem = f"must point into the schema, got {show_value(reference)}"
+            self._leave_out(own, "$ref", f"'$ref' of {where}", f" {problem}")
 
     def _read_strings(self, own: Schema, where: str) -> None:
         """Check the keywords pattern, patternProperties and format."""
@@ -143,12 +184,17 @@ class PreparedSchema:
             _check_type(own["format"], str, f"'format' of {where}")
             is_text = "string" in (own.get("type", "string") or ())
             if is_text and own["format"] in _OTHER_FORMATS:
-                raise SchemaError(f"'format' {own['format']!r} of {where} cannot be enforced")
-            if not is_text or own["format"] not in _ENFORCED_FORMATS:
+                what = f"'format' {show_value(own['format'])} of {where}"
+                self._leave_out(own, "format", what, _NOT_ENFORCED)
+            elif not is_text or own["format"] not in _ENFORCED_FORMATS:
                 del own["format"]
         if "pattern" in own:
-            _check_type(own["pattern"], str, f"'pattern' of {where}")
-            own["pattern"] = _pattern(own["pattern"], f"'pattern' of {where}")
+            what = f"'pattern' of {where}"
+            _check_type(own["pattern"], str, what)
+            try:
+                own["pattern"] = translate(own["pattern"], search=True).text
+            except RegexError as error:
+                self._leave_out(own, "pattern", what, f": {error}")
         if isinstance(patterns := own.get("patternProperties"), Mapping):
             own["patternProperties"] = {
                 _pattern(pattern, f"'patternProperties' of {where}"): schema
@@ -173,7 +219,8 @@ class PreparedSchema:
             if not is_closed or "patternProperties" in own:
                 # A name that the model writes twice counts only once, so the number of properties
                 # is not enough.
-                raise SchemaError(f"'minProperties' of {where} cannot be enforced")
+                what = f"'minProperties' of {where}"
+                self._leave_out(own, "minProperties", what, _NOT_ENFORCED)
 
     # ---- xgrammar -------------------------------------------------------------------------
 
@@ -214,6 +261,18 @@ class PreparedSchema:
 # ---- older and equivalent notations --------------------------------------------------------
 
 
+def _nulls_and_counts(own: Schema) -> None:
+    """Leave out keywords that are null, which programs write for what is not set, and convert
+    counts such as 1.0, which JSON Schema accepts, to integers.
+    """
+    for key in [key for key, value in own.items() if value is None and key not in _MAY_BE_NULL]:
+        del own[key]
+    for key in _COUNTS:
+        count = own.get(key)
+        if isinstance(count, float) and count.is_integer():
+            own[key] = int(count)
+
+
 def _tuple_items(own: Schema) -> None:
     """Convert the tuples of draft 7 (items is a list, additionalItems the rest) to prefixItems and
     items.
@@ -236,12 +295,10 @@ def _boolean_bounds(own: Schema) -> None:
 
 def _conditions(own: Schema) -> None:
     """Refuse keywords that have no meaning without others (such as `then` without `if`)."""
-    if "if" not in own:
-        own.pop("then", None)
-        own.pop("else", None)
-    if "contains" not in own:
-        own.pop("minContains", None)
-        own.pop("maxContains", None)
+    for key, others in _DEPEND_ON.items():
+        if key not in own:
+            for other in others:
+                own.pop(other, None)
     for key in ("unevaluatedProperties", "unevaluatedItems"):
         if own.get(key) is True:
             del own[key]
@@ -272,6 +329,7 @@ def _property_names(own: Schema) -> None:
 
 
 _REWRITES: tuple[Callable[[Schema], None], ...] = (
+    _nulls_and_counts,
     _tuple_items,
     _boolean_bounds,
     _conditions,
@@ -280,6 +338,56 @@ _REWRITES: tuple[Callable[[Schema], None], ...] = (
 
 
 # ---- helpers ------------------------------------------------------------------------
+
+
+def _with_plain_names(schema: object) -> object:
+    """Return a schema whose definitions have names that need no escapes in a reference.
+
+    Programs name definitions after generic types, such as `List[int]` or `Pick<A, "b">`, and the
+    libraries cannot read references to them.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    renamed: dict[str, str] = {}
+    copy = dict(schema)
+    for place in _DEFINITIONS:
+        own = schema.get(place)
+        if not isinstance(own, Mapping) or all(map(_PLAIN_NAME.fullmatch, own)):
+            continue
+        taken = set(own)
+        names = {name: _plain_name(name, taken) for name in own}
+        copy[place] = {names[name]: own[name] for name in own}
+        renamed |= {f"#/{place}/{old}": f"#/{place}/{new}" for old, new in names.items()}
+    return _rename_references(copy, renamed, _MAX_DEPTH * 2) if renamed else schema
+
+
+def _plain_name(name: str, taken: set[str]) -> str:
+    if _PLAIN_NAME.fullmatch(name):
+        return name
+    plain = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+    while plain in taken:
+        plain += "_"
+    taken.add(plain)
+    return plain
+
+
+def _rename_references(schema: Any, renamed: Mapping[str, str], depth: int) -> Any:
+    if depth == 0:
+        return schema  # refused later, because it is nested too deeply
+    if isinstance(schema, list):
+        return [_rename_references(each, renamed, depth - 1) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    copy = {key: _rename_references(each, renamed, depth - 1) for key, each in schema.items()}
+    if isinstance(reference := copy.get("$ref"), str):
+        readings = (reference, unquote(reference), _unescaped(unquote(reference)))
+        found = [renamed[reading] for reading in readings if reading in renamed]
+        copy["$ref"] = found[0] if found else reference
+    return copy
+
+
+def _unescaped(pointer: str) -> str:
+    return pointer.replace("~1", "/").replace("~0", "~")
 
 
 def _pattern(pattern: str, where: str) -> str:
@@ -292,7 +400,7 @@ def _pattern(pattern: str, where: str) -> str:
 def _check_type(value: object, kind: type, what: str) -> None:
     names: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
     if not isinstance(value, kind):
-        raise SchemaError(f"{what} must be {names[kind]}, got {type(value).__name__}")
+        raise SchemaError(f"{what} must be {names[kind]}, got {show_value(value)}")
 
 
 def _strings(values: object) -> list[str]:

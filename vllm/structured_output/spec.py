@@ -10,6 +10,7 @@ import msgspec
 from vllm.config import StructuredOutputConfig
 from vllm.errors import RequestError
 from vllm.guided_decoding_params import KINDS, GuidedDecodingParams
+from vllm.utils.text.json_words import show_value
 
 MAX_TEXT_BYTES = 256 * 2**10
 """Maximum size of a schema, grammar, tag or list of choices, as JSON or text."""
@@ -50,6 +51,8 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
     any_whitespace: bool
     whitespace_pattern: str | None
     close_all_objects: bool
+    is_strict: bool = True
+    """Refuse a schema of which no library can enforce all."""
 
     @property
     def key(self) -> bytes:
@@ -120,6 +123,7 @@ def make_spec(params: GuidedDecodingParams, config: StructuredOutputConfig) -> G
             _option_of(params, "whitespace_pattern", "guided_whitespace_pattern"),
         ),
         close_all_objects=is_on("disable_additional_properties"),
+        is_strict=params.is_strict,
     )
 
 
@@ -192,4 +196,4 @@ def _whitespace(pattern: Any, field: str) -> str | None:
 
 
 def _refuse(field: str, wanted: str, value: Any) -> NoReturn:
-    raise RequestError(f"{field} must be {wanted}, got {type(value).__name__}", param=field)
+    raise RequestError(f"{field} must be {wanted}, got {show_value(value)}", param=field)

@@ -18,6 +18,7 @@ from vllm.entrypoints.openai.responses.input import as_messages, read_input
 from vllm.entrypoints.openai.responses.request import as_chat_request
 from vllm.entrypoints.openai.responses.serving import router as responses_router
 from vllm.errors import RequestError
+from vllm.utils.text.json_words import show_value
 
 REGEX = {"type": "grammar", "grammar": {"syntax": "regex", "definition": r"\d+"}}
 LARK = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "a"+'}}
@@ -159,11 +160,45 @@ def test_the_id_of_a_call_that_has_to_be_made_is_of_the_form_of_the_parser(parse
     assert re.fullmatch(IDS[parser], call["id"])
 
 
+F = {"name": "f", "description": "d", "parameters": {"type": "object"}}
+DIALECTS = [
+    # The Responses API: a tool is one flat object.
+    ({"type": "function", **F, "strict": False}, {"type": "function", "name": "f"}, "f"),
+    ({**custom("g")["custom"], "type": "custom"}, {"type": "custom", "name": "g"}, "g"),
+    (
+        {"type": "custom", "name": "g", "format": {"type": "grammar", **LARK["grammar"]}},
+        {"type": "custom", "custom": {"name": "g"}},
+        "g",
+    ),
+    # Anthropic: the schema is `input_schema`, and words are objects.
+    ({"name": "f", "input_schema": F["parameters"]}, {"type": "tool", "name": "f"}, "f"),
+    ({"type": "custom", "name": "f", "input_schema": None}, {"type": "tool", "name": "f"}, "f"),
+    ({"name": "f", "input_schema": {}}, {"type": "any"}, "required"),
+    ({"type": "function", "function": F}, {"type": "auto"}, "auto"),
+    ({"type": "function", "function": F}, {"type": "none"}, "none"),
+    # Mistral
+    ({"type": "function", "function": F}, "any", "required"),
+]
+
+
+@pytest.mark.parametrize(("tool", "choice", "read"), DIALECTS, ids=lambda v: str(v)[:60])
+def test_tools_and_choices_in_the_forms_of_other_apis_are_read(tool, choice, read):
+    messages = [{"role": "user", "content": "x"}]
+    body = ChatCompletionRequest(messages=messages, tools=[*TOOLS, tool], tool_choice=choice)
+    assert (body.named_tool or body.tool_choice) == read
+    [*_, last] = body.function_tools
+    assert last.function.name in ("f", "g")
+    is_text = last.function.name == "g"
+    assert bool(body.custom_tools) == is_text
+    if is_text and "format" in tool:
+        assert body.custom_tools["g"].grammar.syntax == "lark"
+
+
 REFUSED = [
     (
         {"tools": TOOLS, "tool_choice": {"type": "web_search"}},
         "tool_choice",
-        "tool_choice.type must be function, custom, allowed_tools, got 'web_search', which",
+        'tool_choice.type must be function, custom, allowed_tools, got "web_search", which',
     ),
     ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "needs tools"),
     (
@@ -178,13 +213,13 @@ REFUSED = [
         "must have a function or a custom tool",
     ),
     ({"tools": [custom(format={"type": "grammar"})]}, "tools", "needs grammar with syntax and"),
-    ({"tools": [custom(), custom()]}, "tools", "two tools have the name 'sql'"),
+    ({"tools": [custom(), custom()]}, "tools", 'two tools have the name "sql"'),
     ({"tools": [custom(name="")]}, "tools", "name"),
     *[
         (
             {"tools": [*TOOLS, {"type": kind, "function": {"name": "f"}}]},
             "tools",
-            f"tools.2.type must be a string such as function or custom, got {kind!r}",
+            f"tools.2.type must be a string such as function or custom, got {show_value(kind)}",
         )
         for kind in (7, "", [1])
     ],
@@ -195,7 +230,7 @@ REFUSED = [
             "tool_choice": {"type": "function", "function": {"name": "sql"}},
         },
         "tool_choice",
-        "'sql' is a custom tool: name it with",
+        '"sql" is a custom tool: name it with',
     ),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "allowed_tools"),
     (
@@ -305,7 +340,7 @@ def test_items_of_custom_calls_become_messages():
     [
         ({"tools": [{**FLAT, "format": {"type": "x"}}]}, r"tools\[0\]\.format must be"),
         ({"tools": [{**FLAT, "format": {"type": "grammar"}}]}, r"format\.syntax must be lark or"),
-        ({"tools": [FLAT], "tool_choice": {"type": "custom", "name": "x"}}, "the custom 'x'"),
+        ({"tools": [FLAT], "tool_choice": {"type": "custom", "name": "x"}}, 'the custom "x"'),
         ({"tools": [FLAT], "tool_choice": {"type": "function", "name": "sql"}}, "the function"),
         (
             {
@@ -316,7 +351,7 @@ def test_items_of_custom_calls_become_messages():
                     "tools": [{"type": "custom", "name": "x"}],
                 },
             },
-            "allows the custom 'x'",
+            'allows the custom "x"',
         ),
         ({"tools": [{"type": 7}]}, "must be a string such as function or custom, got 7"),
     ],

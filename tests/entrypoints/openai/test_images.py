@@ -286,7 +286,7 @@ def test_truncation_of_a_conversation_fetches_an_image_once():
         (
             "/v1/chat/completions",
             chat({"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}),
-            "messages[0].content[0] must have the type 'text' or 'image_url'",
+            'messages[0].content[0] must have the type "text" or "image_url"',
         ),
         (
             "/v1/chat/completions",

@@ -193,7 +193,7 @@ def test_a_damaged_call_is_the_same_in_a_stream(arguments):
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": SOURCE}]}]},
             "invalid_request_error",
-            "must have the type 'text', as this model reads text only; got 'image'",
+            'must have the type "text", as this model reads text only; got "image"',
         ),
         ({"temperature": 3}, "invalid_request_error", "temperature"),
         ({"top_k": 2**40}, "invalid_request_error", "top_k"),

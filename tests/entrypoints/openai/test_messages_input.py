@@ -286,7 +286,7 @@ def test_tools_of_the_servers_are_left_out():
 
 @pytest.mark.parametrize("tool", SERVER_TOOLS)
 def test_a_choice_of_a_tool_that_is_left_out_is_refused(tool):
-    with pytest.raises(RequestError, match=f"{tool['type']!r}, which this server does not run"):
+    with pytest.raises(RequestError, match=f'"{tool["type"]}", which this server does not run'):
         as_tool_choice({"type": "tool", "name": tool["name"]}, SERVER_TOOLS)
 
 

@@ -18,9 +18,10 @@ from starlette.testclient import TestClient
 
 from tests.entrypoints.openai.scripted_engine import ODD_VALUES, ScriptedEngine, make_app
 from tests.loops import loop_over
-from vllm.entrypoints.http.validation_text import describe_validation, show_value
+from vllm.entrypoints.http.validation_text import describe_validation
 from vllm.entrypoints.openai import protocol
 from vllm.entrypoints.openai.protocol.base import RequestModel
+from vllm.utils.text.json_words import show_value
 
 for module in pkgutil.iter_modules(protocol.__path__, f"{protocol.__name__}."):
     importlib.import_module(module.name)
@@ -169,7 +170,8 @@ MESSAGES: list[tuple[str, Any, str]] = [
     (
         COMPLETION,
         {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {}}},
-        "response_format.json_schema.name is required",
+        "response_format of type json_schema needs json_schema with name and schema, such as "
+        '{"type": "json_schema", "json_schema": {"name": "answer", "schema": {...}}}',
     ),
     (
         COMPLETION,
@@ -357,7 +359,7 @@ def test_every_union_of_the_protocol_says_what_it_accepts():
         ([], "an empty list"),
         ([1], "a list"),
         ({"a": 1}, "an object"),
-        (b"x", "of type bytes"),
+        (b"x", "a value of type bytes"),
         (float("inf"), "Infinity"),
     ],
 )

@@ -335,7 +335,7 @@ def test_truncation_leaves_out_the_oldest_turns_but_not_the_system_message():
         ({"max_output_tokens": 10**30}, 400, "max_output_tokens"),
         ({"temperature": -1}, 400, "temperature"),
         ({"temperature": "nan"}, 400, "temperature"),
-        ({"top_p": 0}, 400, "top_p"),
+        ({"top_p": 1.5}, 400, "top_p"),
         ({"top_logprobs": 21}, 400, "top_logprobs"),
         ({"seed": 2**63}, 400, "must be at most"),
         ({"metadata": {"a": 1}}, 400, "metadata"),

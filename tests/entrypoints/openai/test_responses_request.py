@@ -134,7 +134,7 @@ def test_tools_of_other_servers_are_left_out():
 
 @pytest.mark.parametrize("foreign", FOREIGN_TOOLS)
 def test_a_choice_of_a_tool_of_another_server_is_refused(foreign):
-    what = f"must name a function or a custom tool, got the type {foreign['type']!r}"
+    what = f'must name a function or a custom tool, got the type "{foreign["type"]}"'
     with pytest.raises(RequestError, match=what):
         convert(tools=[*FOREIGN_TOOLS, tool("f")], tool_choice=foreign)
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [foreign]}

@@ -204,6 +204,8 @@ class PromptTokenizer:
             raise TextTooLongError(num_bytes, max_tokens, self._max_model_len)
 
     def _check_prompt_ids(self, token_ids: Any) -> list[int]:
+        if hasattr(token_ids, "tolist"):  # an array of numpy or torch
+            token_ids = token_ids.tolist()
         if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
             raise RequestError(
                 f"a prompt cannot be of type {type(token_ids).__name__}: expected {_PROMPT_TYPES}",

@@ -34,10 +34,12 @@ def resolve_pooler(
         ConfigError: the model cannot do the task, or `override_pooler_config` is wrong.
     """
     modules = None
-    if asked.task in ("auto", "embed", "embedding"):
+    if asked.task in ("auto", "pooling", "embed", "embedding"):
         modules = read_sentence_transformers_config(folder)
     can_do = _tasks_of(arch, has_modules=modules is not None)
     task = can_do[0] if asked.task == "auto" else asked.task.replace("embedding", "embed")
+    if asked.task == "pooling":
+        task = next(each for each in can_do if each != "generate")
     if task not in can_do:
         raise ConfigError(
             f"task={asked.task!r} is not available for {arch.architecture}; available: "

@@ -14,6 +14,7 @@ from vllm.entrypoints.conversation.messages import Part, join_texts
 from vllm.entrypoints.http.ignored import note_ignored
 from vllm.entrypoints.openai.responses.input import read_string
 from vllm.errors import RequestError
+from vllm.utils.text.json_words import show_value
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -93,15 +94,15 @@ def as_tool_choice(
         for tool in tools or ():
             if tool.get("name") == name and not _is_function(tool):
                 raise RequestError(
-                    f"tool_choice names the tool {name!r:.100} of the type "
-                    f"{tool['type']!r:.80}, which this server does not run: name a tool with an "
-                    f"input_schema",
+                    f"tool_choice names the tool {show_value(name)} of the type "
+                    f"{show_value(tool['type'])}, which this server does not run: name a tool with "
+                    f"an input_schema",
                     param="tool_choice",
                 )
         return {"type": "function", "function": {"name": name}}, is_parallel
     if not isinstance(kind, str) or kind not in _CHOICES:
         raise RequestError(
-            f"tool_choice.type must be auto, any, tool or none, got {kind!r:.80}",
+            f"tool_choice.type must be auto, any, tool or none, got {show_value(kind)}",
             param="tool_choice",
         )
     return _CHOICES[kind], is_parallel
@@ -163,7 +164,7 @@ def _read_call(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
         arguments = json.dumps(arguments or {})
     elif not isinstance(arguments, str):  # some clients send the JSON text, damaged or not
         raise RequestError(
-            f"{where}.input must be an object, got {arguments!r:.80}", param=f"{where}.input"
+            f"{where}.input must be an object, got {show_value(arguments)}", param=f"{where}.input"
         )
     function = {"name": read_string(where, block, "name"), "arguments": arguments}
     return {"id": read_string(where, block, "id"), "type": "function", "function": function}
@@ -173,7 +174,7 @@ def _read_result(where: str, block: Mapping[str, Any], names: Mapping[str, str])
     call_id = read_string(where, block, "tool_use_id")
     if call_id not in names:
         raise RequestError(
-            f"{where}.tool_use_id {call_id!r:.100} is not the id of an earlier tool_use block",
+            f"{where}.tool_use_id {show_value(call_id)} is not the id of an earlier tool_use block",
             param=f"{where}.tool_use_id",
         )
     content = block.get("content")
@@ -204,7 +205,7 @@ def _read_tool(where: str, tool: Mapping[str, Any]) -> Tool | None:
         function["parameters"] = dict(schema)
     elif schema is not None:  # without a schema, the tool has no arguments
         raise RequestError(
-            f"{where}.input_schema must be a JSON schema (an object), got {schema!r:.80}",
+            f"{where}.input_schema must be a JSON schema (an object), got {show_value(schema)}",
             param=f"{where}.input_schema",
         )
     if tool.get("description") is not None:
@@ -224,7 +225,7 @@ def _read_text(where: str, content: Any) -> str:
 def _as_blocks(where: str, content: Any) -> Sequence[Any]:
     if not isinstance(content, Sequence):
         raise RequestError(
-            f"{where} must be a string or a list of blocks, got {content!r:.80}", param=where
+            f"{where} must be a string or a list of blocks, got {show_value(content)}", param=where
         )
     return content
 
@@ -265,7 +266,8 @@ def _read_image(where: str, block: Mapping[str, Any]) -> Part:
         return image_part(read_string(where, source, "url"), where)
     if kind != "base64":
         raise RequestError(
-            f"{where}.type must be base64 or url, got {kind!r:.80}: this server stores no files",
+            f"{where}.type must be base64 or url, "
+            f"got {show_value(kind)}: this server stores no files",
             param=f"{where}.type",
         )
     media_type = read_string(where, source, "media_type")
@@ -295,7 +297,8 @@ def _read_document(where: str, block: Mapping[str, Any]) -> str:
         text = _read_text(f"{where}.source.content", source.get("content"))
     else:
         raise RequestError(
-            f"{where}.source.type must be text or content, got {kind!r:.80}: this server reads "
+            f"{where}.source.type must be text or content, "
+            f"got {show_value(kind)}: this server reads "
             f"documents as text only; send the text of the document",
             param=f"{where}.source.type",
         )
@@ -353,7 +356,8 @@ def _block_type(where: str, block: Any, known: Sequence[str]) -> str | None:
         return kind
     if kind in _KNOWN:
         raise RequestError(
-            f"{where}: a block of type {kind!r:.80} is not supported by this server; supported: "
+            f"{where}: a block of type "
+            f"{show_value(kind)} is not supported by this server; supported: "
             f"{', '.join(known)}",
             param=f"{where}.type",
         )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from vllm.errors import RequestError
 from vllm.inputs import MODALITIES, plural
+from vllm.utils.text.json_words import show_value
 
 
 class _Kind(NamedTuple):
@@ -144,7 +145,8 @@ class MediaParts:
             where = named[:_MAX_WHERE_CHARS]
         if kind in _REFUSED or _KINDS[kind].modality not in self._limits:
             raise RequestError(
-                f"{where} must have the type {self._accepted(kind)}; got {kind!r}", param="messages"
+                f"{where} must have the type {self._accepted(kind)}; got {show_value(kind)}",
+                param="messages",
             )
         modality = _KINDS[kind].modality
         self.parts.append(_read_part(where, kind, part, self._is_local))
@@ -153,12 +155,12 @@ class MediaParts:
     def _accepted(self, kind: str) -> str:
         """Describe what the model reads, and why a type is not accepted."""
         if not self._limits:
-            return "'text', as this model reads text only"
-        types = " or ".join(repr(_USUAL_TYPES[modality]) for modality in self._limits)
+            return '"text", as this model reads text only'
+        types = " or ".join(show_value(_USUAL_TYPES[modality]) for modality in self._limits)
         if kind in _REFUSED:
             return f"{types}, as embeddings of sounds are not accepted"
         reads = " and ".join(map(plural, self._limits))
-        return f"'text' or {types}, as this model reads text and {reads} only"
+        return f'"text" or {types}, as this model reads text and {reads} only'
 
     def check_count(self) -> None:
         """Refuse more items than a request may have.
@@ -228,13 +230,14 @@ def _read_part(where: str, kind: str, part: Mapping[str, Any], is_local: bool) -
         given, detail, name = given.get("url"), given.get("detail", detail), f"{name}.url"
     if detail is not None and detail not in _DETAILS:
         raise RequestError(
-            f"{where}: detail must be one of {', '.join(_DETAILS)}, got {detail!r:.80}",
+            f"{where}: detail must be one of {', '.join(_DETAILS)}, got {show_value(detail)}",
             param="messages",
         )
     uuid = part.get("uuid")
     if uuid is not None and not (isinstance(uuid, str) and 0 < len(uuid) <= _MAX_UUID_CHARS):
         raise RequestError(
-            f"{where}.uuid must be a string of 1 to {_MAX_UUID_CHARS} characters, got {uuid!r:.80}",
+            f"{where}.uuid must be a string of 1 to {_MAX_UUID_CHARS} characters, "
+            f"got {show_value(uuid)}",
             param="messages",
         )
     if given is None and uuid is not None:
@@ -279,7 +282,8 @@ def _read_base64(name: str, given: Any) -> str:
     is_known = form is None or (isinstance(form, str) and form.isalnum())
     if not is_known or len(form or "") > _MAX_FORMAT_CHARS:
         raise RequestError(
-            f"{name}.format must be the name of a format, such as wav or mp3, got {form!r:.80}",
+            f"{name}.format must be the name of a format, such as wav or mp3, "
+            f"got {show_value(form)}",
             param="messages",
         )
     return data if data[:5].lower() == "data:" else f"data:audio/{form or 'wav'};base64,{data}"
@@ -292,7 +296,7 @@ def _read_embeddings(name: str, given: Any) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise RequestError(
             f"{name} must be the base64 text of a tensor, or an object such as "
-            f'{{"image_embeds": "...", "image_grid_thw": "..."}}, got {type(given).__name__}',
+            f'{{"image_embeds": "...", "image_grid_thw": "..."}}, got {show_value(given)}',
             param="messages",
         )
     return given

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from vllm.entrypoints.conversation.media import MEDIA_TYPES, MediaParts, is_media, media_type
 from vllm.errors import RequestError
+from vllm.utils.text.json_words import show_value
 
 Message = dict[str, Any]
 Part = dict[str, Any]
@@ -33,6 +34,8 @@ _MEDIA_FIELDS = frozenset(("images", "image_url", "audios", "videos"))
 """Fields of a message in which other servers, such as Ollama, take media."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Type of a content part -> the key of its text."""
+_THOUGHT_PARTS = {"thinking": "thinking", "reasoning": "text"}
+"""Type of a content part that is a thought, in other APIs -> the key of its text."""
 _MAY_BE_SILENT = ("assistant", "tool", "function")
 """Roles whose messages may have no content: a call needs none, and a tool may return nothing."""
 
@@ -51,7 +54,7 @@ def read_messages(messages: object, media: MediaParts | None = None) -> list[Mes
     media = MediaParts() if media is None else media
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError(
-            f"messages must be a list of messages, got {type(messages).__name__}",
+            f"messages must be a list of messages, got {show_value(messages)}",
             param="messages",
         )
     if not messages:
@@ -77,21 +80,23 @@ def check_continued(messages: Sequence[Message]) -> None:
 def _read_message(where: str, given: Any, media: MediaParts) -> Message:
     if not isinstance(given, Mapping):
         raise RequestError(
-            f"{where} must be a dict with role and content, got {type(given).__name__}",
+            f"{where} must be an object with role and content, got {show_value(given)}",
             param="messages",
         )
     role = given.get("role")
     if not isinstance(role, str) or not role:
-        raise RequestError(f"{where} needs a role, got {role!r}", param="messages")
+        raise RequestError(f"{where} needs a role, got {show_value(role)}", param="messages")
     message = {key: value for key, value in given.items() if value is not None}
     for name in _MEDIA_FIELDS & message.keys():
         if message[name]:
             raise RequestError(
                 f"{where}.{name} must be left out, because only content is read: send images, "
-                "sounds and videos as parts of content, such as {'type': 'image_url', 'image_url': "
-                "{'url': 'data:image/png;base64,...'}}",
+                "sounds and videos as parts of content, such as "
+                '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}',
                 param="messages",
             )
+    if role == "assistant" and isinstance(message.get("content"), list):
+        _take_thoughts(message)
     if "content" in message:
         message["content"] = _read_content(f"{where}.content", message["content"], media)
     elif role in _MAY_BE_SILENT:
@@ -103,6 +108,24 @@ def _read_message(where: str, given: Any, media: MediaParts) -> Message:
     if role == "assistant" and not _REASONING_FIELDS.isdisjoint(message):
         name_reasoning(message)
     return message
+
+
+def _take_thoughts(message: Message) -> None:
+    """Move thoughts from the content of a message to its reasoning.
+
+    Mistral's API returns thoughts as parts of the type `thinking`, and programs that use several
+    APIs send back Anthropic's thoughts or their own `reasoning`.
+    """
+    content, thoughts = [], []
+    for part in message["content"]:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(kind, str) or kind not in _THOUGHT_PARTS:
+            content.append(part)
+        elif text := _text_of(part.get(_THOUGHT_PARTS[kind])):
+            thoughts.append(text)
+    message["content"] = content
+    if thoughts and _REASONING_FIELDS.isdisjoint(message):
+        message["reasoning_content"] = "\n".join(thoughts)
 
 
 def silent_content(message: Message) -> str:
@@ -188,7 +211,7 @@ def _read_content(where: str, content: Any, media: MediaParts) -> Content:
         return content
     if not isinstance(content, Sequence):
         raise RequestError(
-            f"{where} must be a string or a list of parts, got {type(content).__name__}",
+            f"{where} must be a string or a list of parts, got {show_value(content)}",
             param="messages",
         )
     return [_read_part(f"{where}[{i}]", part, media) for i, part in enumerate(content)]
@@ -202,21 +225,21 @@ def _read_part(where: str, part: Any, media: MediaParts) -> Part:
         kind = part.get("type", "text" if "text" in part else media_type(part))
     if not isinstance(kind, str):
         raise RequestError(
-            f"{where} must be a dict with a type, such as {{'type': 'text', 'text': ...}}",
+            f'{where} must be an object with a type, such as {{"type": "text", "text": ...}}',
             param="messages",
         )
     if kind in MEDIA_TYPES:
         return media.read(where, kind, part)
     if kind not in _TEXT_PARTS:
         raise RequestError(
-            f"{where} has the type {kind!r:.80}, which is not known. Send parts of the type "
-            f"'text', or 'image_url', 'input_audio' or 'video_url' to a model that reads these",
+            f"{where} has the type {show_value(kind)}, which is not known. Send parts of the type "
+            '"text", or "image_url", "input_audio" or "video_url" to a model that reads these',
             param="messages",
         )
     text = part.get(_TEXT_PARTS[kind])
     if not isinstance(text, str):
         raise RequestError(
-            f"{where}.{_TEXT_PARTS[kind]} must be a string, got {type(text).__name__}",
+            f"{where}.{_TEXT_PARTS[kind]} must be a string, got {show_value(text)}",
             param="messages",
         )
     return {"type": "text", "text": text}
@@ -227,7 +250,7 @@ def _read_calls(where: str, message: Message) -> list[dict[str, Any]]:
     given = message.pop("tool_calls", ())
     if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
         raise RequestError(
-            f"{where}.tool_calls must be a list, got {type(given).__name__}", param="messages"
+            f"{where}.tool_calls must be a list, got {show_value(given)}", param="messages"
         )
     calls = [_read_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(given)]
     single = message.pop("function_call", None)
@@ -238,7 +261,7 @@ def _read_calls(where: str, message: Message) -> list[dict[str, Any]]:
 
 def _read_call(where: str, call: Any) -> dict[str, Any]:
     if not isinstance(call, Mapping):
-        raise RequestError(f"{where} must be a dict with a function", param="messages")
+        raise RequestError(f"{where} must be an object with a function", param="messages")
     if call.get("type") == "custom":
         call = _as_function_call(where, call)
     return _read_function(f"{where}.function", call, call.get("function"))
@@ -246,7 +269,7 @@ def _read_call(where: str, call: Any) -> dict[str, Any]:
 
 def _read_function(where: str, call: Mapping[str, Any], function: Any) -> dict[str, Any]:
     if not isinstance(function, Mapping):
-        raise RequestError(f"{where} must be a dict with name and arguments", param="messages")
+        raise RequestError(f"{where} must be an object with name and arguments", param="messages")
     if not isinstance(function.get("name"), str):
         raise RequestError(f"{where} needs a name", param="messages")
     read = {key: value for key, value in call.items() if value is not None}

@@ -4,16 +4,15 @@ A message names fields as the user wrote them and says what they must be: `top_k
 got "a"`. It contains no words of pydantic: neither its names for types nor its error codes.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from vllm.utils.text.json_words import show_value
 
 NO_BODY = "the request has no body: send a JSON object"
 TAG_SIGN = ":"
 """Prefix for names of body types in error locations, because they are not fields."""
 
-_MAX_SHOWN_CHARS = 80
-_MAX_SHOWN_INTEGER = 10**_MAX_SHOWN_CHARS
 _MAX_FIELDS_NAMED = 4
 _MAX_PARTS_NAMED = 6
 _MAX_PART_CHARS = 40
@@ -79,24 +78,6 @@ def describe_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
     if len(errors) > _MAX_FIELDS_NAMED:
         texts.append(f"and {len(errors) - _MAX_FIELDS_NAMED} more")
     return "; ".join(texts), _param(errors[0]) if errors else None
-
-
-def show_value(value: Any) -> str:
-    """Format a value of a request for a message: shortened JSON; only the type for lists and
-    objects.
-    """
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, (list, tuple)):
-        return "a list" if value else "an empty list"
-    if isinstance(value, str) and len(value) > _MAX_SHOWN_CHARS:
-        return json.dumps(value[:_MAX_SHOWN_CHARS], ensure_ascii=False) + "..."
-    if isinstance(value, int) and abs(value) >= _MAX_SHOWN_INTEGER:
-        return f"an integer of more than {_MAX_SHOWN_CHARS} digits"
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        return f"of type {type(value).__name__}"
 
 
 def _describe_body(error: Mapping[str, Any]) -> str:

@@ -101,13 +101,18 @@ def per_prompt(name: str, values: Iterable[Any] | None, count: int) -> list[Any]
 
 
 def as_list(prompts: Prompts) -> list[PromptType]:
-    """Return one prompt, or several, as a list.
+    """Return one prompt, or several, as a list. An array, a column of a table, or a generator is
+    read as a list.
 
     Raises:
         RequestError: `prompts` is neither.
     """
     if isinstance(prompts, (str, Mapping)):
         return [cast(PromptType, prompts)]
+    if hasattr(prompts, "tolist"):
+        prompts = cast(Any, prompts).tolist()
+    elif isinstance(prompts, Iterator):
+        return cast(list[PromptType], list(prompts))
     if not isinstance(prompts, Sequence):
         raise RequestError(
             f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}",

@@ -38,7 +38,13 @@ def tool_constraint(body: ChatCompletionRequest) -> GuidedDecodingParams | None:
     """
     tool = body.custom_tools.get(body.only_call or "")
     if tool is None:
-        return GuidedDecodingParams(json=tool_schema(body), field="tools")
+        callable_tools = [
+            each.function
+            for each in body.function_tools
+            if body.named_tool in (None, each.function.name)
+        ]
+        is_strict = all(each.strict for each in callable_tools)
+        return GuidedDecodingParams(json=tool_schema(body), field="tools", is_strict=is_strict)
     if tool.grammar is None:
         return None
     if tool.grammar.syntax == "regex":
@@ -134,8 +140,9 @@ def _call_schema(
             prefixes[f"#/{place}/"] = f"#/$defs/{index}_"
             definitions.update({f"{index}_{name}": own[name] for name in own})
             own_names += [f"{index}_{name}" for name in own]
-    # Another reference is to the whole schema, or to another part of it.
-    prefixes["#"] = whole = f"#/$defs/{index}"
+    # Another reference is to another part of the schema, or to all of it.
+    whole = f"#/$defs/{index}"
+    prefixes["#/"] = f"{whole}/"
     parameters = _move_references(parameters, prefixes, _MAX_SCHEMA_DEPTH)
     for own_name in own_names:
         definition = _move_references(definitions[own_name], prefixes, _MAX_SCHEMA_DEPTH)
@@ -171,6 +178,8 @@ def _move_references(schema: Any, prefixes: dict[str, str], depth: int) -> Any:
             if reference.startswith(old):
                 moved["$ref"] = new + reference[len(old) :]
                 break
+        else:
+            moved["$ref"] = prefixes["#/"][:-1] if reference == "#" else reference
     return moved
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
 
-from vllm.entrypoints.http.validation_text import show_value
+from vllm.utils.text.json_words import show_value
 
 
 def accepts(text: str) -> WrapValidator:

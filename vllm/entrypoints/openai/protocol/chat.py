@@ -29,9 +29,9 @@ from vllm.entrypoints.openai.protocol.tools import (
     ToolChoice,
     ToolParam,
     as_functions,
-    check_choice,
-    leave_out_foreign,
     plain_choice,
+    read_choice,
+    read_dialects,
 )
 
 
@@ -93,8 +93,8 @@ class ChatFields(TemplateFields):
 
     @field_validator("tools", mode="before")
     @classmethod
-    def _leave_out_foreign_tools(cls, tools: Any) -> Any:
-        return leave_out_foreign(tools)
+    def _read_dialects(cls, tools: Any) -> Any:
+        return read_dialects(tools)
 
     @model_validator(mode="after")
     def _read_custom_tools(self) -> "ChatFields":
@@ -152,8 +152,8 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
 
     @field_validator("tool_choice", mode="before")
     @classmethod
-    def _check_choice(cls, choice: Any) -> Any:
-        return check_choice(choice)
+    def _read_choice(cls, choice: Any) -> Any:
+        return read_choice(choice)
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> "ChatCompletionRequest":

@@ -136,10 +136,11 @@ class JsonSchemaResponseFormat(RequestModel):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    name: str
+    name: str | None = None
     description: str | None = None
     json_schema: JsonObject | None = Field(default=None, alias="schema")
     strict: bool | None = None
+    """Whether the request is refused if not all of the schema can be enforced."""
 
 
 class ResponseFormat(RequestModel):
@@ -366,7 +367,8 @@ def _of_response_format(
         return {}
     schema = wanted.given_schema
     if schema is not None:
-        return {"json": schema}
+        is_strict = wanted.json_schema is not None and wanted.json_schema.strict is True
+        return {"json": schema, "is_strict": is_strict}
     if wanted.type == "json_object":
         return {"json_object": True}
     raise RequestError(

@@ -20,6 +20,7 @@ from vllm.entrypoints.openai.protocol.base import (
     field_error,
     tag_by_type,
 )
+from vllm.utils.text.json_words import show_value
 
 FOREIGN_TOOL = "not run by this server; the model does not see it"
 _OWN_TYPES = ("function", "custom")
@@ -37,12 +38,18 @@ def is_foreign(kind: Any) -> bool:
     return isinstance(kind, str) and kind not in ("", *_OWN_TYPES)
 
 
-def leave_out_foreign(tools: Any) -> Any:
-    """Return the tools of an unvalidated body without foreign ones, which are logged."""
+def read_dialects(tools: Any) -> Any:
+    """Return the tools of an unvalidated body in the form of the chat API, without foreign ones,
+    which are logged.
+
+    Programs that use several APIs, such as Cursor, mix in the forms of the Responses API, where a
+    tool is one flat object, and of Anthropic, where the schema is `input_schema`.
+    """
     if not isinstance(tools, list):
         return tools
     kept = []
-    for index, tool in enumerate(tools):
+    for index, given in enumerate(tools):
+        tool = _in_chat_form(given)
         kind = tool.get("type") if isinstance(tool, dict) else None
         if is_foreign(kind):
             note_ignored("tools of the type", kind, FOREIGN_TOOL)
@@ -53,11 +60,29 @@ def leave_out_foreign(tools: Any) -> Any:
     return kept
 
 
+def _in_chat_form(tool: Any) -> Any:
+    if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
+        return tool
+    kind = tool.get("type")
+    has_schema = "input_schema" in tool
+    if kind not in (None, *_OWN_TYPES) or "function" in tool or (kind is None and not has_schema):
+        return tool
+    rest = {key: value for key, value in tool.items() if key not in ("type", "input_schema")}
+    if kind != "custom" or has_schema:
+        schema = {"parameters": tool["input_schema"]} if has_schema else {}
+        return {"type": "function", "function": {**rest, **schema}}
+    form = rest.get("format")
+    if isinstance(form, dict) and form.get("type") == "grammar" and "grammar" not in form:
+        grammar = {key: form[key] for key in ("syntax", "definition") if key in form}
+        rest["format"] = {"type": "grammar", "grammar": grammar}
+    return tool if "custom" in tool else {"type": "custom", "custom": rest}
+
+
 def wrong_type(kind: Any) -> str:
     """Describe the error in the type of a tool, as the end of a sentence that begins with the
     field.
     """
-    return f"must be a string such as {' or '.join(_OWN_TYPES)}, got {kind!r:.80}"
+    return f"must be a string such as {' or '.join(_OWN_TYPES)}, got {show_value(kind)}"
 
 
 @dataclass(frozen=True)
@@ -208,16 +233,32 @@ ToolChoice = Annotated[
     ),
 ]
 _CHOICE_TYPES = (*_OWN_TYPES, "allowed_tools")
+_CHOICE_WORDS = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
+"""Type of a tool choice that is a word -> the word of the chat API."""
 PlainChoice = Literal["none", "auto", "required"] | ChatCompletionNamedToolChoiceParam
 
 
-def check_choice(choice: Any) -> Any:
-    """Refuse an unvalidated tool choice that names a foreign tool."""
-    kind = choice.get("type") if isinstance(choice, dict) else None
+def read_choice(choice: Any) -> Any:
+    """Return an unvalidated tool choice in the form of the chat API. Like tools, it may have the
+    form of another API: flat objects, objects instead of words, and `any` instead of `required`.
+
+    Raises:
+        PydanticCustomError: it names a foreign tool.
+    """
+    if not isinstance(choice, dict):
+        return "required" if choice == "any" else choice
+    kind, name = choice.get("type"), choice.get("name")
+    if isinstance(kind, str) and kind in _CHOICE_WORDS and name is None:
+        return _CHOICE_WORDS[kind]
+    if kind == "tool" and isinstance(name, str):
+        return {"type": "function", "function": {"name": name}}
+    if kind in _OWN_TYPES and isinstance(name, str) and kind not in choice:
+        return {"type": kind, kind: {"name": name}}
     if isinstance(kind, str) and kind not in _CHOICE_TYPES:
         raise field_error(
             "type",
-            f"must be {', '.join(_CHOICE_TYPES)}, got {kind!r:.80}, which this server does not run",
+            f"must be {', '.join(_CHOICE_TYPES)}, got {show_value(kind)}, which this server does "
+            "not run",
         )
     return choice
 
@@ -239,7 +280,7 @@ def as_functions(tools: Sequence[Any]) -> ReadTools:
     names = [tool.function.name for tool in functions]
     for name in custom:
         if names.count(name) > 1:
-            raise field_error("tools", f"two tools have the name {name!r:.100}")
+            raise field_error("tools", f"two tools have the name {show_value(name)}")
     return functions, custom
 
 
@@ -286,7 +327,7 @@ def plain_choice(
     if isinstance(choice, ChatCompletionNamedToolChoiceCustomParam):
         name = choice.custom.name
         if name not in custom:
-            raise field_error("tool_choice", f"no custom tool has the name {name!r:.100}")
+            raise field_error("tool_choice", f"no custom tool has the name {show_value(name)}")
         named = ChatCompletionNamedFunction(name=name)
         return ChatCompletionNamedToolChoiceParam(function=named), tools
     if isinstance(choice, ChatCompletionNamedToolChoiceParam):
@@ -294,11 +335,11 @@ def plain_choice(
         if name in custom:
             raise field_error(
                 "tool_choice",
-                f"{name!r:.100} is a custom tool: name it with "
+                f"{show_value(name)} is a custom tool: name it with "
                 '{"type": "custom", "custom": {"name": ...}}',
             )
         if name not in names:
-            raise field_error("tool_choice", f"no tool has the name {name!r:.100}")
+            raise field_error("tool_choice", f"no tool has the name {show_value(name)}")
     return choice, tools
 
 
@@ -308,7 +349,9 @@ def _allowed_name(
     where = f"allowed_tools.tools[{index}]"
     kind = tool.get("type", "function")
     if kind not in ("function", "custom"):
-        raise field_error("tool_choice", f"{where}.type must be function or custom, got {kind!r}")
+        raise field_error(
+            "tool_choice", f"{where}.type must be function or custom, got {show_value(kind)}"
+        )
     definition = tool.get(str(kind))
     name = definition.get("name") if isinstance(definition, dict) else None
     known = set(custom) if kind == "custom" else names - set(custom)
@@ -316,6 +359,6 @@ def _allowed_name(
         raise field_error(
             "tool_choice",
             f"{where} must name a {kind} tool of the request, such as "
-            f'{{"type": "{kind}", "{kind}": {{"name": ...}}}}; got {name!r:.100}',
+            f'{{"type": "{kind}", "{kind}": {{"name": ...}}}}; got {show_value(name)}',
         )
     return name

@@ -16,6 +16,7 @@ from vllm.entrypoints.conversation.media import WHERE, image_part
 from vllm.entrypoints.conversation.messages import Content, Part, join_texts
 from vllm.entrypoints.http.ignored import note_ignored
 from vllm.errors import RequestError
+from vllm.utils.text.json_words import show_value
 
 Item = dict[str, Any]
 Message = dict[str, Any]
@@ -140,7 +141,7 @@ def read_string(
     if not isinstance(value, str) or not (value or may_be_empty):
         raise RequestError(
             f"{where}.{key} must be a {'' if may_be_empty else 'non-empty '}string, "
-            f"got {value!r:.80}",
+            f"got {show_value(value)}",
             param=f"{where}.{key}",
         )
     return value
@@ -316,13 +317,14 @@ class _Conversation:
 
 def _read_item(where: str, given: Any) -> Item:
     if not isinstance(given, Mapping):
-        raise RequestError(f"{where} must be an object, got {given!r:.80}", param=where)
+        raise RequestError(f"{where} must be an object, got {show_value(given)}", param=where)
     kind = given.get("type")
     if kind is None:  # messages and item references may leave out their type
         kind = "message" if "role" in given else REFERENCE if "id" in given else None
     if not isinstance(kind, str) or not kind:
         raise RequestError(
-            f"{where}.type must be a string such as {', '.join(_ID_PREFIXES)}, got {kind!r:.80}",
+            f"{where}.type must be a string such as {', '.join(_ID_PREFIXES)}, "
+            f"got {show_value(kind)}",
             param=f"{where}.type",
         )
     item_id = given.get("id")
@@ -375,7 +377,7 @@ def _read_message(where: str, given: Mapping[str, Any], item_id: str) -> Item:
     role = given.get("role")
     if role not in _ROLES:
         raise RequestError(
-            f"{where}.role must be one of {', '.join(_ROLES)}, got {role!r:.80}",
+            f"{where}.role must be one of {', '.join(_ROLES)}, got {show_value(role)}",
             param=f"{where}.role",
         )
     where, content = f"{where}.content", given.get("content")
@@ -426,7 +428,7 @@ def _as_parts(where: str, given: Any) -> Sequence[Any]:
         return [{"type": "input_text", "text": given}]
     if not isinstance(given, Sequence):
         raise RequestError(
-            f"{where} must be a string or a list of parts, got {given!r:.80}", param=where
+            f"{where} must be a string or a list of parts, got {show_value(given)}", param=where
         )
     return given
 
@@ -438,7 +440,7 @@ def _read_text(where: str, part: Any) -> str:
     if kind not in _TEXT_PARTS:
         raise RequestError(
             f"{where}.type must be input_text, or input_image or input_audio in a message of the "
-            f"user or an output; got {kind!r:.80}",
+            f"user or an output; got {show_value(kind)}",
             param=f"{where}.type",
         )
     return read_string(where, part, _TEXT_PARTS[kind], may_be_empty=True)

@@ -18,6 +18,7 @@ from vllm.entrypoints.openai.protocol.sampling import API_NUMBERS
 from vllm.entrypoints.openai.protocol.tools import FOREIGN_TOOL, is_foreign, wrong_type
 from vllm.entrypoints.openai.responses.input import Message, read_string
 from vllm.errors import RequestError
+from vllm.utils.text.json_words import show_value
 
 _REFUSED_FIELDS = ("conversation", "moderation", "prompt")
 _LOGPROBS = "message.output_text.logprobs"
@@ -45,7 +46,8 @@ def check_request(request: ResponsesRequest) -> None:
             note_ignored("the include", what, "no response of this server has such items")
         elif what not in _INCLUDABLE:
             raise RequestError(
-                f"include accepts {' and '.join(_INCLUDABLE)}, got {what!r:.80}", param="include"
+                f"include accepts {' and '.join(_INCLUDABLE)}, got {show_value(what)}",
+                param="include",
             )
     if request.background and request.store is False:
         raise RequestError(
@@ -130,7 +132,7 @@ def _read_tools(request: ResponsesRequest) -> tuple[list[dict[str, Any]], Any]:
         name = choice.get("name")
         if (kind, name) not in map(_key_of, tools):
             raise RequestError(
-                f"tool_choice names the {kind} {name!r:.100}, which is not in tools",
+                f"tool_choice names the {kind} {show_value(name)}, which is not in tools",
                 param="tool_choice",
             )
         return tools, {"type": kind, kind: {"name": name}}
@@ -138,12 +140,13 @@ def _read_tools(request: ResponsesRequest) -> tuple[list[dict[str, Any]], Any]:
         return _allowed_tools(tools, choice)
     if is_foreign(kind):
         raise RequestError(
-            f"tool_choice must name a function or a custom tool, got the type {kind!r:.80}, which "
+            f"tool_choice must name a function or a custom tool, got the type "
+            f"{show_value(kind)}, which "
             f"this server does not run",
             param="tool_choice",
         )
     raise RequestError(
-        f"tool_choice.type must be function, custom or allowed_tools, got {kind!r:.80}",
+        f"tool_choice.type must be function, custom or allowed_tools, got {show_value(kind)}",
         param="tool_choice",
     )
 
@@ -165,7 +168,8 @@ def _allowed_tools(
     known = set(map(_key_of, tools))
     if missing := [key for key in keys if key not in known]:
         raise RequestError(
-            f"tool_choice allows the {missing[0][0]} {missing[0][1]!r:.100}, which is not in tools",
+            f"tool_choice allows the {missing[0][0]} "
+            f"{show_value(missing[0][1])}, which is not in tools",
             param="tool_choice",
         )
     if not keys:
@@ -183,7 +187,7 @@ def _named_in(where: str, tool: Any) -> tuple[str, str]:
     if kind not in ("function", "custom") or not isinstance(name, str):
         raise RequestError(
             f"{where} must be such as {{'type': 'function', 'name': ...}} or {{'type': 'custom', "
-            f"'name': ...}}, got {tool!r:.80}",
+            f"'name': ...}}, got {show_value(tool)}",
             param="tool_choice",
         )
     return kind, name
@@ -212,12 +216,12 @@ def _read_tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any] | None:
         if not isinstance(value, expected) and (value is not None or key == "name"):
             raise RequestError(
                 f"{where}.{key} must be {'an object' if expected is Mapping else 'a string'}, "
-                f"got {value!r:.80}",
+                f"got {show_value(value)}",
                 param=f"{where}.{key}",
             )
     if not isinstance(tool.get("strict"), bool | None):
         raise RequestError(
-            f"{where}.strict must be true or false, got {tool['strict']!r:.80}",
+            f"{where}.strict must be true or false, got {show_value(tool['strict'])}",
             param=f"{where}.strict",
         )
     names = ("name", "description", "parameters", "strict")
@@ -236,7 +240,8 @@ def _read_custom_tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "grammar":
         if wanted.get("syntax") not in ("lark", "regex"):
             raise RequestError(
-                f"{where}.format.syntax must be lark or regex, got {wanted.get('syntax')!r:.80}",
+                f"{where}.format.syntax must be lark or regex, "
+                f"got {show_value(wanted.get('syntax'))}",
                 param=f"{where}.format.syntax",
             )
         definition = read_string(f"{where}.format", wanted, "definition")
@@ -245,7 +250,7 @@ def _read_custom_tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
     elif kind != "text":
         raise RequestError(
             f"{where}.format must be {{'type': 'text'}} or {{'type': 'grammar', 'syntax': ..., "
-            f"'definition': ...}}, got {wanted!r:.80}",
+            f"'definition': ...}}, got {show_value(wanted)}",
             param=f"{where}.format",
         )
     return {"type": "custom", "custom": custom}
