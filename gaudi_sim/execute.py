@@ -6,9 +6,8 @@ shapes, dtypes and numbers are cached, since this module's overhead slows down e
 simulation.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from operator import is_
 from typing import Any
 
 import torch
@@ -142,18 +141,13 @@ class _Call:
     Its key is the operator with what a recipe knows of the operands: shapes, dtypes and numbers.
     """
 
-    __slots__ = (
-        *("args", "has_host_operand", "is_traced", "key", "kwargs", "num_other_bytes", "operator"),
-        "wrappers",
-    )
+    __slots__ = ("args", "has_host_operand", "is_traced", "key", "kwargs", "operator", "wrappers")
 
     def __init__(self, operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.operator = operator
         self.wrappers: list[HpuTensor] = []
         self.has_host_operand = False
         self.is_traced = False
-        self.num_other_bytes = 0
-        """Bytes of operands that are not among the wrappers."""
         self.key: list[Any] = [operator]
         unwrap = self._unwrap
         self.args = [unwrap(x) for x in args]
@@ -176,25 +170,8 @@ class _Call:
             return x
         if kind is list or kind is tuple:
             self.key.append(len(x))
-            return self._unwrap_alike(x) or [self._unwrap(item) for item in x]
+            return [self._unwrap(item) for item in x]
         return self._unwrap_other(x)
-
-    def _unwrap_alike(self, items: Sequence[Any]) -> list[torch.Tensor] | None:
-        """Return the CPU tensors of the parts of a tensor, which may be hundreds of experts; None
-        for other lists.
-
-        The parts are alike, so only the first one is in the key and among the operands.
-        """
-        first = items[0] if items else None
-        if type(first) is not HpuTensor or first.alike is None or self.operator.is_write:
-            return None
-        others, raw = first.alike
-        if len(raw) != len(items) or not all(map(is_, others, items[1:])):
-            return None
-        self._unwrap(first)
-        self.key.append("alike")
-        self.num_other_bytes += len(others) * first.raw.nbytes
-        return raw
 
     def _unwrap_other(self, x: Any) -> Any:
         if type(x) in _NUMBERS_AND_NAMES:
@@ -317,8 +294,6 @@ class _Call:
         wrapped = self._wrap(raw) if type(raw) is torch.Tensor else map_leaves(self._wrap, raw)
         if is_kept:
             self.wrappers[0].parts = key, wrapped
-            if wrapped:
-                wrapped[0].alike = list(wrapped[1:]), list(raw)
         return wrapped
 
     def _known_results(
@@ -362,7 +337,7 @@ class _Call:
         return map_leaves(self._wrap, self.operator.run(*self.args, **self.kwargs))
 
     def _num_bytes(self) -> int:
-        return self.num_other_bytes + sum(x.raw.nbytes for x in self.wrappers)
+        return sum(x.raw.nbytes for x in self.wrappers)
 
     def _exchange_s(self, card: SimulatedCard) -> float:
         """Return the seconds in which a collective moves its data."""

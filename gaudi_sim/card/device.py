@@ -70,9 +70,6 @@ class HpuTensor(torch.Tensor):
     """Made by an operator that returns a view."""
     parts: tuple[Any, list["HpuTensor"] | None] = None, None
     """Key of the last call of `unbind` whose results had no values, and these results."""
-    alike: tuple[list["HpuTensor"], list[torch.Tensor]] | None = None
-    """If this is the first of such results: the others, and the CPU tensors of all. They have the
-    same shapes, strides and dtypes."""
 
     @staticmethod
     def __new__(
