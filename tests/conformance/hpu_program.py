@@ -116,7 +116,9 @@ def config_of(architecture: str, dtype: str) -> VllmConfig:
 def operators_of_a_card() -> Iterator[None]:
     """Let layers call the operators of a card in this context, with simulated fused kernels."""
     register()
-    bridge = SimpleNamespace(kernels=SimulatedKernels(), is_recording=True, fp8_max=240.0)
+    bridge = SimpleNamespace(
+        kernels=SimulatedKernels(), is_recording=True, fp8_max=240.0, mark_step=lambda: None
+    )
     with MonkeyPatch.context() as patch:
         replace_ops(patch, HPUOps(bridge))
         yield
