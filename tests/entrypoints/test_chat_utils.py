@@ -77,8 +77,10 @@ def test_the_messages_of_the_caller_are_not_changed():
         ([{"role": "user", "content": 5}], "messages[0].content must be a string or a list"),
         (
             [{"role": "user", "content": [5]}],
-            "messages[0].content[0] must be an object with a type",
+            'messages[0].content[0] must be an object with a type, such as {"type": "text", '
+            '"text": ...}, got 5',
         ),
+        ([{"role": "user", "content": [{"type": None}]}], '"text": ...}, got the type null'),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
             'must have the type "text", as this model reads text only; got "image_url"',

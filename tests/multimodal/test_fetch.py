@@ -520,3 +520,15 @@ def test_all_files_of_a_request_have_a_limit_together(monkeypatch, tmp_path):
 
     fetcher, budget = asyncio.run(run())
     assert "have more than 10 bytes in total" in refusal(fetcher, f"file://{tmp_path}/a", budget)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://a.example/b?c=d@e", "http://a.example/b?c=d@e"),
+        ("https://me:secret@a.example/b", "https://...@a.example/b"),
+        ("http://me:" + "s" * 300 + "@a.example/b", "http://...@a.example/b..."),
+    ],
+)
+def test_messages_show_a_url_without_user_name_and_password(url, shown):
+    assert show_url(url) == shown

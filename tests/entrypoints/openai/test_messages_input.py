@@ -247,7 +247,7 @@ def test_images_become_parts_that_name_their_place():
         ([[RESULT]], "messages.0.content.0.tool_use_id"),
         (
             ["a", [USE], [{**RESULT, "content": [{"type": "image"}]}]],
-            "messages.2.content.0.content.0.source.type",
+            "messages.2.content.0.content.0.source",
         ),
         (["a", [USE], [{**RESULT, "content": 4}]], "messages.2.content.0.content"),
     ],

@@ -259,9 +259,14 @@ def _read_image(where: str, block: Mapping[str, Any]) -> Part:
     """Return an image as a part of the chat API. Whether the model reads images is checked
     later.
     """
-    given = block.get("source")
-    source: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
-    where, kind = f"{where}.source", source.get("type")
+    where, source = f"{where}.source", block.get("source")
+    if not isinstance(source, Mapping):
+        raise RequestError(
+            f'{where} must be an object such as {{"type": "url", "url": ...}}, got '
+            f"{show_value(source)}",
+            param=where,
+        )
+    kind = source.get("type")
     if kind == "url":
         return image_part(read_string(where, source, "url"), where)
     if kind != "base64":

@@ -224,8 +224,10 @@ def _read_part(where: str, part: Any, media: MediaParts) -> Part:
     if isinstance(part, Mapping):
         kind = part.get("type", "text" if "text" in part else media_type(part))
     if not isinstance(kind, str):
+        got = f"the type {show_value(kind)}" if isinstance(part, Mapping) else show_value(part)
         raise RequestError(
-            f'{where} must be an object with a type, such as {{"type": "text", "text": ...}}',
+            f"{where} must be an object with a type, such as "
+            f'{{"type": "text", "text": ...}}, got {got}',
             param="messages",
         )
     if kind in MEDIA_TYPES:

@@ -8,6 +8,7 @@ data          its content
 import asyncio
 import contextvars
 import os
+import re
 import socket
 import ssl
 import time
@@ -39,6 +40,8 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 _SMALL_CHARS = 2**20
 """A data: URL up to this length is decoded in the event loop, a longer one in a thread."""
 _SHOWN_CHARS = 200
+_LOGIN = re.compile(r"//[^/?#]*@")
+_MAX_LOGIN_CHARS = 8192
 
 
 class MediaFetcher:
@@ -200,10 +203,11 @@ class MediaFetcher:
 
 
 def show_url(url: str) -> str:
-    """Shorten a URL for messages, without the content of a data: URL."""
+    """Shorten a URL for messages, without a password and the content of a data: URL."""
     if url[:5].lower() == "data:":
         return "data:..."
-    return url if len(url) <= _SHOWN_CHARS else f"{url[:_SHOWN_CHARS]}..."
+    shown = _LOGIN.sub("//...@", url[:_MAX_LOGIN_CHARS], count=1)
+    return shown if len(url) <= _SHOWN_CHARS else f"{shown[:_SHOWN_CHARS]}..."
 
 
 def _parse(url: str) -> Target:
