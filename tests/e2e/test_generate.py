@@ -194,7 +194,7 @@ def test_a_bad_prompt_is_named_and_nothing_is_lost(llm, prompt, message):
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": math.nan}, "temperature"),
         ({"temperature": math.inf}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
         ({"logprobs": 21}, "logprobs"),
         ({"allowed_token_ids": [99999]}, "allowed_token_ids"),
         ({"logit_bias": {99999: 1.0}}, "logit_bias"),

@@ -166,7 +166,7 @@ def test_a_chat_takes_embeddings(llm):
     for form, message in (
         ("no!", r"messages\[0\].content\[0\]: image_embeds: is not base64"),
         (base64_of(one[:, 1:]), r"messages\[0\].content\[0\]: .*got \[16, 47\]"),
-        (5, r"messages\[0\].content\[0\].image_embeds must be the base64 text .*got int"),
+        (5, r"messages\[0\].content\[0\].image_embeds must be the base64 text .*got 5"),
         ({"a": 1}, r"messages\[0\].content\[0\]: .*must have the key 'image_embeds'.*got 'a'"),
     ):
         with pytest.raises(RequestError, match=message):

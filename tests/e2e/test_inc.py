@@ -87,7 +87,7 @@ def test_a_folder_that_was_moved_has_the_paths_of_its_new_place(
     (tmp_path / calibrated.name / "calibration_g2.json").write_text("{")
     assert calibrate(texts, tmp_path, *flags) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "calibration_g2.json: the state of the calibration is not valid JSON" in error
+    assert "calibration_g2.json is not valid JSON" in error
     assert error.endswith("Delete the file to begin again")
 
 

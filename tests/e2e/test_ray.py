@@ -102,7 +102,7 @@ def test_a_stage_is_on_one_machine_and_stages_are_on_different_ones(
     ]
     assert [len(stage) for stage in stages] == nodes_of_stages
     assert len(set(found.nodes)) == (1 if sizes == (2, 1) else 2)
-    assert [place.has_whole_stage for place in found.places] == [
+    assert [each.has_whole_stage for each in found.assignments] == [
         sizes != (4, 1)
     ] * parallel.world_size
 
