@@ -105,6 +105,7 @@ _ARGUMENTS = (
     _ignored("disable_hybrid_kv_cache_manager", False, "there is only one KV cache manager"),
     _ignored("enable_multimodal_encoder_data_parallel", False, _ENCODER_WHOLE),
     _ignored("disable_cascade_attn", False, "this version has no cascade attention"),
+    _ignored("attention_backend", None, "the device decides the attention backend"),
     _ignored("max_context_len_to_capture", None, _NO_CUDA_GRAPHS),
     _ignored("cuda_graph_sizes", (512,), _NO_CUDA_GRAPHS),
     _ignored("disable_custom_all_reduce", False, "this version has no custom all-reduce"),
