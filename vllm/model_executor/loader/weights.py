@@ -200,7 +200,7 @@ def _mismatch(
     hint = ""
     if any(isinstance(target.module, ParallelLMHead) for target in missing.values()):
         hint = (
-            ". The output head is missing: if its weights are those of the token embeddings, "
+            ". The output head is missing: if it shares the weights of the token embeddings, "
             "set tie_word_embeddings to true in config.json or with hf_overrides"
         )
     elif any(_LORA.search(name) for name in unexpected):
