@@ -129,7 +129,7 @@ def test_a_config_that_takes_neither_hub_nor_transformers_is_complete():
         (["--reasoning-parser", "r1"], "reasoning_parser 'r1' is not one of "),
         (["--tool-parser-plugin", "/no/plug-in.py"], "there is no file /no/plug-in.py"),
         (["--lora-modules", "a=/b"], "lora_modules=a=/b needs enable_lora=True"),
-        (["--enable-lora", "--lora-modules", "a=/b"], "lora_modules: .*/b is not a folder"),
+        (["--enable-lora", "--lora-modules", "a=/no/b"], "lora_modules: .*/b is not a folder"),
         (["--otlp-traces-endpoint", "http://h:x"], "otlp_traces_endpoint='http://h:x'"),
         (["--allowed-local-media-path", "/no/such"], "media-path '/no/such' is not a folder"),
         (["--allowed-media-domains", "http://a"], "allowed-media-domains 'http://a': .*hosts only"),
