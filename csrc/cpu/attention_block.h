@@ -11,16 +11,25 @@
 
 namespace VLLM_ISA {
 
-constexpr int kRowVectors = 3;                   // vectors of rows in a block
+// Vectors of rows in a block. On matrix tiles it is one: the tiles of scores, weights and results
+// are then adjacent memory, and all of a block remains in the first-level cache.
+template <class Dot>
+constexpr int kRowVectors = kAttendsOnTiles<Dot> ? 1 : 3;
 constexpr int kColumns = kLanes >= 16 ? 8 : 4;   // columns: 24 (or 12) sums in 32 (or 16) registers
-constexpr int64_t kQueryRows = kRowVectors * kLanes;
+template <class Dot>
+constexpr int64_t kQueryRows = kRowVectors<Dot> * kLanes;
+
+// The softmax subtracts a reference from each score: the largest score so far, or an older one while
+// no score is larger by more than this power of two. So sums are rarely rescaled, and weights are
+// at most 2^kMaxExponent.
+constexpr float kMaxExponent = 8;
 
 // Scratch memory of one block of rows; each array is [...][kQueryRows].
 struct RowBlock {
   uint32_t* query;  // 32-bit words of the query head
-  float* out;       // [padded value size]: sum(e^(score - largest) * value)
-  float* largest;   // [1] largest score, times log2(e)
-  float* total;     // [1]: sum(e^(score - largest))
+  float* out;       // [padded value size]: sum(2^(score - reference) * value)
+  float* reference; // [1] what is subtracted from scores, times log2(e)
+  float* total;     // [1]: sum(2^(score - reference))
   float* slopes;    // [1]
   float* sinks;     // [1]
   int32_t* positions;   // [1] positions in the request
@@ -39,7 +48,7 @@ VLLM_INLINE void multiply(const uint32_t* rows, int64_t num_words, NumberAt numb
   for (int64_t j = 0; j < num_words; ++j) {
     Bits words[kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) words[v] = load_bits(rows + j * kQueryRows + v * kLanes);
+    for (int v = 0; v < kVectors; ++v) words[v] = load_bits(rows + j * kQueryRows<Dot> + v * kLanes);
 #pragma GCC unroll 8
     for (int c = 0; c < kColumns; ++c) {
       const auto number =
@@ -61,7 +70,7 @@ inline void score_block(const RowBlock& block, const uint32_t* keys, int64_t key
                         int64_t num_words, int64_t num_keys, float* scores) {
 #ifdef VLLM_MATRIX_TILES
   if constexpr (kAttendsOnTiles<Dot>) {
-    return score_on_tiles<kVectors>(block.query, kQueryRows, keys, key_stride, num_words, num_keys,
+    return score_on_tiles<kVectors>(block.query, kQueryRows<Dot>, keys, key_stride, num_words, num_keys,
                                     scores);
   }
 #endif
@@ -76,23 +85,22 @@ inline void score_block(const RowBlock& block, const uint32_t* keys, int64_t key
     for (int c = 0; c < kColumns; ++c) {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
-        store(scores + (k + c) * kQueryRows + v * kLanes, sums[c][v]);
+        store(scores + (k + c) * kQueryRows<Dot> + v * kLanes, sums[c][v]);
       }
     }
   }
 }
 
 // out *= shrink, for all rows of the block.
-template <int kVectors>
+template <class Dot, int kVectors>
 inline void shrink_block(const RowBlock& block, int64_t padded_head, const Vec (&shrink)[kVectors]) {
   Ints is_other = {};
   for (int v = 0; v < kVectors; ++v) is_other |= shrink[v] != splat(1.0f);
-  // The usual case: all factors are 1.
-  if (max_lanes(__builtin_convertvector(-is_other, Vec)) == 0) return;
+  if (!any_lane(reinterpret_cast<Bits>(is_other))) return;  // the usual case: all factors are 1
   for (int64_t i = 0; i < padded_head; ++i) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      float* const at = block.out + i * kQueryRows + v * kLanes;
+      float* const at = block.out + i * kQueryRows<Dot> + v * kLanes;
       store(at, load(at) * shrink[v]);
     }
   }
@@ -105,18 +113,18 @@ inline void add_values(const RowBlock& block, const uint32_t* values, int64_t va
                        const Vec (&shrink)[kVectors]) {
 #ifdef VLLM_MATRIX_TILES
   if constexpr (kAttendsOnTiles<Dot>) {
-    shrink_block(block, padded(value_size), shrink);
-    return add_on_tiles<kVectors>(values, weights, kQueryRows, value_size, block.out);
+    shrink_block<Dot>(block, padded(value_size), shrink);
+    return add_on_tiles<kVectors>(values, weights, kQueryRows<Dot>, value_size, block.out);
   }
 #endif
   for (int64_t i = 0; i < value_size; i += kColumns) {
-    float* const out = block.out + i * kQueryRows;
+    float* const out = block.out + i * kQueryRows<Dot>;
     Vec sums[kColumns][kVectors];
 #pragma GCC unroll 8
     for (int c = 0; c < kColumns; ++c) {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
-        sums[c][v] = load(out + c * kQueryRows + v * kLanes) * shrink[v];
+        sums[c][v] = load(out + c * kQueryRows<Dot> + v * kLanes) * shrink[v];
       }
     }
     multiply<Dot, kVectors>(
@@ -127,7 +135,7 @@ inline void add_values(const RowBlock& block, const uint32_t* values, int64_t va
 #pragma GCC unroll 8
     for (int c = 0; c < kColumns; ++c) {
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) store(out + c * kQueryRows + v * kLanes, sums[c][v]);
+      for (int v = 0; v < kVectors; ++v) store(out + c * kQueryRows<Dot> + v * kLanes, sums[c][v]);
     }
   }
 }
@@ -151,7 +159,7 @@ VLLM_INLINE Ints sees(const RowBlock& block, int v, int64_t key) {
 
 // Turns dot products into scores (not scaled yet if options.scales_late()), and returns the largest
 // score of each row (-inf if it attends to no key).
-template <int kVectors>
+template <class Dot, int kVectors>
 inline void finish_scores(const RowBlock& block, const ScoreOptions& options, int64_t begin,
                           int64_t num_keys, bool is_masked, float* scores,
                           Vec (&largest)[kVectors]) {
@@ -159,15 +167,31 @@ inline void finish_scores(const RowBlock& block, const ScoreOptions& options, in
   for (int v = 0; v < kVectors; ++v) most[v] = splat(-__builtin_inff());
   const bool scales_late = options.scales_late();
   if (scales_late && !is_masked) {
-    for (int64_t k = 0; k < num_keys; ++k, scores += kQueryRows) {
+    // A maximum waits for the one before it, so there are several per vector of rows.
+    constexpr int kChains = 4 / kVectors;
+    Vec chains[kChains][kVectors];
+    for (auto& chain : chains) __builtin_memcpy(chain, most, sizeof most);
+    int64_t k = 0;
+    for (; k + kChains <= num_keys; k += kChains) {
 #pragma GCC unroll 4
+      for (int c = 0; c < kChains; ++c, scores += kQueryRows<Dot>) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+          chains[c][v] = max(chains[c][v], load(scores + v * kLanes));
+        }
+      }
+    }
+    for (; k < num_keys; ++k, scores += kQueryRows<Dot>) {
       for (int v = 0; v < kVectors; ++v) most[v] = max(most[v], load(scores + v * kLanes));
+    }
+    for (auto& chain : chains) {
+      for (int v = 0; v < kVectors; ++v) most[v] = max(most[v], chain[v]);
     }
   } else {
     for (int64_t k = 0; k < num_keys; ++k) {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
-        float* const at = scores + k * kQueryRows + v * kLanes;
+        float* const at = scores + k * kQueryRows<Dot> + v * kLanes;
         Vec score = load(at);
         if (!scales_late) score = score * options.scale;
         if (options.soft_cap != 0) score = options.soft_cap * tanh(score / options.soft_cap);
@@ -198,40 +222,50 @@ VLLM_INLINE void store_weights(uint32_t* to, Vec first, Vec second) {
   }
 #endif
   __builtin_memcpy(to, &first, sizeof first);
-  if constexpr (Dot::kInputs == 2) __builtin_memcpy(to + kQueryRows, &second, sizeof second);
+  if constexpr (Dot::kInputs == 2) __builtin_memcpy(to + kQueryRows<Dot>, &second, sizeof second);
 }
 
-// weights = 2^(score * to_exponent - largest), and zero for keys that a row does not attend to.
+// weights = 2^(score * to_exponent - reference), and zero for keys that a row does not attend to.
 // Adds them to total. The exponential is less precise if weights are rounded to bf16.
 template <class Dot, int kVectors, bool kIsMasked>
 inline void weigh_scores(const RowBlock& block, float to_exponent, int64_t begin, int64_t num_keys,
-                         const float* scores, const Vec (&largest)[kVectors],
+                         const float* scores, const Vec (&reference)[kVectors],
                          Vec (&total)[kVectors], uint32_t* weights) {
+  Vec sums[kVectors], offsets[kVectors];  // copies, as in finish_scores
+  for (int v = 0; v < kVectors; ++v) {
+    sums[v] = total[v];
+    offsets[v] = -reference[v];
+  }
   const auto weight_at = [&](int64_t k, int v) __attribute__((always_inline)) {
-    const Vec score = load(scores + k * kQueryRows + v * kLanes);
-    const Vec weight = exp2<Dot::kInputs == 2>(fma(score, splat(to_exponent), -largest[v]));
+    const Vec score = load(scores + k * kQueryRows<Dot> + v * kLanes);
+    const Vec weight = exp2<Dot::kInputs == 2>(fma(score, splat(to_exponent), offsets[v]));
     if (!kIsMasked) return weight;
     return sees(block, v, begin + k) ? weight : Vec{};
   };
-  Vec sums[kVectors];  // a copy, as in finish_scores
-  for (int v = 0; v < kVectors; ++v) sums[v] = total[v];
-  for (int64_t k = 0; k < num_keys; k += Dot::kInputs, weights += kQueryRows) {
+  int64_t k = 0;
+  for (; k + Dot::kInputs <= num_keys; k += Dot::kInputs, weights += kQueryRows<Dot>) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       const Vec first = weight_at(k, v);
+      const Vec second = Dot::kInputs == 2 ? weight_at(k + 1, v) : Vec{};
       sums[v] += first;
-      Vec second = {};
-      if (Dot::kInputs == 2 && k + 1 < num_keys) {
-        second = weight_at(k + 1, v);
-        sums[v] += second;
-      }
+      if (Dot::kInputs == 2) sums[v] += second;
       store_weights<Dot>(weights + v * kLanes, first, second);
+    }
+  }
+  if (k < num_keys) {  // a last key without a pair
+    for (int v = 0; v < kVectors; ++v) {
+      const Vec first = weight_at(k, v);
+      sums[v] += first;
+      store_weights<Dot>(weights + v * kLanes, first, Vec{});
     }
   }
   for (int v = 0; v < kVectors; ++v) total[v] = sums[v];
   if constexpr (kAttendsOnTiles<Dot>) {  // tiles multiply all keys, so clear the rest
     const int64_t used = vllm_cpu::ceil_div(num_keys, int64_t{Dot::kInputs});
-    __builtin_memset(weights, 0, (kPrefillKeys / Dot::kInputs - used) * kQueryRows * 4);
+    uint32_t* const end = weights + (k < num_keys ? kQueryRows<Dot> : 0);
+    const int64_t unused = kPrefillKeys / Dot::kInputs - used;
+    if (unused > 0) __builtin_memset(end, 0, unused * kQueryRows<Dot> * 4);
   }
 }
 
@@ -255,21 +289,21 @@ inline void attend_block(const RowBlock& block, const TileScratch& tile,
       options.sight.first_key(block.last_position) > begin;
   score_block<Dot, kVectors>(block, tile.keys, tile.key_stride,
                              (head_size + Dot::kInputs - 1) / Dot::kInputs, num_keys, tile.scores);
-  Vec largest[kVectors], total[kVectors], shrink[kVectors];
-  finish_scores<kVectors>(block, options, begin, num_keys, is_masked, tile.scores, largest);
+  Vec largest[kVectors], reference[kVectors], total[kVectors], shrink[kVectors];
+  finish_scores<Dot, kVectors>(block, options, begin, num_keys, is_masked, tile.scores, largest);
   const float to_exponent = options.to_exponent();
   for (int v = 0; v < kVectors; ++v) {
-    const Vec before = load(block.largest + v * kLanes);
-    largest[v] = max(before, largest[v] * to_exponent);
-    // If no score is larger, the factor is exactly one, also if there was no key yet (-inf - -inf
+    const Vec before = load(block.reference + v * kLanes), now = largest[v] * to_exponent;
+    reference[v] = now > before + kMaxExponent ? now : before;
+    // If the reference stays, the factor is exactly one, also if there was no key yet (-inf - -inf
     // is NaN).
-    shrink[v] = largest[v] == before ? splat(1.0f) : exp2<false>(before - largest[v]);
+    shrink[v] = reference[v] == before ? splat(1.0f) : exp2<false>(before - reference[v]);
     total[v] = load(block.total + v * kLanes) * shrink[v];
   }
   const auto weigh = is_masked ? weigh_scores<Dot, kVectors, true> : weigh_scores<Dot, kVectors, false>;
-  weigh(block, to_exponent, begin, num_keys, tile.scores, largest, total, tile.weights);
+  weigh(block, to_exponent, begin, num_keys, tile.scores, reference, total, tile.weights);
   for (int v = 0; v < kVectors; ++v) {
-    store(block.largest + v * kLanes, largest[v]);
+    store(block.reference + v * kLanes, reference[v]);
     store(block.total + v * kLanes, total[v]);
   }
   add_values<Dot, kVectors>(block, tile.values, tile.value_stride, value_size, tile.weights,
@@ -287,10 +321,11 @@ inline void attend_tile(const RowBlock& block, const TileScratch& tile,
   const bool is_forgotten = options.sight.first_key(block.first_position) > last_key;
   if (visible <= 0 || is_forgotten) return;
   if (visible < num_keys) num_keys = visible;
-  if (block.num_rows > 2 * kLanes) {
-    attend_block<Dot, 3>(block, tile, options, begin, num_keys, head_size, value_size);
-  } else if (block.num_rows > kLanes) {
-    attend_block<Dot, 2>(block, tile, options, begin, num_keys, head_size, value_size);
+  constexpr int kMost = kRowVectors<Dot>;
+  if (kMost > 2 && block.num_rows > 2 * kLanes) {
+    attend_block<Dot, kMost>(block, tile, options, begin, num_keys, head_size, value_size);
+  } else if (kMost > 1 && block.num_rows > kLanes) {
+    attend_block<Dot, (kMost > 1 ? 2 : 1)>(block, tile, options, begin, num_keys, head_size, value_size);
   } else {
     attend_block<Dot, 1>(block, tile, options, begin, num_keys, head_size, value_size);
   }

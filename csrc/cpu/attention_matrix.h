@@ -52,22 +52,25 @@ inline void pack_values_transposed(int64_t num_keys, int64_t head_size, ValueAt 
                                    uint32_t* to) {
   constexpr int64_t kValueWords = kPrefillKeys / 2;
   for (int64_t word = 0; word < kValueWords; word += kLanes) {
-    for (int64_t i = 0; i < head_size; i += kLanes) {
-      Vec pairs[kLanes];
+    for (int64_t i = 0; i < head_size; i += 2 * kLanes) {
+      const int64_t left = head_size - i < 2 * kLanes ? head_size - i : int64_t{2 * kLanes};
+      Vec pairs[2][kLanes];  // two groups of kLanes elements of the values
       for (int64_t j = 0; j < kLanes; ++j) {
         const int64_t k = (word + j) * Dot::kInputs;
-        uint32_t words[kLanes] = {};
+        uint32_t words[2 * kLanes] = {};
         if (k < num_keys) {
-          const T* const second = k + 1 < num_keys ? value_at(k + 1) + i : nullptr;
-          const T* values[] = {value_at(k) + i, second};
-          const int64_t left = head_size - i;
-          pack_values<Dot, T>(values, left < kLanes ? left : int64_t{kLanes}, words);
+          const T* values[] = {value_at(k) + i, k + 1 < num_keys ? value_at(k + 1) + i : nullptr};
+          pack_values<Dot, T>(values, left, words);
         }
-        __builtin_memcpy(&pairs[j], words, sizeof words);
+        __builtin_memcpy(&pairs[0][j], words, sizeof(Vec));
+        __builtin_memcpy(&pairs[1][j], words + kLanes, sizeof(Vec));
       }
-      transpose(pairs);
-      for (int64_t j = 0; j < kLanes; ++j) {
-        __builtin_memcpy(to + (i + j) * kValueWords + word, &pairs[j], sizeof(Vec));
+      for (int64_t part = 0; part * kLanes < left; ++part) {
+        transpose(pairs[part]);
+        for (int64_t j = 0; j < kLanes; ++j) {
+          __builtin_memcpy(to + (i + part * kLanes + j) * kValueWords + word, &pairs[part][j],
+                           sizeof(Vec));
+        }
       }
     }
   }

@@ -16,7 +16,12 @@
 namespace VLLM_ISA {
 
 constexpr int64_t kRowNumbers = 7;  // number of arrays of a block that have one element per row
-constexpr int64_t kItemRows = 384;  // a multiple of kQueryRows for every instruction set
+
+// Number of rows of an item, if there are enough items for all threads, and at least. Matrix tiles
+// need less time than copies of keys and values for a few rows, so their items are larger.
+template <class Dot>
+constexpr int64_t kItemRows = kAttendsOnTiles<Dot> ? 768 : 384;
+constexpr int64_t kMinItemRows = 3 * kLanes;  // a multiple of kQueryRows
 
 template <typename T>
 struct PrefillCall : vllm_cpu::AttentionArgs<T> {
@@ -61,7 +66,7 @@ struct PrefillItem {
 };
 
 // Numbers the rows of all requests and groups them into items.
-template <typename T>
+template <class Dot, typename T>
 class PrefillWork {
  public:
   // first_tile: [num_requests + 1], filled by the constructor: number of groups of at most rows_
@@ -69,13 +74,13 @@ class PrefillWork {
   PrefillWork(const PrefillCall<T>& call, int64_t* first_tile, int num_threads)
       : call_(call), first_tile_(first_tile) {
     // Use smaller items while there are too few of them for all threads.
-    for (rows_ = kItemRows;; rows_ = round_up(rows_ / 2, kQueryRows)) {
+    for (rows_ = kItemRows<Dot>;; rows_ = round_up(rows_ / 2, kMinItemRows)) {
       first_tile[0] = 0;
       for (int64_t b = 0; b < call.num_requests; ++b) {
         first_tile[b + 1] =
             first_tile[b] + (call.query_len(b) * call.group() + rows_ - 1) / rows_;
       }
-      if (rows_ == kQueryRows || num_items() >= 4 * num_threads) return;
+      if (rows_ == kMinItemRows || num_items() >= 4 * num_threads) return;
     }
   }
 
@@ -109,9 +114,9 @@ class PrefillScratch {
   static int64_t words(int64_t head_size, int64_t value_size, int64_t item_rows) {
     const int64_t padded_head = padded(head_size), head_words = padded_words(head_size);
     return kPrefillKeys * head_words + kPrefillKeys / Dot::kInputs * padded(value_size) +
-           (kPrefillKeys + kPrefillKeys / Dot::kInputs) * kQueryRows +
+           (kPrefillKeys + kPrefillKeys / Dot::kInputs) * kQueryRows<Dot> +
            2 * kPrefillKeys * padded_head +
-           item_rows / kQueryRows * block_words(head_size, value_size);
+           item_rows / kQueryRows<Dot> * block_words(head_size, value_size);
   }
 
   PrefillScratch(uint32_t* memory, int64_t head_size, int64_t value_size)
@@ -123,8 +128,8 @@ class PrefillScratch {
       memory += count;
       return at;
     };
-    tile.scores = reinterpret_cast<float*>(take(kPrefillKeys * kQueryRows));
-    tile.weights = take(kPrefillKeys / Dot::kInputs * kQueryRows);
+    tile.scores = reinterpret_cast<float*>(take(kPrefillKeys * kQueryRows<Dot>));
+    tile.weights = take(kPrefillKeys / Dot::kInputs * kQueryRows<Dot>);
     tile.keys = take(kPrefillKeys * tile.key_stride);
     tile.values = take(kPrefillKeys / Dot::kInputs * tile.value_stride);
     widened = take(2 * kPrefillKeys * padded(head_size));
@@ -134,17 +139,17 @@ class PrefillScratch {
   // Returns block i of the rows of the item; its per-row arrays are not filled in.
   RowBlock block(int64_t i) const {
     uint32_t* const query = blocks_ + i * block_words_;
-    uint32_t* const rows = query + head_words_ * kQueryRows;
+    uint32_t* const rows = query + head_words_ * kQueryRows<Dot>;
     float* const floats = reinterpret_cast<float*>(rows);
     return {query,
-            floats + kRowNumbers * kQueryRows,
+            floats + kRowNumbers * kQueryRows<Dot>,
             floats,
-            floats + kQueryRows,
-            floats + 2 * kQueryRows,
-            floats + 3 * kQueryRows,
-            reinterpret_cast<int32_t*>(rows + 4 * kQueryRows),
-            reinterpret_cast<int32_t*>(rows + 5 * kQueryRows),
-            reinterpret_cast<int32_t*>(rows + 6 * kQueryRows),
+            floats + kQueryRows<Dot>,
+            floats + 2 * kQueryRows<Dot>,
+            floats + 3 * kQueryRows<Dot>,
+            reinterpret_cast<int32_t*>(rows + 4 * kQueryRows<Dot>),
+            reinterpret_cast<int32_t*>(rows + 5 * kQueryRows<Dot>),
+            reinterpret_cast<int32_t*>(rows + 6 * kQueryRows<Dot>),
             0,
             0,
             0,
@@ -160,7 +165,7 @@ class PrefillScratch {
     return padded((head_size + Dot::kInputs - 1) / Dot::kInputs);
   }
   static int64_t block_words(int64_t head_size, int64_t value_size) {
-    return (padded_words(head_size) + kRowNumbers + padded(value_size)) * kQueryRows;
+    return (padded_words(head_size) + kRowNumbers + padded(value_size)) * kQueryRows<Dot>;
   }
   uint32_t* blocks_;
   int64_t block_words_, head_words_;
@@ -168,12 +173,12 @@ class PrefillScratch {
 
 // Calls body(lane, token, head) for each lane of a block that begins at row `first` of an item.
 // Lanes without a row repeat the last one.
-template <typename T, typename Body>
+template <class Dot, typename T, typename Body>
 VLLM_INLINE void for_each_lane(const PrefillCall<T>& call, const PrefillItem& item, int64_t first,
                                int64_t num_rows, Body body) {
   const int64_t group = call.group();
   int64_t token = first / group, head = first % group;
-  for (int64_t lane = 0; lane < kQueryRows; ++lane) {
+  for (int64_t lane = 0; lane < kQueryRows<Dot>; ++lane) {
     body(lane, token, item.g * group + head);
     if (lane + 1 < num_rows && ++head == group) {
       head = 0;
@@ -190,10 +195,10 @@ inline void start_block(const PrefillCall<T>& call, const PrefillItem& item, int
   const int64_t head_size = call.head_size, left = item.end - first;
   const int64_t context_len = call.context_len(item.b);
   const int64_t first_token = call.query_start_loc[item.b];
-  block.num_rows = left < kQueryRows ? left : kQueryRows;
-  const T* queries[kQueryRows];
-  for_each_lane(call, item, first, block.num_rows, [&](int64_t r, int64_t token, int64_t head) {
-    block.largest[r] = -__builtin_inff();
+  block.num_rows = left < kQueryRows<Dot> ? left : kQueryRows<Dot>;
+  const T* queries[kQueryRows<Dot>];
+  for_each_lane<Dot>(call, item, first, block.num_rows, [&](int64_t r, int64_t token, int64_t head) {
+    block.reference[r] = -__builtin_inff();
     block.total[r] = 0;
     block.slopes[r] = call.alibi_slopes != nullptr ? call.alibi_slopes[head] : 0;
     block.sinks[r] = call.sinks != nullptr ? call.sinks[head] : 0;
@@ -207,10 +212,10 @@ inline void start_block(const PrefillCall<T>& call, const PrefillItem& item, int
     prefetch_row(reinterpret_cast<const char*>(queries[r]), head_size * int64_t{sizeof(T)});
   });
   block.first_position = block.positions[0];
-  block.last_position = block.positions[kQueryRows - 1];
-  __builtin_memset(block.out, 0, padded(call.value_size) * kQueryRows * sizeof(float));
+  block.last_position = block.positions[kQueryRows<Dot> - 1];
+  __builtin_memset(block.out, 0, padded(call.value_size) * kQueryRows<Dot> * sizeof(float));
   for (int64_t r = 0; r < block.num_rows; r += kLanes) {
-    pack_lanes<Dot>(queries + r, head_size, block.query + r, kQueryRows);
+    pack_lanes<Dot>(queries + r, head_size, block.query + r, kQueryRows<Dot>);
   }
 }
 
@@ -290,19 +295,19 @@ inline void pack_tile(const PrefillCall<T>& call, const TileRows& rows,
 }
 
 // Writes the rows of a block whose softmax is complete.
-template <typename T>
+template <class Dot, typename T>
 inline void write_block(const PrefillCall<T>& call, const PrefillItem& item, int64_t first,
                         const RowBlock& block) {
   const int64_t value_size = call.value_size, first_token = call.query_start_loc[item.b];
   const float scale = cache_scale(call.value_scales, item.g);
-  T* out[kQueryRows];
-  for_each_lane(call, item, first, block.num_rows, [&](int64_t r, int64_t token, int64_t head) {
+  T* out[kQueryRows<Dot>];
+  for_each_lane<Dot>(call, item, first, block.num_rows, [&](int64_t r, int64_t token, int64_t head) {
     out[r] = call.out + ((first_token + token) * call.num_heads + head) * value_size;
   });
   for (int64_t r = 0; r < block.num_rows; r += kLanes) {
     Vec factor = scale / load(block.total + r);
     if (call.sinks != nullptr) {
-      factor = scale * inverse_with_sink(load(block.largest + r) / kLog2E, load(block.total + r),
+      factor = scale * inverse_with_sink(load(block.reference + r) / kLog2E, load(block.total + r),
                                          load(block.sinks + r));
     }
     const int64_t num_lanes = block.num_rows - r < kLanes ? block.num_rows - r : kLanes;
@@ -310,7 +315,7 @@ inline void write_block(const PrefillCall<T>& call, const PrefillItem& item, int
       Vec rows[kLanes];
 #pragma GCC unroll 16
       for (int j = 0; j < kLanes; ++j) {
-        rows[j] = load(block.out + (i + j) * kQueryRows + r) * factor;
+        rows[j] = load(block.out + (i + j) * kQueryRows<Dot> + r) * factor;
       }
       transpose(rows);
       for (int64_t lane = 0; lane < num_lanes; ++lane) store(out[r + lane] + i, rows[lane], count);
@@ -334,9 +339,9 @@ inline bool attend_item(const PrefillCall<T>& call, const PrefillItem& item,
   TileRows rows[2];  // one for even tiles, one for odd tiles
   if (!find_tile(call, item, begin, end, rows[begin / kPrefillKeys % 2])) return false;
 
-  RowBlock blocks[kItemRows / kQueryRows];
+  RowBlock blocks[kItemRows<Dot> / kQueryRows<Dot>];
   int num_blocks = 0;
-  for (int64_t first = item.begin; first < item.end; first += kQueryRows, ++num_blocks) {
+  for (int64_t first = item.begin; first < item.end; first += kQueryRows<Dot>, ++num_blocks) {
     blocks[num_blocks] = scratch.block(num_blocks);
     start_block<Dot>(call, item, first, blocks[num_blocks]);
   }
@@ -354,7 +359,7 @@ inline bool attend_item(const PrefillCall<T>& call, const PrefillItem& item,
     }
   }
   for (int i = 0; i < num_blocks; ++i) {
-    write_block(call, item, item.begin + i * kQueryRows, blocks[i]);
+    write_block<Dot>(call, item, item.begin + i * kQueryRows<Dot>, blocks[i]);
   }
   return true;
 }
@@ -370,12 +375,13 @@ int64_t paged_attention_prefill(const vllm_cpu::AttentionArgs<T>& args, int num_
   for (int64_t b = 0; b < call.num_requests; ++b) {
     if (!call.is_valid(b)) return b;
   }
-  const int64_t most_words = PrefillScratch<Dot>::words(call.head_size, call.value_size, kItemRows);
+  const int64_t most_words =
+      PrefillScratch<Dot>::words(call.head_size, call.value_size, kItemRows<Dot>);
   char* const memory =
       vllm_cpu::workspace(num_threads * most_words * 4 + (call.num_requests + 1) * 8);
   if (memory == nullptr) return -2;
   uint32_t* const words = reinterpret_cast<uint32_t*>(memory);
-  const PrefillWork<T> work(call, reinterpret_cast<int64_t*>(words + num_threads * most_words),
+  const PrefillWork<Dot, T> work(call, reinterpret_cast<int64_t*>(words + num_threads * most_words),
                             num_threads);
 
   int64_t bad_request = -1;

@@ -220,6 +220,19 @@ VLLM_INLINE float max_lanes(Vec x) {
   return lanes[0];
 }
 
+// Returns whether a lane differs from zero.
+VLLM_INLINE bool any_lane(Bits lanes) {
+#if defined(__AVX512F__)
+  const __m512i bits = reinterpret_cast<__m512i>(lanes);
+  return _mm512_test_epi32_mask(bits, bits) != 0;
+#else
+  uint32_t all = 0;
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) all |= lanes[i];
+  return all != 0;
+#endif
+}
+
 // ---- functions ----------------------------------------------------------------------------
 
 // Returns e^x within 1.5 ulp. Below -87.3 the result stays at 1e-38 instead of reaching zero, and
@@ -242,11 +255,22 @@ VLLM_INLINE Vec exp(Vec x) {
   return p * reinterpret_cast<Vec>((reinterpret_cast<Bits>(shifted) << 23) + 0x3f800000u);
 }
 
-// Returns 2^x for x <= 0, within 2e-7, or 3e-6 if kIsRough; at least 2^-125. x = n + r with |r| <=
-// 1 / 2; the polynomials were fitted on that range.
+// Returns 2^x for x <= 8, within 2e-7, or 3e-6 if kIsRough; at least 2^-125. x = n + r with |r| <=
+// 1 / 2, or 0 <= r < 1 where an instruction splits x so; the polynomials were fitted on these ranges.
 template <bool kIsRough>
 VLLM_INLINE Vec exp2(Vec x) {
   x = max(splat(-125.0f), x);
+#if defined(__AVX512DQ__)
+  if constexpr (kIsRough) {
+    const __m512 v = reinterpret_cast<__m512>(x);
+    const Vec r = reinterpret_cast<Vec>(_mm512_reduce_ps(v, 1));  // x - floor(x)
+    Vec p = fma(r, splat(0.0135341799f), splat(0.0520114750f));
+    p = fma(r, p, splat(0.2414427102f));
+    p = fma(r, p, splat(0.6930038333f));
+    p = fma(r, p, splat(1.0000026226f));
+    return reinterpret_cast<Vec>(_mm512_scalef_ps(reinterpret_cast<__m512>(p), v));
+  }
+#endif
 #if defined(__AVX512F__)
   const Vec n = reinterpret_cast<Vec>(_mm512_roundscale_ps(reinterpret_cast<__m512>(x), 8));
 #else
