@@ -832,7 +832,7 @@ class AsyncLLM:
 
 
 def _replicas(engine_args: "EngineArgs | None", config: VllmConfig | None) -> ParallelConfig:
-    """Return how many cores to start, and where. A wrong number is reported later, when the config
+    """Return how many cores to start, and where. A wrong value is reported later, when the config
     is created.
     """
     if config is not None:

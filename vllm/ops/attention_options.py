@@ -85,7 +85,7 @@ class AttentionOptions:
         return self.chunk_size is not None
 
     def sees(self, age: Tensor, indices: Tensor | None = None) -> Tensor | None:
-        """Return which keys a query attends to, of those that are not after it.
+        """Return which keys a query attends to, of the keys that are not after it.
 
         Args:
             age: how many tokens a key is before the query, any shape.

@@ -77,7 +77,7 @@ def load_model(
         dense_format: storage format for the layers that other formats leave dense; None: dense
             torch weights.
         choose_host_layers: called with the model, still without memory; returns the modules whose
-            parameters go to host memory.
+            parameters are kept in host memory.
         stage: stage of the pipeline; only its layers are read. None: all layers.
         has_values: False: parameters get uninitialised memory only.
 
@@ -565,7 +565,7 @@ class ParameterMemory:
     Args:
         model: built on the meta device.
         device: where the parameters go.
-        on_host: modules whose parameters stay on the host, submodules included.
+        on_host: modules whose parameters are kept on the host, submodules included.
     """
 
     def __init__(
