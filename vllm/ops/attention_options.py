@@ -55,7 +55,7 @@ class AttentionOptions:
         return scores if cap is None else cap * torch.tanh(scores / cap)
 
     @property
-    def sight(self) -> tuple[int | None, ...]:
+    def mask_kind(self) -> tuple[int | None, ...]:
         """The options that decide which keys are visible; layers with equal values can
         share masks.
         """
