@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument(
         "--cache-dtype",
         choices=["float8_e4m3fn", "float8_e5m2"],
-        help="of keys and values, in place of --dtype",
+        help="of keys and values, instead of --dtype",
     )
     parser.add_argument("--only", default="", help="shapes whose name has this text")
     parser.add_argument("--contexts", help="context lengths; prints fractions of the limits")

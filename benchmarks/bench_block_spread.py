@@ -26,7 +26,7 @@ from vllm.sampling_params import SamplingParams
 
 _GATHER = 3
 _WARM_UP_SHARE = 1 / 3
-"""Of the steps, those that are not counted."""
+"""Number of steps that are not counted."""
 
 
 class Simulation:
@@ -110,7 +110,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--repeats", type=float, default=0.0, help="share of repeated prompts")
+    parser.add_argument(
+        "--repeats", type=float, default=0.0, help="fraction of prompts that are repeated"
+    )
     parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.5, 0.75])
     args = parser.parse_args()
     rows = [measure(args, share, dense) for share in args.shares for dense in (False, True)]

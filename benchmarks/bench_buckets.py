@@ -373,7 +373,7 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--traces", nargs="+", choices=["chat", "long", "uniform"], help="default: all three")
-    add("--lengths", type=Path, help='file with "input output" on each line, in place of --traces')
+    add("--lengths", type=Path, help='file with "input output" on each line, instead of --traces')
     add("--num-requests", type=int, default=300)
     add("--seed", type=int, default=0)
     add("--hit-share", type=float, default=0.0, help="requests that hit the prefix cache")

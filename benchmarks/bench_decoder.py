@@ -69,7 +69,7 @@ def measure(runner: CPUModelRunner, num_rows: int, args: argparse.Namespace) -> 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--seconds", type=float, default=2.0, help="per number of rows")
+    parser.add_argument("--seconds", type=float, default=2.0, help="per number of tokens")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

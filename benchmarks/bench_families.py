@@ -125,7 +125,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.0,
     },
 }
-"""Of config.json; experts are fewer than those of the models that have these names."""
+"""Settings of config.json, with fewer experts than in the models of these names."""
 
 
 def load(name: str, num_tokens: int) -> CausalLM:
@@ -269,7 +269,9 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--context", type=int, default=512, help="tokens of each request")
-    parser.add_argument("--seconds", type=float, default=20.0, help="per family and rows")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="per family and number of tokens"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -40,7 +40,7 @@ from vllm.entrypoints.bench.report import machine
 
 PROBE_INTERVAL_S = 0.02
 AFTER_S = 1.0
-"""Measured after each request too: what goes on behind an answer counts."""
+"""Seconds of measuring after each request, because work that continues after an answer counts."""
 LEAVE_AFTER_S = 0.3
 START_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 300.0

@@ -6,11 +6,12 @@ MXFP4, and Q4_K and Q5_K of GGUF.
 
     python benchmarks/bench_linear.py [--dtype bfloat16] [--rows 1,16,1024] [--threads N]
 
-Shapes are those of a 1.24 B-parameter Llama. Every round calls each side once and reads a large
-tensor, so that all see the same state of the machine; the weights are several copies, so that they
-come from memory. Prints JSON on standard output and a table on standard error: medians in
+The shapes are taken from a Llama with 1.24 B parameters. Every round calls each side once and reads
+a large tensor, so that all see the same state of the machine; the weights are several copies, so
+that they come from memory. Prints JSON on standard output and a table on standard error: medians in
 milliseconds, the best of them, and at the best time GB/s of weights as they are stored and GFLOP/s.
-With one thread the clock is that of the thread, which other processes do not stop.
+With one thread, the clock counts the processor time of this thread, which other processes do not
+stop.
 """
 
 import json

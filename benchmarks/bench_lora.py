@@ -4,10 +4,10 @@ With --stall: how loading an adapter delays other requests. A batch runs, and re
 adapter and with a new adapter arrive alternately. For each, the longest time between two of the
 next --stall-steps steps is printed, sorted, and by how much the median is longer for new adapters.
 
-Adapters of random weights change all linear layers of a Llama-shaped model. The cases run in turn,
-in several rounds: no adapter, one adapter on all rows, and a different one on each row. One JSON
-object on stdout: medians in milliseconds, and what each case costs over no adapter, as the median
-of the ratios within a round.
+Adapters of random weights change all linear layers of a Llama-shaped model. The cases run one after
+another, in several rounds: no adapter, one adapter on all rows, and a different one on each row.
+One JSON object on stdout: medians in milliseconds, and what each case costs over no adapter, as the
+median of the ratios within a round.
 """
 
 import argparse

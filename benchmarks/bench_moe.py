@@ -2,11 +2,11 @@
 
     python benchmarks/bench_moe.py [--experts 32] [--top-k 4] [--tokens 1,16,512] [--threads N]
 
-The sizes are those of a layer of a small mixture (hidden 2,048, intermediate 768); experts are
+The sizes are taken from a layer of a small mixture (hidden 2,048, intermediate 768); experts are
 drawn evenly. Every round calls each side once. Prints JSON on standard output and a table on
 standard error: the best time in milliseconds, GB/s of the weights of the experts that were hit as
-they are stored, and GFLOP/s. With one thread the clock is that of the thread, which other processes
-do not stop.
+they are stored, and GFLOP/s. With one thread, the clock counts the processor time of this thread,
+which other processes do not stop.
 """
 
 import argparse

@@ -11,7 +11,7 @@ nothing of an image between requests, so it has no figures for repeated images.
 Seconds, the least of the repetitions (a shared machine changes its speed), for one request:
 
     new_image         an image that was never sent: decoded, encoded, and a prompt of 600 tokens
-    other_question    the same image with another text behind it: its keys and values are cached
+    other_question    the same image with a different text after it: its keys and values are cached
     other_beginning   the same image with another text in front: its embeddings are kept
     text_of_as_many   a prompt of as many tokens without an image
     tower             only the encoder, for one image

@@ -3,7 +3,7 @@
 Texts are modules of Python's standard library: some are measured for the scales of INC, AWQ and
 GPTQ, others are for the perplexity. Checkpoints are written by `vllm quantize`; those that it does
 not write are rounded to nearest as the tests do. Groups have 16 inputs, as 688 features are no
-multiple of 32; in GGUF files those layers stay in BF16. Engines run one after another, in several
+multiple of 32; in GGUF files those layers are BF16. Engines run one after another, in several
 rounds. One JSON object on stdout, with the table of docs/quantization_tables.md in it.
 
 Run in the root of the repository: python -m benchmarks.bench_quantization --folder FOLDER What is

@@ -2,7 +2,7 @@
 
 Requests start at different lengths, so that block boundaries are spread over the steps as in real
 traffic. Also timed: a step in which every row crosses a boundary at once, `add_request`,
-`abort_requests`, and the recording of traffic. JSON goes to stdout, a table to stderr.
+`abort_requests`, and the recording of traffic. Writes JSON to stdout, and a table to stderr.
 """
 
 import argparse

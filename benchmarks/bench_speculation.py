@@ -29,7 +29,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--random", action="store_true", help="a workload that repeats nothing")
-    parser.add_argument("--plain", action="store_true", help="texts to go on with, no editing")
+    parser.add_argument(
+        "--plain", action="store_true", help="texts that the model continues, no editing"
+    )
     args = parser.parse_args()
     common = {"max_model_len": 1024, "enable_prefix_caching": False}
     common |= {"load_format": args.load_format}

@@ -132,7 +132,7 @@ def measure_engine(num_requests: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[4096, 128256])
-    parser.add_argument("--rows", type=int, default=64, help="requests of one launch")
+    parser.add_argument("--rows", type=int, default=64, help="requests of one forward pass")
     parser.add_argument("--no-engine", action="store_true", help="only the parts")
     args = parser.parse_args()
     report: dict[str, Any] = {"benchmark": "structured", "threads": torch.get_num_threads()}

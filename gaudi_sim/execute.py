@@ -2,7 +2,7 @@
 
 The module refuses what a card refuses, adds the operator's cost to the time of the card, and
 computes on the CPU unless the card only compiles. Results that depend only on the operator and on
-shapes, dtypes and numbers are cached, since this module's overhead slows down every test in
+shapes, dtypes and other values are cached, since this module's overhead slows down every test in
 simulation.
 """
 

@@ -53,7 +53,7 @@ SMALL_ENGINE = {
     "num_gpu_blocks_override": 33,
     "block_size": 16,
 }
-"""Arguments of `LLM` to go with them."""
+"""Arguments of `LLM` to use with them."""
 
 HAS_SIMULATED_DEVICE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 """False before torch 2.10, which older Gaudi images have (`make test-vendor`)."""

@@ -112,7 +112,7 @@ LOAD_FLOAT32: dict[str, Any] = dtype_argument(torch.float32)
 WINDOWS_ALL_LAYERS_OR_NONE = is_version_4()
 """Of the installed transformers, which is then no reference for models with both."""
 YARN_BY_LONGEST = is_version_4()
-"""YaRN of the installed transformers goes by `max_position_embeddings`, not by the original length
+"""YaRN of the installed transformers uses `max_position_embeddings`, not by the original length
 in the rope parameters, and is then no reference where they differ."""
 
 
@@ -665,7 +665,7 @@ _MORE |= _ROWS | _OWN | _WITHOUT_PROGRAM | _SHARING
 _FAMILIES |= _MORE
 
 STATE_FAMILIES = tuple(_STATES)
-"""Those with states."""
+"""Families with recurrent state."""
 
 ROW_FAMILIES = (*_ROW_MIXTURES, *_ROWS)
 """Families that differ from others only in options. The default run compares their logits, and

@@ -103,7 +103,7 @@ class Glossary:
 
     @cached_property
     def rules(self) -> list[Rule]:
-        """The rules for texts of files, which are all but those for commits."""
+        """The rules for texts of files: all rules except the ones for commits."""
         return [
             *map(_term_rule, self.terms),
             Rule(

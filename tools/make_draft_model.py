@@ -2,13 +2,13 @@
 
     python tools/make_draft_model.py --model MODEL --layers 0 --text FOLDER --out DIR --minutes 8
 
-Embeddings, norms and the kept layers begin as those of the model. Training minimises the
+Embeddings, norms and the kept layers begin as copies of the model's. Training minimises the
 Kullback-Leibler divergence from the model's distribution to the draft's (Hinton, Vinyals and Dean,
-"Distilling the Knowledge in a Neural Network", 2015), on texts like those that will be generated.
+"Distilling the Knowledge in a Neural Network", 2015), on texts that resemble later outputs.
 The result is a checkpoint with the tokenizer of the model. It is an example for models of a few
 hundred million parameters on a CPU; larger ones need a card and more text.
 
-Prints the share of tokens at which both models have the same likeliest token, on text that was not
+Prints the fraction of tokens at which both models have the same top-1 token, on text that was not
 trained on, every minute and at the end.
 """
 
@@ -65,7 +65,7 @@ def keep_layers(model: PreTrainedModel, layers: list[int], folder: str) -> PreTr
 
 @torch.no_grad()
 def agreement(model: PreTrainedModel, draft: PreTrainedModel, blocks: torch.Tensor) -> float:
-    """Return how often both models have the same likeliest next token, from 0 to 1."""
+    """Return how often both models have the same top-1 next token, from 0 to 1."""
     theirs, ours = model(blocks).logits.argmax(-1), draft(blocks).logits.argmax(-1)
     return (theirs == ours).float().mean().item()
 

@@ -27,11 +27,13 @@ TRACES = {
     "a family with images": r"(?i)\bglm4v",
     "a quantization format": r"(?i)\bhqq",
     "a kind of quantized values": r"(?i)\bmxfp4",
+    "an option of attention": r"\bchunk_size\b",
 }
 """Change -> words of an existing feature of the same kind. A file whose code has one of them is a
 file that such a change has to touch; docstrings and comments do not count. `min_p` narrows the
 distribution, GLM-4V has an image tower and positions of its own, HQQ stores values of a known kind,
-and MXFP4 was a new kind of values with kernels of its own."""
+MXFP4 was a new kind of values with kernels of its own, and the chunked attention of Llama 4 is an
+option of layers and kernels."""
 
 
 @dataclass(frozen=True)

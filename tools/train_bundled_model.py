@@ -6,7 +6,7 @@ standard library of the interpreter that runs the script, so no download is need
 
     python tools/train_bundled_model.py --out DIR --minutes 60
 
-The learning-rate schedule follows the elapsed share of the time budget, so a run always ends on
+The learning-rate schedule follows the elapsed fraction of the time budget, so a run always ends on
 time with a fully decayed learning rate, however fast or busy the machine is.
 """
 
@@ -165,7 +165,7 @@ def load_corpus(stdlib: Path) -> tuple[Corpus, Corpus]:
     splits = (Corpus(), Corpus())
     for relative, text in read_sources(stdlib):
         fraction = int(hashlib.sha256(relative.encode()).hexdigest()[:8], 16) / 2**32
-        # pydoc_data/topics.py alone is larger than all the other files that could be held out.
+        # pydoc_data/topics.py is larger than all other files together that could be held out.
         held_out = fraction < HELD_OUT_SHARE and len(text) <= HELD_OUT_MAX_CHARS
         split = splits[held_out]
         split.sources.append(text)
@@ -410,7 +410,7 @@ def export(out: Path, model: LlamaForCausalLM, tokenizer: Tokenizer, stages: lis
 
 @dataclass
 class Score:
-    """Summed negative log-likelihood over some tokens, and the bytes these tokens stand for."""
+    """Summed negative log-likelihood over some tokens, and the number of bytes of these tokens."""
 
     nats: float = 0.0
     tokens: int = 0

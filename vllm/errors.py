@@ -5,7 +5,7 @@
     |  `- WeightLoadError     checkpoint and model do not match
     |- RequestError           one request is wrong; the engine keeps serving (HTTP 400)
     |  |- PromptTooLongError  the prompt does not fit max_model_len
-    |  |  `- TextTooLongError its text alone shows it, before it is tokenised
+    |  |  `- TextTooLongError its text shows it, before it is tokenised
     |  `- NotFoundError        what it names is not there (HTTP 404)
     |- RequestTimeoutError    a request took longer than the server allows (504)
     |- CapacityError          can never fit (400), cannot fit now (503), or requests run (409)

@@ -108,7 +108,7 @@ FULL_GROUP = KVCacheGroup()
 
 @dataclass(frozen=True)
 class KVCacheLayout:
-    """How blocks are divided among the layers, and the other data of each request in the batch."""
+    """The division of blocks among the layers, and the other data of each request in the batch."""
 
     block_size: int
     """Tokens per block."""

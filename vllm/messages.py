@@ -248,7 +248,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Images, sounds and videos of the prompt, in order of their tokens. `cache_extra_keys` has a
     key of each."""
     adapter: AdapterRef | None = None
-    """Adapter, whose key is also in `cache_extra_keys`."""
+    """Adapter. `cache_extra_keys` contains its key."""
     output_rules: OutputRules | None = None
     """Rules of the model; None: it has none, or the request limits its tokens itself."""
 

@@ -215,7 +215,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    # Any: callables stay in their process; names are strings or `LogitsProcessorConstructor`.
+    # Any: callables are not sent to other processes; names are strings or
+    # `LogitsProcessorConstructor`.
     logits_processors: list[Any] | None = None
     truncate_prompt_tokens: Annotated[int | None, NumberRange(at_least=1)] = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE

@@ -5,7 +5,7 @@
 Each request with a prompt goes to a prefill server with one token to generate, which keeps the KV
 blocks of the prompt where the decode servers find them (docs/kv_transfer.md), and then to a decode
 server, whose answer is passed on. If the first one fails, the second computes the prompt itself.
-Several servers of a kind take turns; what one of them stores, such as responses for
+Several servers of a kind are used alternately; what one of them stores, such as responses for
 `previous_response_id`, the others do not know. A client that leaves ends its request on both.
 Needs httpx, which the openai package brings along.
 """
@@ -31,7 +31,7 @@ ONE_TOKEN: dict[str, dict[str, Any]] = {
     "/v1/messages": {"max_tokens": 1, "stream": False},
     "/v1/responses": {"max_output_tokens": 1, "stream": False, "store": False, "background": False},
 }
-"""What computes the prompt of a request and little more, by path."""
+"""Settings that let a server compute only the prompt of a request, by path."""
 NOT_FOR_PROMPTS = (
     *("max_completion_tokens", "min_tokens", "n", "best_of", "use_beam_search", "stream_options"),
     *("logprobs", "top_logprobs", "prompt_logprobs", "echo"),
@@ -95,7 +95,7 @@ class Router:
                 async for chunk in answer.aiter_raw():
                     yield chunk
             finally:
-                await answer.aclose()  # also when the client has left: the request is aborted
+                await answer.aclose()  # if the client has left, this aborts the request
 
         response = StreamingResponse(chunks(), answer.status_code)
         response.raw_headers = [

@@ -1,4 +1,4 @@
-"""What sampling parameters do: several samples, seeds, log-probabilities, stop strings."""
+"""Show sampling parameters: several samples, seeds, log-probabilities, stop strings."""
 
 from vllm import LLM, SamplingParams
 

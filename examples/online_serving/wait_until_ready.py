@@ -1,4 +1,4 @@
-"""Wait for a server, and show what it does meanwhile. Standard library alone."""
+"""Wait for a server, and show what it does meanwhile. Needs only the standard library."""
 
 import argparse
 import json

@@ -108,7 +108,7 @@ class SimulatedCard:
         self.memory.is_recording = is_lazy
         self.capture: Capture | None = None
         self.is_compile_only = False
-        """Recipes are compiled but not launched. What a card leaves in the results is garbage;
+        """Recipes are compiled but not launched. On a card the results are then garbage;
         here it is zeros."""
         self.is_dry_run = False
         """Recipes are launched, and take time and memory, but the results are zeros: nobody reads

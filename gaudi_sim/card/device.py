@@ -21,7 +21,7 @@ DEVICE = "hpu"
 
 
 class _Installed:
-    """What is registered in this process, and the card that is active now."""
+    """The devices that are registered in this process, and the card that is active now."""
 
     library: torch.library.Library | None = None
     # Until the device is registered, torch uses the name `hpu` for something else.

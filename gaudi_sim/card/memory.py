@@ -1,6 +1,6 @@
 """The memory pool of a simulated card: the bytes of its tensors, and what is free.
 
-Bytes are counted when a tensor is made, also in lazy mode, where a card allocates at launch.
+Bytes are counted when a tensor is made. In lazy mode, a real card allocates later, at launch.
 Tensors that a recipe makes and drops are in the workspace. It is as large as the largest recipe
 needs, and is never freed. There is no fragmentation.
 """

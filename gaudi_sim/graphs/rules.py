@@ -1,4 +1,4 @@
-"""What the bridge's compiler does with a graph: its operators, and which writes stay in place.
+"""Rules of the bridge's compiler for a graph: its operators, and which writes are done in place.
 
 The compiler gets a graph after functionalisation: a mutating operator has become a copy, and the
 new value of an input is copied back at the end. A pass restores writes in place that it recognises:
@@ -75,7 +75,7 @@ COMPARISONS = ("eq", "ne", "ge", "gt", "le", "lt", "logical_and", "logical_not",
 """The bridge's shape functions fix bool as their type."""
 
 _ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "remainder", "cumsum", "sum", "neg", "pow")
-"""What is computed in int64 takes several operators, or wraps: int32 is what is meant."""
+"""An int64 computation takes several operators, or wraps; int32 is meant."""
 
 _INDEXED_WRITES = {
     torch.ops.aten.index_copy.default: torch.ops.aten.index_copy_.default,

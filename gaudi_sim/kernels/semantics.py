@@ -48,7 +48,7 @@ def _index_copy_(self: Tensor, dim: int, index: Tensor, source: Tensor) -> Tenso
 def _refuse_negative(indices: Sequence[Tensor | None]) -> None:
     """Check for negative indices, which a card does not count from the end.
 
-    What it does with them is not documented.
+    Its result for such indices is not documented.
 
     Raises:
         IndexError: there are some, and the card is strict.

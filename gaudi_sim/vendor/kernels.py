@@ -19,7 +19,7 @@ __all__ = [
 
 
 class RotaryPosEmbeddingMode(IntEnum):
-    """Which elements form a pair: those of the two halves, or neighbours."""
+    """The pairs of elements: one of each half, or neighbours."""
 
     BLOCKWISE = 0
     PAIRWISE = 1

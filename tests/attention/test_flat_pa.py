@@ -40,7 +40,7 @@ LENGTHS = {
     "mixed": [5, 128, 129, 17, 300],
     "with padded rows": [33, 0, 16, 0, 0],
 }
-# How the softmax is computed: in torch, and with kernels of Gaudi 3.
+# Kinds of softmax: in torch, and with kernels of Gaudi 3.
 KERNELS = SimulatedKernels(card="GAUDI3")
 MODES = {
     "pipelined": {},

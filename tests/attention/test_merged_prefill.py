@@ -19,7 +19,7 @@ from vllm.attention.backends.hpu_metadata import build_prefill_metadata
 from vllm.attention.backends.merged_prefill import (
     MergedPrefillMetadata,
     build_merged_prefill_metadata,
-    derive_merged_sight,
+    derive_merged_positions,
 )
 from vllm.attention.backends.sdpa import SDPAKernel, bridge_sdpa, naive_sdpa, torch_sdpa
 from vllm.messages import NULL_BLOCK_ID
@@ -74,8 +74,8 @@ class Merged:
         metadata, block_size = self.arrays.to("cpu"), self.cache.block_size
         with StaticOnly():
             options = AttentionOptions(SCALE, window)
-            sight = derive_merged_sight(metadata, block_size)
-            mask = sight.mask(options, slopes, self.query.dtype)
+            positions = derive_merged_positions(metadata, block_size)
+            mask = positions.mask(options, slopes, self.query.dtype)
             blocks = derive_merged_blocks(metadata, block_size)
             out = prefill_attention(*self.tensors, blocks, mask, SCALE, kernel)[0]
         assert (out.shape, out.dtype) == (self.query.shape, self.query.dtype)
@@ -206,7 +206,7 @@ def test_context_that_another_prompt_of_the_launch_writes():
     query, new = torch.randn(30, 4, HEAD_SIZE), torch.randn(2, 30, 2, HEAD_SIZE)
     caches = [torch.full((4, 16, 2, HEAD_SIZE), unused) for unused in UNUSED]
     mask, blocks = (
-        derive_merged_sight(metadata, 16).mask(PLAIN_ATTENTION),
+        derive_merged_positions(metadata, 16).mask(PLAIN_ATTENTION),
         derive_merged_blocks(metadata, 16),
     )
     one_row = (x[None] for x in (query, *new))
@@ -249,7 +249,7 @@ def test_alibi(prompts, window):
 @pytest.mark.parametrize("window", [None, 4])
 def test_every_query_sees_something(window):
     metadata = merged(PROMPTS["without context"]).arrays.to("cpu")
-    assert derive_merged_sight(metadata, 16).mask(AttentionOptions(SCALE, window)).any(-1).all()
+    assert derive_merged_positions(metadata, 16).mask(AttentionOptions(SCALE, window)).any(-1).all()
 
 
 class Attention(nn.Module):
@@ -262,7 +262,7 @@ class Attention(nn.Module):
         self.kernel, self.options = kernel, AttentionOptions(SCALE, window)
 
     def forward(self, tensors: tuple[Tensor, ...], metadata: MergedPrefillMetadata) -> Tensor:
-        mask = derive_merged_sight(metadata, 16).mask(self.options)
+        mask = derive_merged_positions(metadata, 16).mask(self.options)
         blocks = derive_merged_blocks(metadata, 16)
         return prefill_attention(*tensors, blocks, mask, SCALE, self.kernel)[0]
 

@@ -17,7 +17,7 @@ from tests.loops import loop_over
 from vllm.attention.backends.hpu_metadata import HPUPrefillMetadata, build_prefill_metadata
 from vllm.attention.backends.merged_prefill import build_merged_prefill_metadata
 from vllm.attention.backends.padded import PaddedPrefill, fit_kernel, layer_kinds
-from vllm.attention.backends.prompt_masks import Sight, SlicedMask
+from vllm.attention.backends.prompt_masks import MaskPositions, SlicedMask
 from vllm.attention.backends.sdpa import FusedSDPA, bridge_sdpa
 from vllm.config.hpu import UNSLICED, HPUConfig, PromptSlicing
 from vllm.ops.attention_options import AttentionTensors
@@ -120,11 +120,11 @@ def masks(monkeypatch) -> list[torch.Size]:
         shapes.append(mask.shape)
         return mask
 
-    monkeypatch.setattr(Sight, "mask", spy)
+    monkeypatch.setattr(MaskPositions, "mask", spy)
     return shapes
 
 
-MASK = Sight.mask
+MASK = MaskPositions.mask
 
 
 @loop_over("is_merged", [False, True])
@@ -151,7 +151,7 @@ def test_slices_give_what_all_queries_give_at_once(name, context, is_merged, mas
         min(SLICE, num_queries - start) for start in range(0, num_queries, SLICE)
     ]
     widths = [shape[3] for shape in masks]
-    num_context = prefill.masks[next(iter(prefill.masks))].sight.key_positions.shape[1]
+    num_context = prefill.masks[next(iter(prefill.masks))].positions.key_positions.shape[1]
     num_context -= num_queries
     if name == "window" and (context == 0 or not is_merged):
         # The last slices see neither the context nor the first tokens.

@@ -46,7 +46,7 @@ def test_fields_for_users_come_in_source_order():
 
 
 def test_the_string_below_a_field_is_its_help_on_one_line():
-    assert FIELDS["size"].help == "How large, in tokens."
+    assert FIELDS["size"].help == "Size in tokens."
     assert FIELDS["share"].help == ""
 
 

@@ -18,7 +18,7 @@ FAILED_IMAGE = "the image cannot be encoded"
 
 
 def root_content(spec: EngineRequest) -> int:
-    """Return what the cache content of a request depends on besides its tokens."""
+    """Return what the cache content of a request depends on in addition to its tokens."""
     return zlib.crc32((spec.cache_salt or "").encode())
 
 

@@ -93,7 +93,7 @@ def steps_of(dockerfile: str) -> tuple[tuple[str, str], ...]:
 
 
 DIFFERENT_BUILDS = {steps_of(name): name for name in ("Dockerfile.hpu.ubi", "Dockerfile.hpu")}
-"""One file of those that have the same steps: it is built once for all of them."""
+"""One file of each group with the same steps: it is built once for all of them."""
 
 
 @pytest.fixture(scope="module", params=DIFFERENT_BUILDS.values())
@@ -185,7 +185,7 @@ def test_a_step_that_replaces_torch_all_the_same_is_found(
     check = "python3 /opt/vllm/vendor_packages.py check /opt/vllm/vendor-packages.txt"
     done = changed.run(check)
     assert done.returncode == 1
-    # The installed torch may also be a build for the CPU alone, whose version ends with +cpu.
+    # The installed torch may also be a build for only the CPU, whose version ends with +cpu.
     before = f"changed since the image: torch=={torch_version} is now 2.13.0"
     assert done.stderr in (f"{before}\n", f"{before}+cpu\n")
     assert image.run(check).returncode == 0

@@ -20,7 +20,7 @@ from vllm.core.drafting.lookup_drafts import NgramDrafts
 ROOMY = COMMON | {"num_gpu_blocks_override": 33, "skip_tokenizer_init": True}
 RIGHT, LIES = "is right", "lies"
 PROMPTS = [[5, 8, 9, 4, 4], [3, 4, 3, 3, 3, 3, 3], [9] * 20]
-"""The model repeats the last token of each for ever; lookups find that there, too. An
+"""The model repeats the last token of each for ever; lookups find that there as well. An
 EAGLE-3 head has all of these tokens."""
 
 

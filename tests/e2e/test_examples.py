@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples" / "offline_inference").rglob("*.py"))
 LAUNCHER = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-"""What torchrun sets for the only process."""
+"""Variables that torchrun sets for the only process."""
 
 
 def test_there_are_examples():

@@ -1,4 +1,6 @@
-"""Test images in prompts: tokens and log-probabilities are those of transformers in any batch."""
+"""Test images in prompts: tokens and log-probabilities are the same as in transformers, in any
+batch.
+"""
 
 from contextlib import nullcontext
 

@@ -122,7 +122,7 @@ def test_a_calibration_that_was_stopped_goes_on_after_its_last_batch(
 # Exhaustive: tests/model_executor/test_inc_ranks.py tests the files of ranks.
 @pytest.mark.exhaustive
 def test_two_ranks_are_measured_and_unified_to_one(calibrated, texts, tmp_path, capsys):
-    """The command uses the short flags. The values equal those of one rank, up to the order of
+    """The command uses the short flags. The values equal the values of one rank, up to the order of
     sums.
     """
     short = ["-d", str(texts), "-o", str(tmp_path), "-l", "4", "-b", "2", "-t", "2", "-r", "1"]

@@ -32,7 +32,7 @@ BODIES = {
 }
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 EFFECTS = (b"maximum context length", b"max_tokens", b"structured", b"grammar", b"not found")
-"""What a refusal may name in place of the field."""
+"""Names that an error may have instead of the field."""
 
 # Values as JSON text: Python's json module would write some of them in another form.
 VALUES = (

@@ -100,7 +100,7 @@ PLAIN = [
     SamplingParams(temperature=0.9 * (n % 2), seed=n, max_tokens=12, ignore_eos=True)
     for n in range(len(PROMPTS))
 ]
-"""What a step in one call can serve, beside `PARAMS`."""
+"""Parameters that a step in one call supports, in addition to `PARAMS`."""
 
 
 def generate_on(folder: Any, **settings: Any) -> list[Any]:

@@ -169,7 +169,7 @@ def test_every_way_to_give_a_video_is_the_same(llm, folder):
     text = llm.get_tokenizer().decode(outputs[0].prompt_token_ids)
     assert text.endswith("What is <|video_pad|>?")
     assert tokens_of([generate(llm, FILM)]) == tokens_of([generate(llm, (frames, {"fps": 4}))])
-    # A template without support for videos gets the text that stands for a video.
+    # A template without support for videos gets the text that represents a video.
     in_text = llm.chat(asked[0], GREEDY)[0]
     assert VIDEO.split("<|video_pad|>")[0] in llm.get_tokenizer().decode(in_text.prompt_token_ids)
 

@@ -19,7 +19,7 @@ from tests.tiny_speech import RATE, TRANSCRIBE, WITH_TIMES, Reference, make_tiny
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.async_llm_engine import AsyncLLM
-from vllm.engine.input.media_lane import MediaLane
+from vllm.engine.input.media_reader import MediaReader
 from vllm.errors import ConfigError, RequestError
 from vllm.lora.request import LoRARequest
 from vllm.ops.cpu.operators import load_cpu_kernels
@@ -301,10 +301,10 @@ def test_other_engines_give_the_same(folder, reference, text, settings):
 
 
 def test_a_server_joins_both_prompts_before_it_reads_media(llm):
-    lane = MediaLane(lambda: llm.llm_engine.input_processor)
+    reader = MediaReader(lambda: llm.llm_engine.input_processor)
     prompt = {"encoder_prompt": {"prompt": "", "cache_salt": "a"}, "decoder_prompt": [1, 2]}
-    found = asyncio.run(lane.read(prompt))
-    lane.shutdown()
+    found = asyncio.run(reader.read(prompt))
+    reader.shutdown()
     assert found == {"cache_salt": "a", "prompt_token_ids": [1, 2]}
 
 

@@ -469,7 +469,7 @@ def test_a_text_far_too_long_is_refused_before_it_is_tokenised(run, monkeypatch)
     run(check)
 
 
-def test_who_leaves_the_slow_lane_gives_its_turn_up(run):
+def test_who_leaves_the_long_texts_gives_its_turn_up(run):
     started, release, done = threading.Event(), threading.Event(), []
 
     def first(processor):

@@ -18,10 +18,10 @@ class RaisesInLoad(CPUWorker):
 class RaisesInWarmUp(CPUWorker):
     """A worker whose rank 1 fails in its warm-up."""
 
-    def next_warm_up(self, given_up=None, seconds=None, longest_s=None) -> WarmUpStep | None:
+    def next_warm_up(self, update) -> WarmUpStep | None:
         if self.rank == 1:
             raise RuntimeError("no memory for a graph")
-        return super().next_warm_up(given_up, seconds, longest_s)
+        return super().next_warm_up(update)
 
 
 class RunsOutOfMemory(HPUWorker):

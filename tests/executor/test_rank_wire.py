@@ -9,10 +9,18 @@ import pytest
 
 from vllm.executor.ranks import rank_process
 from vllm.executor.ranks.rank_process import RankLoop
-from vllm.executor.ranks.rank_wire import ReleaseRequests, RunStep, decode_to_rank, framed
+from vllm.executor.ranks.rank_wire import (
+    ReleaseRequests,
+    RunStep,
+    decode_to_rank,
+    framed,
+    typed_arguments,
+)
+from vllm.message_codec import decode_arguments, encode_arguments
 from vllm.messages import BlockMoves, EngineRequest, NewRequest, SchedulerOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils.process.frames import read_frame
+from vllm.worker.interface import WarmUpUpdate, Worker
 
 
 def ints(*values: int) -> np.ndarray:
@@ -113,3 +121,18 @@ def test_a_rank_looks_for_the_next_step_after_a_long_one(monkeypatch, expects_st
         engine.sendall(framed(ReleaseRequests(request_ids=["a"])))
         loop.run()
     assert len(found) == looks
+
+
+@pytest.mark.parametrize(
+    ("method", "args"),
+    [
+        (Worker.next_warm_up, [WarmUpUpdate(given_up="too large", seconds=0.5)]),
+        (Worker.replace_buckets, [[[0, 2, 128, 4]]]),
+        (Worker.wake_up, []),
+        (Worker.wake_up, [["weights"]]),
+        (Worker.pin_adapter, [3]),
+    ],
+)
+def test_the_arguments_of_a_call_arrive_with_their_types(method, args):
+    sent, _ = decode_arguments(encode_arguments(args, {}))
+    assert typed_arguments(method, sent) == args

@@ -50,12 +50,12 @@ class FakeWorker:
     def allocate(self, num_blocks: int) -> None:
         self.calls.append(f"allocate {num_blocks}")
 
-    def next_warm_up(self, given_up=None, seconds=None, longest_s=None) -> WarmUpStep | None:
+    def next_warm_up(self, update) -> WarmUpStep | None:
         if self._current is not None:
-            if given_up is None:
+            if update.given_up is None:
                 self.kept.append(self._current)
             else:
-                self.given_up[self._current] = given_up
+                self.given_up[self._current] = update.given_up
         if not self._pending:
             return None
         self._current = name = self._pending.pop(0)

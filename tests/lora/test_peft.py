@@ -65,7 +65,7 @@ OTHER_TARGETS: dict[str, dict[str, Any]] = {
 }
 """Where not every linear layer of a family can have one."""
 ONLY_MERGED = ("mamba", "falcon_mamba", "jamba")
-"""transformers takes the weight out of dt_proj, past the adapter that peft has put beside it."""
+"""transformers takes the weight out of dt_proj, past the adapter that peft has added to it."""
 FAMILIES = [family for family in ALL_FAMILIES if family != "llama4"]  # peft cannot run this family
 OFTEN = ("llama", "opt_post_norm", "phi3", "gpt2", "falcon_40b", "mixtral", "deepseek_v2", "mamba")
 

@@ -132,7 +132,7 @@ class Mixture:
         for row, entry in found.items():
             assert entry.ranks.tolist() == wanted[row].ranks.tolist()
             np.testing.assert_allclose(entry.logprobs, wanted[row].logprobs, rtol=1e-5, atol=1e-5)
-            # Tokens with equal logits may come in any order.
+            # Tokens with equal logits may be in any order.
             logits_of = logits[row].float().numpy()
             assert (logits_of[entry.token_ids] == logits_of[wanted[row].token_ids]).all()
 

@@ -27,7 +27,7 @@ from vllm.structured_output.backends import BACKENDS, make_backend
 from vllm.structured_output.backends.vocabulary import Vocabulary
 from vllm.structured_output.compile_worker import compile_spec
 from vllm.structured_output.matchers import GrammarMatchers
-from vllm.utils.background_work import TURN_S
+from vllm.utils.background_work import TIME_SLICE_S
 
 
 class Libraries:
@@ -91,7 +91,7 @@ def test_a_grammar_is_loaded_in_the_background_and_once(monkeypatch):
 
 
 @pytest.mark.parametrize("are_weights_loaded", [False, True])
-def test_libraries_are_loaded_beside_the_weights_and_in_short_turns(
+def test_libraries_are_loaded_beside_the_weights_and_in_time_slices(
     monkeypatch, are_weights_loaded
 ):
     usual = sys.getswitchinterval()
@@ -103,7 +103,7 @@ def test_libraries_are_loaded_beside_the_weights_and_in_short_turns(
     future = grammars.prepare(make_request(compiled("regex", "[ab]")))
     libraries.may_load.set()
     future.result(120)
-    assert libraries.turns == {TURN_S}
+    assert libraries.turns == {TIME_SLICE_S}
     for thread in threading.enumerate():
         if thread.name.startswith("grammar"):
             thread.join(120)

@@ -44,7 +44,7 @@ class FakeHub(BaseHTTPRequestHandler):
     """Answers the three requests of a download: repository, list of files, file."""
 
     ranges: ClassVar[list[str | None]] = []
-    """Which parts of the large file were asked for."""
+    """The parts of the large file that were requested."""
 
     def do_HEAD(self) -> None:
         self.do_GET()

@@ -20,7 +20,7 @@ PATTERN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""That of all published files."""
+"""The version of all published files."""
 WORDS = (
     *("  ", " t", "er", "in", "he", " the", "\n\n", "re", " a", "aa", "aaa", "ab", "abc", "bc"),
     *("\u00e9", "\u4f60", "\u4f60\u597d", "    ", "th", " there", "the", "()", "=="),

@@ -31,7 +31,7 @@ class RowRun:
     positions: list[int] = field(default_factory=list)
     """Of these tokens."""
     slots: list[int] = field(default_factory=list)
-    """Where their keys and values went."""
+    """The slots of their keys and values."""
     visible: dict[int, int] = field(default_factory=dict)
     """Position -> slot of what the last of them attends to, itself included."""
     contents: dict[int, int] = field(default_factory=dict)

@@ -25,6 +25,7 @@ from vllm.worker.hpu.launches.planner import (
 )
 from vllm.worker.hpu.warmup.warmup import WarmUp
 from vllm.worker.hpu.worker import HPUWorker
+from vllm.worker.interface import WarmUpUpdate
 
 EOS = 3
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
@@ -270,7 +271,7 @@ def input_sizes(shape: PaddedShape) -> tuple[int, ...]:
 def run_warm_up(worker: HPUWorker | WarmUp) -> None:
     """Advance a warm-up to its end, as an executor with one worker does."""
     given_up = None
-    while (step := worker.next_warm_up(given_up)) is not None:
+    while (step := worker.next_warm_up(WarmUpUpdate(given_up=given_up))) is not None:
         given_up = worker.warm_up() if step.given_up is None else step.given_up
         # Between two parts of the warm-up the caller may do other work, so no mode of the warm-up
         # may be active.

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from vllm.utils.background_work import TURN_S
+from vllm.utils.background_work import TIME_SLICE_S
 from vllm.worker.parts import background
 from vllm.worker.parts.background import StepClock, run_in_background
 
@@ -20,7 +20,7 @@ def test_work_takes_one_thread_and_short_turns_and_leaves_nothing_behind():
         run_in_background(
             lambda: found.set_result((torch.get_num_threads(), sys.getswitchinterval()))
         )
-        assert found.result(10) == (1, TURN_S)
+        assert found.result(10) == (1, TIME_SLICE_S)
         assert torch.get_num_threads() == 2
         after = Future()  # the number of threads in a thread that begins later
         threading.Thread(target=lambda: after.set_result(torch.get_num_threads())).start()

@@ -21,7 +21,7 @@ from vllm.worker.hpu.launches.planner import (
     PieceEnd,
     launch_shapes,
 )
-from vllm.worker.parts.image_sight import ImageSight
+from vllm.worker.parts.image_attention import ImageAttention
 
 SIZE = 16
 
@@ -296,17 +296,21 @@ def test_a_prompt_longer_than_a_launch_may_be_runs_in_pieces(rows, pieces):
     ],
 )
 def test_pieces_of_a_prompt_divide_no_image(images, rows, pieces):
-    sight = ImageSight(8)
-    sight.add(with_images(0, images))
-    launches = plan(rows, [prefill(1, 32, 8)], max_chunk_tokens=32, piece_end=sight.piece_end)
+    image_attention = ImageAttention(8)
+    image_attention.add(with_images(0, images))
+    launches = plan(
+        rows, [prefill(1, 32, 8)], max_chunk_tokens=32, piece_end=image_attention.piece_end
+    )
     assert shown(launches) == [([piece], prefill(1, 32, 8)) for piece in pieces]
 
 
 def test_an_image_that_is_longer_than_a_launch_may_be_runs_in_its_own_shape():
-    sight = ImageSight(8)
-    sight.add(with_images(0, [(5, 40)]))
+    image_attention = ImageAttention(8)
+    image_attention.add(with_images(0, [(5, 40)]))
     rows = [(0, 0, 60)]
-    launches = plan(rows, [prefill(1, 32, 8)], max_chunk_tokens=32, piece_end=sight.piece_end)
+    launches = plan(
+        rows, [prefill(1, 32, 8)], max_chunk_tokens=32, piece_end=image_attention.piece_end
+    )
     assert [entries([launch]) for launch in launches] == [[(0, 0, 5)], [(0, 5, 40)], [(0, 45, 15)]]
     assert launches[1].bucket.query_len == 48
 

@@ -23,6 +23,7 @@ from vllm.worker.hpu.memory.memory import divide_memory, make_ledger
 from vllm.worker.hpu.warmup import warmup as hpu_warmup
 from vllm.worker.hpu.warmup.warmup import WarmUp
 from vllm.worker.hpu.worker import HPUWorker
+from vllm.worker.interface import WarmUpUpdate
 
 MIB = 2**20
 HELD = (MemoryClass.WEIGHTS, MemoryClass.WORKSPACE, MemoryClass.KV_CACHE)
@@ -275,7 +276,7 @@ def test_everything_is_compiled_without_a_launch_and_then_launched_once(is_lazy,
         worker.load(0)
         worker.allocate(worker.measure().num_blocks)
         done: list[tuple[str, int, int]] = []
-        while step := worker.next_warm_up():
+        while step := worker.next_warm_up(WarmUpUpdate()):
             before = bridge.counters()
             assert worker.warm_up() is None
             bridge.synchronize()

@@ -218,7 +218,7 @@ class PaddedStates:
     lengths: Tensor | None = None
     """[B] tokens of each row; None: Q is 1."""
     replays: PaddedReplays | None = None
-    """What to replay in a decode with drafts, for layers that keep the inputs of Q tokens; None:
+    """Data to replay in a decode with drafts, for layers that keep the inputs of Q tokens; None:
     this is another kind of forward pass."""
 
     def run(self, layer: StateLayer, inputs: tuple[Tensor, ...]) -> Tensor:

@@ -17,7 +17,7 @@ to be shared, so no table is longer than U - n + 1. One prompt shared by all att
 
 With contiguous access a decode may also read the first blocks of the cache as a slice. Any decode
 can gather its blocks, so a slice is never needed; it is prepared up to the size that n sequences
-fill when their blocks lie together, the null block included: min(n * C, U) + 1.
+fill when their blocks are adjacent, the null block included: min(n * C, U) + 1.
 
 Prefill of q tokens after t computed ones: t + q <= L, hence ceil((L - q) / block_size) blocks of
 context. Without chunked prefill t is a prefix hit, whole blocks; without prefix caching as well

@@ -29,7 +29,7 @@ half of it, in steps of the second. The vendor documents both."""
 
 
 VARIABLE = "variable"
-"""Key in the metadata of a field whose value is that of one environment variable."""
+"""Key in the metadata of a field that takes the value of one environment variable."""
 
 
 def _variable(name: str) -> Any:

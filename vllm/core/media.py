@@ -137,7 +137,7 @@ class EncoderCache:
 
     @property
     def num_kept(self) -> int:
-        """Number of embeddings that are stored, including those of the step that is being
+        """Number of embeddings that are stored, including the ones of the step that is being
         planned.
         """
         return self._num_kept

@@ -22,7 +22,7 @@ class RunningBatch:
     """Stores the running requests by batch index ("row"), with the values that scheduling needs.
 
     Attributes:
-        num_tokens: per row, known tokens plus those that a step in flight will sample.
+        num_tokens: per row, known tokens plus the tokens that a step in flight will sample.
         num_computed: per row, tokens whose KV is computed by the steps scheduled so far.
         num_settled: per row, computed tokens that its recurrent state includes: all, or those
             before the last step if it had drafts. Unused without a source of drafts.

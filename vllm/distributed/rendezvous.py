@@ -366,7 +366,7 @@ class Rendezvous:
         """Open process groups, on every rank in the same order, and return the group of this rank.
 
         Args:
-            members: ranks of each group. For a group of all ranks None is returned, which stands
+            members: ranks of each group. For a group of all ranks None is returned, which means
                 for the default group.
         """
         if members == [list(range(self.layout.world_size))]:

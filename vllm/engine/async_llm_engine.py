@@ -149,7 +149,7 @@ class AsyncLLM:
         )
         self._start_task: asyncio.Task[None] | None = None
         self._preparation = Preparation(lambda: self.input_processor)
-        self._grammar_lane = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="grammar")
+        self._grammar_threads = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="grammar")
         self._tasks: list[asyncio.Task[None]] = []
         self._traffic_file: TrafficFile | None = None
         self._is_shut_down = False
@@ -217,7 +217,7 @@ class AsyncLLM:
         if self._traffic_file is not None:
             self._traffic_file.write()
         self._preparation.shutdown()
-        self._grammar_lane.shutdown(wait=False, cancel_futures=True)
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
         if self.is_loaded:
             self.input_processor.close()
 
@@ -430,7 +430,7 @@ class AsyncLLM:
             return await self._preparation.tokenize(prompt, is_long=is_long, max_tokens=max_tokens)
 
     async def read_sound(self, source: MediaSource, sampling_rate: int) -> Samples:
-        """Read an audio file and return its samples. For the arguments see `SoundLane.read`."""
+        """Read an audio file and return its samples. For the arguments see `AudioReader.read`."""
         with self._preparing():
             return await self._preparation.sound.read(source, sampling_rate)
 
@@ -462,7 +462,7 @@ class AsyncLLM:
         if cached is not None:
             return cached
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._grammar_lane, processor.attach_grammar, request)
+        return await loop.run_in_executor(self._grammar_threads, processor.attach_grammar, request)
 
     def _on_output(self, replica: int, message: CoreOutput) -> None:
         self._requests.on_output(replica, message)
@@ -832,7 +832,7 @@ class AsyncLLM:
 
 
 def _replicas(engine_args: "EngineArgs | None", config: VllmConfig | None) -> ParallelConfig:
-    """Return how many cores to start, and where. A wrong number is reported later, when the config
+    """Return how many cores to start, and where. A wrong value is reported later, when the config
     is created.
     """
     if config is not None:

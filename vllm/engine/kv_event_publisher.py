@@ -4,8 +4,8 @@
     ROUTER   (b"", number)  ->  (b"", number, batch) ...     from that number on
                                 (b"", -1, b"")               and the end
 
-Numbers are 8 bytes, big-endian, from 0 on; batches are msgpack of `KVEventBatch`. Two threads do
-the sending, so that the engine never waits: it only puts a batch into a queue.
+Sequence numbers are 8 bytes, big-endian, from 0 on; batches are msgpack of `KVEventBatch`. Two
+threads do the sending, so that the engine never waits: it only puts a batch into a queue.
 """
 
 import queue

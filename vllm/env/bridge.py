@@ -1,6 +1,6 @@
 """Settings of the Habana bridge that this engine makes if the user has not: the one table.
 
-`envs` sets them, for `platforms.hpu`. What else the bridge reads is in `env/others`.
+`envs` sets them, for `platforms.hpu`. Other variables of the bridge are in `env/others`.
 """
 
 from collections.abc import Iterator

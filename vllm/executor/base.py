@@ -17,7 +17,7 @@ from vllm.executor.ranks.worker_call import WorkerCall, WorkerMethod
 from vllm.messages import EngineRequest, RunnerStats, SchedulerOutput
 from vllm.utils.clean_up import on_failure
 from vllm.utils.process import startup_progress
-from vllm.worker.interface import StepHandleLike, WarmUpStep, Worker
+from vllm.worker.interface import StepHandleLike, WarmUpStep, WarmUpUpdate, Worker
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -233,8 +233,8 @@ class WarmUpSteps:
         self._executor = executor
         self._clock = clock
         self._named: WarmUpStep | None = None
-        self._given_up: str | None = None
-        self._seconds: float | None = None
+        self._last = WarmUpUpdate()
+        """Result of the last step."""
 
     def name(self, longest_s: float | None = None) -> WarmUpStep | None:
         """Return the next step without running it; None if no step is left.
@@ -242,9 +242,9 @@ class WarmUpSteps:
         Args:
             longest_s: longest time that it may take, as far as is known; None: no limit.
         """
-        given = (self._given_up, self._seconds, longest_s)
-        found = self._executor.call_workers(Worker.next_warm_up, *given)
-        self._given_up = self._seconds = None
+        update = msgspec.structs.replace(self._last, longest_s=longest_s)
+        found = self._executor.call_workers(Worker.next_warm_up, update)
+        self._last = WarmUpUpdate()
         steps = [step for step in found if step is not None]
         steps_of_ranks = {(step.phase, step.name, step.index, step.total) for step in steps}
         assert len(steps) in (0, len(found)) and len(steps_of_ranks) <= 1, f"ranks differ: {found}"
@@ -262,13 +262,13 @@ class WarmUpSteps:
         """Run the step that `name` returned. Returns it with the decision about it."""
         step = self._named
         assert step is not None and not step.must_wait, "no step has been named"
-        given_up = step.given_up
+        given_up, seconds = step.given_up, None
         if given_up is None:
             startup_progress.report(step.phase, step.index - 1, step.total, step.eta_seconds)
             began = self._clock()
             given_up = _first_reason(self._executor.call_workers(Worker.warm_up))
-            self._seconds = self._clock() - began
-        self._given_up = given_up
+            seconds = self._clock() - began
+        self._last = WarmUpUpdate(given_up=given_up, seconds=seconds)
         return msgspec.structs.replace(step, given_up=given_up)
 
 

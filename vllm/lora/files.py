@@ -19,7 +19,7 @@ from vllm.errors import ConfigError, NotFoundError, RequestError
 from vllm.lora.request import LoRARequest
 from vllm.messages import AdapterRef, CacheKey
 from vllm.transformers_utils.hub import resolve_adapter_folder
-from vllm.utils.background_work import Rest, no_rest
+from vllm.utils.background_work import Pause, no_pause
 from vllm.utils.text.patterns import compile_pattern
 
 CONFIG_FILE = "adapter_config.json"
@@ -335,14 +335,14 @@ def _check_pattern(path: Path, key: str) -> None:
         raise RequestError(f"{where} is not a regular expression: {error}") from None
 
 
-def content_key(folder: Path, rest: Rest = no_rest) -> str:
+def content_key(folder: Path, pause: Pause = no_pause) -> str:
     """Hash the files of an adapter, for the keys of the prefix cache.
 
     An adapter that was trained again in the same folder has a different hash.
 
     Args:
         folder: folder of the adapter.
-        rest: called between two pieces of a file. The file is read once, as long as it does not
+        pause: called between two pieces of a file. The file is read once, as long as it does not
             change.
 
     Raises:
@@ -360,7 +360,7 @@ def content_key(folder: Path, rest: Rest = no_rest) -> str:
             if (paths, versions) not in _hashes:
                 if len(_hashes) >= _MAX_HASHES:
                     _hashes.clear()
-                _hashes[paths, versions] = _hash_files(paths, rest)
+                _hashes[paths, versions] = _hash_files(paths, pause)
             return _hashes[paths, versions]
     except OSError as error:
         raise _unreadable(folder, error, Path(error.filename or folder).name) from None
@@ -377,13 +377,13 @@ def _unreadable(folder: Path, error: OSError, name: str) -> RequestError:
     )
 
 
-def _hash_files(paths: tuple[Path, ...], rest: Rest) -> str:
+def _hash_files(paths: tuple[Path, ...], pause: Pause) -> str:
     digest = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as file:
             while chunk := file.read(_HASHED_AT_ONCE):
                 digest.update(chunk)
-                rest()
+                pause()
         digest.update(b"\0")
     return digest.hexdigest()
 
@@ -412,19 +412,19 @@ def adapter_folder(request: LoRARequest) -> Path:
         ) from None
 
 
-def find_adapter(request: LoRARequest, max_rank: int, rest: Rest = no_rest) -> AdapterRef:
+def find_adapter(request: LoRARequest, max_rank: int, pause: Pause = no_pause) -> AdapterRef:
     """Check and hash the files of the adapter that a request names.
 
     Args:
         request: names the adapter.
         max_rank: largest allowed rank.
-        rest: called between two pieces of a file, as in `content_key`.
+        pause: called between two pieces of a file, as in `content_key`.
 
     Raises:
         RequestError: files are missing or wrong.
     """
     folder = adapter_folder(request)
-    key = content_key(folder, rest)
+    key = content_key(folder, pause)
     check_files(folder, max_rank)
     return AdapterRef(name=request.lora_name, path=str(folder), key=key, number=request.lora_int_id)
 

@@ -25,7 +25,7 @@ from vllm.ops.lora_weights import (
 )
 from vllm.ops.native.experts import activated, choices_of
 from vllm.ops.prepared import SingleExperts
-from vllm.utils.background_work import Rest, no_rest
+from vllm.utils.background_work import Pause, no_pause
 
 
 def _run_expert(
@@ -49,13 +49,13 @@ def _inputs_of(single: SingleExperts, x: Tensor, weight: Tensor) -> Tensor:
 class AdapterStore(Protocol):
     """Stores adapters in slots."""
 
-    def prepare(self, parts: Sequence[LoRAWeights | None], rest: Rest = no_rest) -> Any:
+    def prepare(self, parts: Sequence[LoRAWeights | None], pause: Pause = no_pause) -> Any:
         """Convert an adapter to the layout of the slots, in host memory. May be called from any
         thread.
 
         Args:
             parts: weights of the adapter for each projection; None: not changed.
-            rest: called between two projections.
+            pause: called between two projections.
         """
         ...
 
@@ -171,11 +171,11 @@ class HostSlots:
         self.adapters: list[HostAdapter | None] = [None] * num_slots
         """Loaded adapter by slot."""
 
-    def prepare(self, parts: Sequence[LoRAWeights | None], rest: Rest = no_rest) -> HostAdapter:
+    def prepare(self, parts: Sequence[LoRAWeights | None], pause: Pause = no_pause) -> HostAdapter:
         """Prepare an adapter for the kernels."""
         adapted = self._adapted
         layers = [layer for layer in adapted.layers if layer is not adapted.embedding]
-        prepared = get_ops().prepare_adapter(layers, parts, self._dtype, rest)
+        prepared = get_ops().prepare_adapter(layers, parts, self._dtype, pause)
         changes = adapted.change_head(parts), adapted.change_experts(parts)
         return HostAdapter(prepared, adapted.embedding_of(parts), *changes)
 
@@ -365,7 +365,7 @@ class DeviceSlots:
         (b,) = self.b[stack]
         return self.a[stack], b
 
-    def prepare(self, parts: Sequence[LoRAWeights | None], rest: Rest = no_rest) -> list[Tensor]:
+    def prepare(self, parts: Sequence[LoRAWeights | None], pause: Pause = no_pause) -> list[Tensor]:
         """Prepare an adapter: for each stack, a [G, P * R, in_features], then b [G, R, size] of
         each projection.
         """
@@ -375,7 +375,7 @@ class DeviceSlots:
             is_changed = any(part is not None for each in own for part in each)
             first, *others = (self._host_zeros(each, is_changed) for each in (a, *b))
             for number, index in product(range(len(stack)), range(len(b))):
-                rest()
+                pause()
                 part = own[number][index]
                 if part is not None:
                     size = len(part.a)

@@ -31,7 +31,7 @@ from vllm.model_executor.layers.embedding import (
 from vllm.model_executor.layers.slice import DENSE_DTYPES, CheckpointTensor
 from vllm.model_executor.layers.stored.stored_linear import StoredTable
 from vllm.ops.lora_weights import LoRAWeights
-from vllm.utils.background_work import Rest, no_rest
+from vllm.utils.background_work import Pause, no_pause
 
 logger = init_logger(__name__)
 
@@ -89,12 +89,12 @@ class AdapterReader:
         """The layers that adapters can change."""
         return self._layers.adapted_layers
 
-    def load(self, folder: Path, rest: Rest = no_rest) -> list[LoRAWeights | None]:
+    def load(self, folder: Path, pause: Pause = no_pause) -> list[LoRAWeights | None]:
         """Read an adapter, and return its weights for each projection, by index; None: not changed.
 
         Args:
             folder: folder of its files.
-            rest: called between two tensors.
+            pause: called between two tensors.
 
         Raises:
             RequestError: a file is missing or wrong, or does not fit the model.
@@ -111,10 +111,10 @@ class AdapterReader:
         parts: list[LoRAWeights | None] = [None] * self.adapted_layers.num_parts
         try:
             check_header(path, self.adapted_layers.num_parts)
-            with open_weights(path, rest) as tensors:
-                self._check_unchanged(path, tensors, rest)
-                for module, pair in self._pairs(path, list(tensors), rest).items():
-                    rest()
+            with open_weights(path, pause) as tensors:
+                self._check_unchanged(path, tensors, pause)
+                for module, pair in self._pairs(path, list(tensors), pause).items():
+                    pause()
                     given = (tensors[pair[0]], tensors[pair[1]])
                     experts = module.removesuffix(_INNER)
                     if experts in self._layers.experts:
@@ -130,7 +130,7 @@ class AdapterReader:
                             )
                         own = config.for_module(f"{stem}.{name}")
                         for number, a, b in self._by_expert(path, experts, name, own.rank, *given):
-                            rest()
+                            pause()
                             self._read(path, own, f"{experts}.{number}.{name}", a, b, parts)
                     else:
                         self._read(path, config, module, *given, parts)
@@ -231,11 +231,11 @@ class AdapterReader:
                 self._names[0],
             )
 
-    def _pairs(self, path: Path, names: list[str], rest: Rest) -> Mapping[str, list[str]]:
+    def _pairs(self, path: Path, names: list[str], pause: Pause) -> Mapping[str, list[str]]:
         """Return the names of A and B in the file, by the name of their module in the model."""
         found: dict[str, list[str]] = {}
         for name in names:
-            rest()
+            pause()
             if len(name) > _LONGEST_NAME or not name.isprintable():
                 raise RequestError(
                     f"{path}: {shown(name)} is not the name of an adapter's tensor: it has more "
@@ -267,7 +267,7 @@ class AdapterReader:
         return found
 
     def _check_unchanged(
-        self, path: Path, tensors: Mapping[str, CheckpointTensor], rest: Rest
+        self, path: Path, tensors: Mapping[str, CheckpointTensor], pause: Pause
     ) -> None:
         """Compare weights that peft saved with the adapter to the model's weights, if these can be
         read.
@@ -290,7 +290,7 @@ class AdapterReader:
                 first = min(layer.first_id, layer.num_embeddings)
                 count = min(layer.local_size, layer.num_embeddings - first)
                 given = source.narrow(0, first, count)
-                is_same = is_close(given, partial(_rows_of, layer, own), rest)
+                is_same = is_close(given, partial(_rows_of, layer, own), pause)
             if not is_same:
                 raise RequestError(
                     f"{path}: {name} {list(source.shape)} differs from the weight of this model "

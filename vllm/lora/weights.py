@@ -14,7 +14,7 @@ from vllm.errors import RequestError
 from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.loader.checkpoint import read_bin
 from vllm.model_executor.loader.safetensors_file import open_safetensors
-from vllm.utils.background_work import Rest
+from vllm.utils.background_work import Pause
 from vllm.utils.files.lfs import pointer_problem
 
 _HEADER_BYTES, _HEADER_BYTES_OF_PART = 4 << 20, 2048
@@ -48,7 +48,7 @@ def check_header(path: Path, num_parts: int) -> None:
 
 
 @contextmanager
-def open_weights(path: Path, rest: Rest) -> Iterator[dict[str, CheckpointTensor]]:
+def open_weights(path: Path, pause: Pause) -> Iterator[dict[str, CheckpointTensor]]:
     """Yield the tensors of a file, by name. Each is read when it is used.
 
     Raises:
@@ -63,7 +63,7 @@ def open_weights(path: Path, rest: Rest) -> Iterator[dict[str, CheckpointTensor]
         return
     with open_safetensors(path, num_threads=1) as tensors:
         for name, source in tensors:
-            rest()
+            pause()
             found[name] = source
         yield found
 
@@ -74,17 +74,17 @@ def is_finite(tensor: Tensor) -> bool:
     return all(math.isfinite(float(end)) for end in tensor.aminmax())
 
 
-def is_close(given: CheckpointTensor, known: Callable[[int, int], Tensor], rest: Rest) -> bool:
+def is_close(given: CheckpointTensor, known: Callable[[int, int], Tensor], pause: Pause) -> bool:
     """Return whether a tensor has the values of a weight, except for rounding.
 
     Args:
         given: the tensor, [rows, elements].
         known: returns the rows of the weight from a first index up to an end.
-        rest: called between two reads.
+        pause: called between two reads.
     """
     largest, differences = 0.0, [0.0]
     for start in range(0, given.shape[0], _ROWS_COMPARED):
-        rest()
+        pause()
         part = given.read((slice(start, start + _ROWS_COMPARED),)).float()
         own = known(start, start + len(part)).float()
         largest = max(largest, float(own.abs().max()))

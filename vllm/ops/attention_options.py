@@ -55,7 +55,7 @@ class AttentionOptions:
         return scores if cap is None else cap * torch.tanh(scores / cap)
 
     @property
-    def sight(self) -> tuple[int | None, ...]:
+    def mask_kind(self) -> tuple[int | None, ...]:
         """The options that decide which keys are visible; layers with equal values can
         share masks.
         """
@@ -85,7 +85,7 @@ class AttentionOptions:
         return self.chunk_size is not None
 
     def sees(self, age: Tensor, indices: Tensor | None = None) -> Tensor | None:
-        """Return which keys a query attends to, of those that are not after it.
+        """Return which keys a query attends to, of the keys that are not after it.
 
         Args:
             age: how many tokens a key is before the query, any shape.

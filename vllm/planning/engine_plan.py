@@ -286,7 +286,7 @@ def planned_config(
     if config.model.inc is not None:
         inc = replace(config.model.inc, assumes_measurements=True)
         config = replace(config, model=replace(config.model, inc=inc))
-    # Plan all buckets, including those that a server would warm up later.
+    # Plan all buckets, including the ones that a server would warm up later.
     return replace(config, hpu=replace(config.hpu, ready_when="all"))
 
 

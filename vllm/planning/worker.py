@@ -63,7 +63,7 @@ class PlannedWorker(HPUWorker):
 
     def first_buckets(self, catalog: Catalog, limits: StepLimits) -> list[Bucket]:
         """Return the buckets that are warm when an engine starts that serves while it warms up."""
-        return self._choose_first(catalog, limits)
+        return self.warm_ups.choose_first(catalog, limits)
 
 
 class AbsentPeers(Rendezvous):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 _NODES = Path("/sys/devices/system/node")
 _POLICY_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
-"""Numbers of the system calls set_mempolicy and get_mempolicy, by machine."""
+"""Ids of the system calls set_mempolicy and get_mempolicy, by machine."""
 
 _DEFAULT, _INTERLEAVE = 0, 3
 _MASK_BITS = 1024

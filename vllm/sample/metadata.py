@@ -100,7 +100,7 @@ class SamplingMetadata:
     """[n, K] float32 above 0, K of `blocks.num_draws`: the random numbers of each row; None when
     all are greedy, or for a sampler that makes them of `draw_keys`."""
     draw_keys: RandomKeys | None = None
-    """Host: instead of `exponentials`; None also when all are greedy."""
+    """Host: instead of `exponentials`; None if all are greedy."""
     max_top_k: int | None = None
     """Host: at least each of `top_k`; the number of candidates to look at."""
     unbounded_top_p: bool = False

@@ -2,7 +2,7 @@
 
 A generator with state would give a request different numbers when the other requests of the batch
 change. Here number p of a seed is a function of the seed and p, so a request samples the same
-tokens alone, in any batch, and after a preemption. Pure numpy.
+tokens by itself, in any batch, and after a preemption. Pure numpy.
 
 The function is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom
 Number Generators", OOPSLA 2014), applied twice to the seed and once to the position.

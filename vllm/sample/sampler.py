@@ -75,7 +75,7 @@ class Sampler:
 
     Args:
         pass_elements: logits per pass; on a CPU, requests are sampled in passes of about this many
-            logits, so that temporaries stay in the cache and no request pays for features of
+            logits, so that temporaries fit into the cache and no request computes features of
             others. None: one pass over all requests, for a device with static shapes. The tokens
             are the same.
         end_stage: called before the first stage and after each one, for a device that compiles the

@@ -79,7 +79,7 @@ class _State(NamedTuple):
 class LateMatcher:
     """Follows one output as `GrammarStart` describes, with the matcher of its grammar.
 
-    Where the output is free, its masks also allow tokens without text.
+    While the output is free, its masks allow tokens without text as well.
 
     Args:
         start: what may come before the grammar.
@@ -250,7 +250,7 @@ class LateMatcher:
         mask &= self._vocabulary.text_mask
 
     def _fill_thoughts(self, mask: IntArray, text: bytes) -> None:
-        """Allow all tokens except those that contain the end of the reasoning and the beginning of
+        """Allow all tokens that do not contain both the end of the reasoning and the beginning of
         an answer, because a half token cannot be passed to the grammar.
         """
         if self._free is None:

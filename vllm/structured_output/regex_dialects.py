@@ -1,6 +1,7 @@
 r"""Convert the syntax of other regex dialects, so that Python's parser can read it.
 
-JSON schemas contain patterns of JavaScript, and many users know those of Rust, PCRE or Java:
+JSON schemas contain patterns of JavaScript, and many users know other dialects, of Rust, PCRE or
+Java:
 
     \p{Lu}  \P{N}  \pL  \p{Script=Greek}    a property of Unicode; replaced by a placeholder
     character \u{1F600}  \x{41}                       a character by its number
@@ -33,7 +34,7 @@ class PythonPattern:
 
     Attributes:
         text: text of the pattern.
-        properties: stand-in -> the class that it stands for, such as `\p{L}`.
+        properties: stand-in -> the class that it replaces, such as `\p{L}`.
         positions: the position in the original of each character of the text.
     """
 

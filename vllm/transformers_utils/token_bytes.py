@@ -88,7 +88,7 @@ _LOSSLESS_SPLITS = {"ByteLevel", "Metaspace", "Digits"}
 class TextLengthBound:
     """Computes a lower bound for the number of tokens of a text from its number of bytes.
 
-    A token stands for a bounded number of bytes, if the tokenizer keeps every byte of a text. For
+    A token has a bounded number of bytes, if the tokenizer keeps every byte of a text. For
     tokenizers that drop white space, or map a whole word to one unknown token, the bound is 0.
 
     Args:
@@ -211,7 +211,7 @@ class ByteDecoding:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte for each character: printable Latin-1 characters stand for themselves, the
+    """Return the byte for each character: printable Latin-1 characters mean themselves, the
     other bytes are written as characters from 256 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

@@ -12,11 +12,11 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-TURN_S = 0.0005
+TIME_SLICE_S = 0.0005
 """Longest time for which code in Python keeps the interpreter while another thread wants it."""
 
 
-class _ShortTurns:
+class _TimeSlices:
     """Shortens the switch interval of the interpreter while at least one thread has entered it.
 
     Each call of a kernel releases the interpreter, and the thread may then have to wait for one
@@ -33,7 +33,7 @@ class _ShortTurns:
         with self._lock:
             if not self._num_inside:
                 self._usual_s = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._usual_s, TURN_S))
+                sys.setswitchinterval(min(self._usual_s, TIME_SLICE_S))
             self._num_inside += 1
 
     def __exit__(self, *_: object) -> None:
@@ -43,14 +43,14 @@ class _ShortTurns:
                 sys.setswitchinterval(self._usual_s)
 
 
-_short_turns = _ShortTurns()
+_time_slices = _TimeSlices()
 
 
 def run_in_time_slices(work: Callable[[], T]) -> T:
     """Run `work` in the current thread and return its result, while other threads get the
     interpreter lock quickly.
     """
-    with _short_turns:
+    with _time_slices:
         return work()
 
 
@@ -67,14 +67,14 @@ def start_in_time_slices(work: Callable[[], None], name: str) -> None:
         run_in_time_slices(work)
 
 
-Rest = Callable[[], None]
+Pause = Callable[[], None]
 """Called by the work between two pieces of it, each of a fraction of a millisecond."""
 
 _WORK_S = 0.0005
-"""Seconds of processor time between two rests."""
-_SHARE = 12
-"""While steps run, a rest takes so many times as long as the work before it."""
-_LONGEST_REST_S = 0.02
+"""Seconds of processor time between two pauses."""
+_PAUSE_RATIO = 12
+"""While steps run, a pause takes so many times as long as the work before it."""
+_MAX_PAUSE_S = 0.02
 
 
 class Throttle:
@@ -90,15 +90,15 @@ class Throttle:
         self._is_busy = is_busy
         self._start = time.thread_time()
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Pause after some work, so that other threads can run."""
         worked = time.thread_time() - self._start
         if worked < _WORK_S:
             return
         if self._is_busy():
-            time.sleep(min(_SHARE * worked, _LONGEST_REST_S))
+            time.sleep(min(_PAUSE_RATIO * worked, _MAX_PAUSE_S))
         self._start = time.thread_time()
 
 
-def no_rest() -> None:
-    """Do nothing; used instead of `Throttle.rest` if no other thread has to wait."""
+def no_pause() -> None:
+    """Do nothing; used instead of `Throttle.pause` if no other thread has to wait."""

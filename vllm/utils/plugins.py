@@ -17,7 +17,7 @@ _GROUP = "vllm.general_plugins"
 
 @cache
 def load_general_plugins() -> tuple[str, ...]:
-    """Call every plug-in, or only those in VLLM_PLUGINS. Later calls in this process do nothing.
+    """Call every plug-in, or only the ones in VLLM_PLUGINS. Later calls in this process do nothing.
 
     If a plug-in raises, a warning is logged and the others run.
 

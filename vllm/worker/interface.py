@@ -93,6 +93,18 @@ class WarmUpStep(msgspec.Struct, frozen=True, kw_only=True):
     """Fraction of the device time that is padding, as in `WarmUpStats`."""
 
 
+class WarmUpUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine's message to all ranks between two steps of a warm-up."""
+
+    given_up: str | None = None
+    """Reason why some rank cannot run the last step, so that no rank uses it; None: all of them
+    keep it."""
+    seconds: float | None = None
+    """Seconds that the last step has taken on all ranks; None: it has not run."""
+    longest_s: float | None = None
+    """Seconds that the next step may take, as far as is known; None: no limit."""
+
+
 class StepHandleLike(Protocol):
     """A step in flight, whose result can be waited for."""
 
@@ -206,19 +218,11 @@ class Worker(WorkerForUsers, Protocol):
         """
         ...
 
-    def next_warm_up(
-        self,
-        given_up: str | None = None,
-        seconds: float | None = None,
-        longest_s: float | None = None,
-    ) -> WarmUpStep | None:
+    def next_warm_up(self, update: WarmUpUpdate) -> WarmUpStep | None:
         """Finish the last step of the warm-up, and return the next one.
 
         Args:
-            given_up: why some rank cannot run the last step, so that no rank uses it;
-                None: all of them keep it.
-            seconds: seconds that the last step has taken on all ranks; None: it has not run.
-            longest_s: seconds that the next one may take, as far as is known; None: any.
+            update: result of the last step, and the limit of the next one.
 
         Returns:
             The next step; `given_up` is set if this rank knows that it has no memory for it.

@@ -25,7 +25,7 @@ from vllm.model_executor.quantization.inc import measure as inc_measure
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.worker.block_store import BlockStore, hash_contents
 from vllm.worker.drafts.stage_drafts import makes_drafts
-from vllm.worker.interface import MemoryReport, WarmUpStep
+from vllm.worker.interface import MemoryReport, WarmUpStep, WarmUpUpdate
 from vllm.worker.model_runner import ModelRunner
 from vllm.worker.parts.adapters import Adapters
 from vllm.worker.pooling_runner import PoolingRunner
@@ -149,12 +149,7 @@ class WorkerBase(ABC):
     def allocate(self, num_blocks: int) -> None:
         """Allocate a KV cache of `num_blocks` blocks, the null block included."""
 
-    def next_warm_up(
-        self,
-        given_up: str | None = None,
-        seconds: float | None = None,
-        longest_s: float | None = None,
-    ) -> WarmUpStep | None:
+    def next_warm_up(self, update: WarmUpUpdate) -> WarmUpStep | None:
         """Return None: a device without buckets has no warm-up."""
         return None
 
@@ -191,7 +186,7 @@ class WorkerBase(ABC):
         return self.model
 
     def reload_weights(self, weights_path: str | None = None) -> None:
-        """Read the weights again, also of a draft model in the same files."""
+        """Read the weights again, and the weights of a draft model in the same files."""
         self._weights.reload(weights_path)
 
     def _build_model(self, folder: str) -> nn.Module:

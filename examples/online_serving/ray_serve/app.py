@@ -52,7 +52,7 @@ class OpenAIApp:
         self._flags = flags
         self._engine: Any = None
         self.error: BaseException | None = None
-        """Why the engine has died."""
+        """Error of the engine after it has failed."""
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":

@@ -1,4 +1,4 @@
-"""A server with metrics and status page, whose engine only has numbers that the test sets."""
+"""A server with metrics and status page, whose engine only has values that the test sets."""
 
 import contextlib
 import threading

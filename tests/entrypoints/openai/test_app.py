@@ -12,7 +12,7 @@ from tests.entrypoints.openai.server_fakes import make_app, make_client
 from vllm.entrypoints.http.body_route import BodyRoute
 from vllm.entrypoints.middleware.request_id import is_safe
 from vllm.errors import ConfigError
-from vllm.utils.background_work import TURN_S
+from vllm.utils.background_work import TIME_SLICE_S
 from vllm.version import __version__
 
 
@@ -152,7 +152,7 @@ def test_the_description_is_made_on_demand_and_beside_the_event_loop(monkeypatch
     monkeypatch.setattr(app, "openapi", describe)
     answer = TestClient(app).get("/openapi.json").json()
     assert answer == {"paths": {}, "servers": [{"url": "/behind"}]}
-    assert places == [TURN_S]
+    assert places == [TIME_SLICE_S]
 
 
 def test_the_description_tells_which_answers_may_be_streams_and_which_are_empty():

@@ -33,7 +33,7 @@ HIDDEN = torch.finfo(torch.float32).min
 numbers."""
 
 _LOWEST_OFFSET = HIDDEN / 2
-"""Scores are taken relative to this at least, so that the weight of a hidden key is exactly 0,
+"""Scores are taken relative to this at least, so that a hidden key has exactly the weight 0,
 also in a block with nothing to see."""
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -132,7 +132,7 @@ def derive_decode_blocks(
         assert indices is not None
         at = indices.index_select(0, rows.long()).unsqueeze(-1)
     if indices is not None and query_len > 1:
-        # How much older each query is than the newest token; it must not attend to younger keys.
+        # The age of each query relative to the newest token; it must not attend to younger keys.
         back = (indices[:, -1:] - indices).index_select(0, rows.long())
         age_of_query = age - back.unsqueeze(-1)  # [N, Q, S]
         is_hidden = _without(is_hidden | (age_of_query < 0), options.sees(age_of_query, at))

@@ -26,7 +26,7 @@ from vllm.attention.backends.merged_prefill import (
     MergedPrefillMetadata,
     is_context_hidden,
 )
-from vllm.attention.backends.prompt_masks import Sight
+from vllm.attention.backends.prompt_masks import MaskPositions
 from vllm.attention.backends.sdpa import PromptInputs, SDPAKernel, naive_sdpa, torch_sdpa
 from vllm.ops.attention_options import PLAIN_ATTENTION, AttentionOptions
 
@@ -269,7 +269,7 @@ def prefill_mask(
     Args:
         metadata: metadata of the batch.
         block_size: S.
-        options, alibi_slopes, dtype: see `Sight.mask`.
+        options, alibi_slopes, dtype: see `MaskPositions.mask`.
 
     Returns:
         [B, 1, Q, K] bool; with ALiBi [B, H, Q, K] values to add. None if plain causality is
@@ -279,10 +279,10 @@ def prefill_mask(
     is_plain = options.sees_all and alibi_slopes is None and not sees_ahead
     if metadata.context_blocks.shape[1] == 0 and is_plain:
         return None
-    return derive_sight(metadata, block_size).mask(options, alibi_slopes, dtype)
+    return derive_mask_positions(metadata, block_size).mask(options, alibi_slopes, dtype)
 
 
-def derive_sight(metadata: HPUPrefillMetadata[Tensor], block_size: int) -> Sight:
+def derive_mask_positions(metadata: HPUPrefillMetadata[Tensor], block_size: int) -> MaskPositions:
     """Return the positions from which the masks of a batch are computed."""
     num_context, query_len = metadata.context_blocks.shape[1], metadata.slot_mapping.shape[1]
     device, context_lens = metadata.context_lens.device, metadata.context_lens[:, None]
@@ -290,7 +290,7 @@ def derive_sight(metadata: HPUPrefillMetadata[Tensor], block_size: int) -> Sight
     query_pos = context_lens + torch.arange(query_len, dtype=torch.int32, device=device)
     context_pos = torch.where(column < context_lens, column, _NEVER)
     key_pos = torch.cat((context_pos, query_pos), dim=1)
-    return Sight.of(query_pos, key_pos, metadata.last_keys)
+    return MaskPositions.of(query_pos, key_pos, metadata.last_keys)
 
 
 def _context(

@@ -29,7 +29,7 @@ from vllm.attention.backends.hpu_metadata import (
     to_tensors,
 )
 from vllm.attention.backends.packed_fields import Array, packed
-from vllm.attention.backends.prompt_masks import Sight
+from vllm.attention.backends.prompt_masks import MaskPositions
 from vllm.messages import NULL_BLOCK_ID, IntArray
 
 
@@ -128,7 +128,9 @@ def build_merged_prefill_metadata(
     )
 
 
-def derive_merged_sight(metadata: MergedPrefillMetadata[Tensor], block_size: int) -> Sight:
+def derive_merged_positions(
+    metadata: MergedPrefillMetadata[Tensor], block_size: int
+) -> MaskPositions:
     """Return the positions from which the masks of a merged prefill are computed.
 
     The keys are the slots of the context blocks, then the new tokens. Padding only sees padding.
@@ -142,7 +144,7 @@ def derive_merged_sight(metadata: MergedPrefillMetadata[Tensor], block_size: int
         context_positions = metadata.context_starts[:, None] + slot
         key_ids = torch.cat((context_ids.flatten(), ids))
         key_positions = torch.cat((context_positions.flatten(), positions))
-    return Sight.of(
+    return MaskPositions.of(
         positions[None], key_positions[None], metadata.last_keys, (ids[None], key_ids[None])
     )
 

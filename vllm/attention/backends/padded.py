@@ -16,15 +16,15 @@ from vllm.attention.backends.flat_pa import DecodeBlocks, Softmax, derive_decode
 from vllm.attention.backends.hpu_attn import (
     PrefillBlocks,
     decode_attention,
+    derive_mask_positions,
     derive_merged_blocks,
     derive_prefill_blocks,
-    derive_sight,
     prefill_attention,
 )
 from vllm.attention.backends.hpu_metadata import HPUDecodeMetadata, HPUPrefillMetadata
-from vllm.attention.backends.merged_prefill import MergedPrefillMetadata, derive_merged_sight
+from vllm.attention.backends.merged_prefill import MergedPrefillMetadata, derive_merged_positions
 from vllm.attention.backends.metadata import AttentionLayer
-from vllm.attention.backends.prompt_masks import Sight, SlicedMask
+from vllm.attention.backends.prompt_masks import MaskPositions, SlicedMask
 from vllm.attention.backends.sdpa import Fp8SDPA, FusedSDPA, SDPAKernel, naive_sdpa
 from vllm.errors import ConfigError
 
@@ -32,8 +32,8 @@ from vllm.errors import ConfigError
 class LayerKind(NamedTuple):
     """Properties of a layer that decide its mask, and whether a kernel needs a different input."""
 
-    sight: tuple[int | None, ...]
-    """`AttentionOptions.sight` of the layers."""
+    mask_kind: tuple[int | None, ...]
+    """`AttentionOptions.mask_kind` of the layers."""
     adjusts_scores: bool
     has_alibi: bool
     has_sinks: bool
@@ -41,7 +41,7 @@ class LayerKind(NamedTuple):
 
 def _kind(layer: AttentionLayer) -> LayerKind:
     return LayerKind(
-        layer.options.sight,
+        layer.options.mask_kind,
         layer.options.adjusts_scores,
         layer.alibi_slopes is not None,
         layer.sinks is not None,
@@ -107,7 +107,7 @@ kernel gets."""
 
 
 def _masks(
-    sight: Sight,
+    positions: MaskPositions,
     kinds: Mapping[LayerKind, AttentionLayer],
     kernel: SDPAKernel,
     *,
@@ -116,11 +116,11 @@ def _masks(
     """Return the masks of a batch, by kind of layer. Without `is_causal`, even plain layers need
     one.
     """
-    query_len, key_len = sight.query_positions.shape[1], sight.key_positions.shape[1]
+    query_len, key_len = positions.query_positions.shape[1], positions.key_positions.shape[1]
     at_once = query_len
     if isinstance(kernel, FusedSDPA):
         at_once = kernel.slicing.queries_at_once(query_len, key_len)
-    is_causal = is_causal and sight.last_keys is None
+    is_causal = is_causal and positions.last_keys is None
     masks: dict[LayerKind, PromptMask] = {}
     for kind, layer in kinds.items():
         options, slopes = layer.options, layer.alibi_slopes
@@ -130,9 +130,9 @@ def _masks(
         if takes_none and (at_once == query_len or _is_fused(kernel, kind)):
             masks[kind] = None
         elif at_once < query_len:
-            masks[kind] = SlicedMask(sight, at_once, options, slopes)
+            masks[kind] = SlicedMask(positions, at_once, options, slopes)
         else:
-            masks[kind] = sight.mask(options, slopes)
+            masks[kind] = positions.mask(options, slopes)
     return masks
 
 
@@ -180,7 +180,7 @@ class PaddedDecode:
     """
 
     blocks: Mapping[tuple[int | None, ...], DecodeBlocks]
-    """Sight of `AttentionOptions` -> what all layers with it need."""
+    """Mask kind of `AttentionOptions` -> what all layers with it need."""
     normaliser: Softmax = None
     """Softmax of decodes; see `flat_paged_attention`."""
 
@@ -201,8 +201,8 @@ class PaddedDecode:
         blocks: dict[tuple[int | None, ...], DecodeBlocks] = {}
         for layer in kinds.values():
             options = layer.options
-            if options.sight not in blocks:
-                blocks[options.sight] = derive_decode_blocks(
+            if options.mask_kind not in blocks:
+                blocks[options.mask_kind] = derive_decode_blocks(
                     metadata, block_size, dtype, options, indices
                 )
         return cls(blocks, normaliser)
@@ -223,7 +223,7 @@ class PaddedDecode:
             value,
             layer.key_cache,
             layer.value_cache,
-            self.blocks[layer.options.sight],
+            self.blocks[layer.options.mask_kind],
             layer.options,
             alibi_slopes=layer.alibi_slopes,
             sinks=layer.sinks,
@@ -253,8 +253,8 @@ class PaddedPrefill:
     ) -> "PaddedPrefill":
         """Compute the metadata of a batch for layers of these kinds."""
         is_causal = metadata.context_blocks.shape[1] == 0
-        sight = derive_sight(metadata, block_size)
-        masks = _masks(sight, kinds, kernel, is_causal=is_causal)
+        positions = derive_mask_positions(metadata, block_size)
+        masks = _masks(positions, kinds, kernel, is_causal=is_causal)
         return cls(derive_prefill_blocks(metadata, block_size), masks, kernel)
 
     @classmethod
@@ -266,7 +266,9 @@ class PaddedPrefill:
         kernel: SDPAKernel,
     ) -> "PaddedPrefill":
         """Compute the metadata of a batch of concatenated prompts, for layers of these kinds."""
-        masks = _masks(derive_merged_sight(metadata, block_size), kinds, kernel, is_causal=False)
+        masks = _masks(
+            derive_merged_positions(metadata, block_size), kinds, kernel, is_causal=False
+        )
         return cls(derive_merged_blocks(metadata, block_size), masks, kernel)
 
     def attend(

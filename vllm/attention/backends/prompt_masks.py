@@ -14,7 +14,7 @@ from vllm.ops.attention_options import AttentionOptions
 
 
 @dataclass(frozen=True)
-class Sight:
+class MaskPositions:
     """Positions of queries and keys, from which masks are computed on the device."""
 
     query_positions: Tensor
@@ -34,7 +34,7 @@ class Sight:
         key_positions: Tensor,
         later_keys: Tensor,
         ids: tuple[Tensor, Tensor] | None = None,
-    ) -> "Sight":
+    ) -> "MaskPositions":
         """Create the positions of a batch.
 
         Args:
@@ -99,7 +99,7 @@ class SlicedMask:
     So it never needs more memory than [B, 1 or H, slice, K].
     """
 
-    sight: Sight
+    positions: MaskPositions
     num_queries: int
     """Number of queries in a slice; the last one may have fewer."""
     options: AttentionOptions
@@ -118,7 +118,7 @@ class SlicedMask:
         for start in range(0, num_queries, self.num_queries):
             end = min(start + self.num_queries, num_queries)
             queries, keys = slice(start, end), self._keys(start, end, num_keys, num_queries)
-            mask = self.sight.mask(self.options, self.alibi_slopes, queries=queries, keys=keys)
+            mask = self.positions.mask(self.options, self.alibi_slopes, queries=queries, keys=keys)
             given = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
             parts.append(kernel(PromptInputs(*given, mask, scale)))
         return torch.cat(parts, dim=2)
@@ -132,6 +132,6 @@ class SlicedMask:
         """
         reach, num_context = self.options.reach, num_keys - num_queries
         first = start + 1 - (end if reach is None else reach)
-        sees_all = first <= 0 or (self.sight.ids is not None and num_context > 0)
-        stop = num_context + end if self.sight.last_keys is None else num_keys
+        sees_all = first <= 0 or (self.positions.ids is not None and num_context > 0)
+        stop = num_context + end if self.positions.last_keys is None else num_keys
         return slice(0 if sees_all else num_context + first, stop)

@@ -159,7 +159,7 @@ def read_state_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool,
         return tuple(index not in attends for index in range(num_layers))
     layer_types = read_layer_kinds(config)
     if not layer_types:
-        # Config of Kimi Linear: a list of layer numbers that begin at 1.
+        # Config of Kimi Linear: a list of layer indices that begin at 1.
         numbers = (config.get("linear_attn_config") or {}).get("kda_layers") or []
         if not isinstance(numbers, list):
             raise ConfigError(

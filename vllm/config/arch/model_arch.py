@@ -109,7 +109,7 @@ class ModelArch:
         """Read a Hugging Face config given as a plain dict.
 
         Raises:
-            ConfigError: there is no architecture, or a required number is missing, not divisible or
+            ConfigError: there is no architecture, or a required value is missing, not divisible or
                 unreasonable.
         """
         check_sizes(config)

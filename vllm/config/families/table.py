@@ -182,7 +182,7 @@ _LLAMAS = (
         module="mllama",
         architectures=("MllamaForCausalLM",),
         num_unsampled_tokens=8,
-        config_class="llama",  # transformers 4 has no class for the language model alone
+        config_class="llama",  # transformers 4 has no class for only the language model
         own_defaults={
             "hidden_size": 4096,
             "intermediate_size": 14336,

@@ -15,7 +15,7 @@ _DRAFTS_PER_TOKEN = 2
 
 
 class NgramDrafts:
-    """Drafts tokens from the request itself: those that followed earlier occurrences of its last
+    """Drafts tokens from the request itself: the tokens after earlier occurrences of its last
     tokens.
 
     Args:

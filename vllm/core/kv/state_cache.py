@@ -80,7 +80,7 @@ class StateCache:
                 self._free.append(number)
 
     def forget_all(self) -> None:
-        """Free all states except those that a request owns."""
+        """Free all states that no request owns."""
         self.remove(list(self._by_hash))
 
     def _take(self) -> int | None:

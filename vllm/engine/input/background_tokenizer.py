@@ -21,7 +21,7 @@ from vllm.utils.background_work import run_in_time_slices
 _Result = TypeVar("_Result")
 
 HUGE_TEXT_CHARS = 2**20
-"""Texts of at least this length use their own lane: they take seconds."""
+"""Texts of at least this length are tokenised in a thread of their own: they take seconds."""
 _IDS_PER_CHAR = 8
 """Number of token ids that are checked in the time of tokenising one character."""
 _SPACE = re.compile(r"\s")

@@ -35,7 +35,7 @@ from vllm.messages import AdapterRef, EngineRequest, Grammar, OutputRules
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.structured_output.compiler import GrammarCompiler
-from vllm.utils.background_work import Throttle, no_rest
+from vllm.utils.background_work import Throttle, no_pause
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -254,8 +254,8 @@ class InputProcessor:
                 f"{asked.lora_name!r} is asked for. Start it with enable_lora=True",
                 param="lora_request",
             )
-        rest = no_rest if is_busy is None else Throttle(is_busy).rest
-        return find_adapter(asked, lora.max_lora_rank, rest)
+        pause = no_pause if is_busy is None else Throttle(is_busy).pause
+        return find_adapter(asked, lora.max_lora_rank, pause)
 
     def process_pooling(
         self,

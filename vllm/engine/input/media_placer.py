@@ -351,7 +351,7 @@ def _find_expanded(
 
 
 def _runs(is_embedding: Sequence[bool], start: int) -> Iterator[tuple[int, int]]:
-    """Yield (index, length) of each run of tokens that stand for embeddings of an item."""
+    """Yield (index, length) of each run of tokens that embeddings of an item replace."""
     edges = np.flatnonzero(np.diff(np.array([False, *is_embedding, False], np.int8)))
     for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         yield start + begin, end - begin

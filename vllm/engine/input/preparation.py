@@ -1,14 +1,14 @@
 """Prepare requests for the core without blocking the event loop.
 
-Quick work is done at once. Long texts and lists are prepared in a thread (a slow lane). Texts that
-are certainly too long are refused before they are tokenised, and huge texts are tokenised in a
-process.
+Quick work is done at once. Long texts and lists are prepared in a thread. Texts that are certainly
+too long are refused before they are tokenised, and huge texts are tokenised in a process.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar, cast
 
+from vllm.engine.input.audio_reader import AudioReader
 from vllm.engine.input.background_tokenizer import (
     HUGE_TEXT_CHARS,
     BackgroundTokenizer,
@@ -18,9 +18,8 @@ from vllm.engine.input.background_tokenizer import (
 )
 from vllm.engine.input.input_processor import LONG_TEXT_CHARS, InputProcessor
 from vllm.engine.input.long_prompt_tokenizer import LongPromptTokenizer
-from vllm.engine.input.media_lane import MediaLane
+from vllm.engine.input.media_reader import MediaReader
 from vllm.engine.input.prompt_tokenizer import TokenizedPrompt
-from vllm.engine.input.sound_lane import SoundLane
 from vllm.errors import TextTooLongError
 from vllm.inputs import PromptType, TokensPrompt
 from vllm.messages import EngineRequest
@@ -45,11 +44,11 @@ class Preparation:
 
     def __init__(self, source: Callable[[], InputProcessor]) -> None:
         self._source = source
-        self._slow_lane = BackgroundTokenizer("tokenise", source)
-        self._huge_lane = BackgroundTokenizer("tokenise-huge", source)
+        self._long_texts = BackgroundTokenizer("tokenise", source)
+        self._huge_texts = BackgroundTokenizer("tokenise-huge", source)
         self._huge_texts = LongPromptTokenizer()
-        self.media = MediaLane(source)
-        self.sound = SoundLane()
+        self.media = MediaReader(source)
+        self.sound = AudioReader()
 
     @property
     def _processor(self) -> InputProcessor:
@@ -64,12 +63,12 @@ class Preparation:
         family = self._processor.media.family
         if family is not None and family.required == "audio":  # it transcribes recordings
             self.sound.prepare(family.sampling_rate)
-        self._slow_lane.prepare()
+        self._long_texts.prepare()
 
     def shutdown(self) -> None:
         """Accept no more requests."""
-        self._slow_lane.shutdown()
-        self._huge_lane.shutdown()
+        self._long_texts.shutdown()
+        self._huge_texts.shutdown()
         self._huge_texts.shutdown()
         self.media.shutdown()
         self.sound.shutdown()
@@ -80,7 +79,7 @@ class Preparation:
         params: SamplingParams | PoolingParams,
         process: Callable[[PromptType, InputProcessor], _Processed],
     ) -> _Processed:
-        """Run `process` on a prompt, in a slow lane if it takes long.
+        """Run `process` on a prompt, in a thread if it takes long.
 
         Args:
             prompt: prompt of any type.
@@ -181,8 +180,8 @@ class Preparation:
             work: function that gets the processor of the thread.
             num_chars: length of the text, if there is one; huge texts have a separate thread.
         """
-        lane = self._huge_lane if num_chars >= HUGE_TEXT_CHARS else self._slow_lane
-        return await lane.run(work)
+        tokenizer = self._huge_texts if num_chars >= HUGE_TEXT_CHARS else self._long_texts
+        return await tokenizer.run(work)
 
 
 def _count_tokens(processor: InputProcessor, text: str) -> int:

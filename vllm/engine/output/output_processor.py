@@ -195,7 +195,7 @@ class OutputProcessor:
         params = sample.request.params
         is_empty = (end.error or "").endswith((NO_TOKEN_LEFT, NO_ALLOWED_TOKEN))
         if is_empty and isinstance(params, SamplingParams):
-            # Each of these fields alone allows some tokens, but two fields can contradict each
+            # Each of these fields by itself allows some tokens, but two fields can contradict each
             # other.
             fields = params.restricting_fields
             if len(fields) > 1:

@@ -219,7 +219,7 @@ class RequestState:
         num_running: samples that have not ended.
         num_cached_tokens: None until it is known.
         replica: index of the replica that computes the request.
-        has_known_prompt: False if the tokens of the prompt only stand for embeddings.
+        has_known_prompt: False if the tokens of the prompt are only placeholders of embeddings.
         lora_request: adapter of the request, if any.
     """
 

@@ -33,7 +33,7 @@ class StopStrings:
         self.is_shown = is_shown
 
     def find(self, text: str, num_new: int) -> StopMatch | None:
-        """Find the stop string that is completed first, among those that end in the new characters.
+        """Find the stop string that is completed first in the new characters.
 
         If several are completed at the same character, the one that starts first is returned. A
         search character by character finds the same, so the result does not depend on how tokens

@@ -25,7 +25,7 @@ class DatasetArgs:
     """Settings for the requests to create.
 
     Raises:
-        ConfigError: a number is out of range, or the dataset needs a file and none is given.
+        ConfigError: a value is out of range, or the dataset needs a file and none is given.
     """
 
     name: str

@@ -57,7 +57,7 @@ def random_texts(args: DatasetArgs, tokenizer: "PreTrainedTokenizerBase") -> lis
     """Create requests with text prompts: words drawn from the vocabulary, with the wanted number of
     tokens.
 
-    Some tokenizers do not return the same tokens for the text; the number is then approximate.
+    Some tokenizers do not return the same tokens for the text; the count is then approximate.
     """
     rng = random.Random(args.seed)
     words = _words(tokenizer, rng)

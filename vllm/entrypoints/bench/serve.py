@@ -121,8 +121,8 @@ async def _measure_with(
         result["images_per_request"] = round(per_request, 3)
         result["image_throughput"] = per_request * result["request_throughput"]
     if math.isfinite(args.request_rate) and args.max_concurrency is None:
-        # How late requests were sent. More than a few ms means that the client was too slow for the
-        # load.
+        # The delay with which requests were sent. More than a few ms means that the client was too
+        # slow for the load.
         lags_ms = [record.lag_s * 1e3 for record in load.records]
         result["p99_send_lag_ms"] = statistics.describe(lags_ms, [99])["p99"]
     return result, load

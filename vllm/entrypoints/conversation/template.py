@@ -349,7 +349,7 @@ class Template:
         )
 
     def _admits(self, role: str) -> bool:
-        """Return whether to probe a role that is not part of any API. The number is limited,
+        """Return whether to probe a role that is not part of any API. Their count is limited,
         because clients may invent roles.
         """
         if len(self._other_roles) < _MAX_OTHER_ROLES and len(role) <= _MAX_ROLE_CHARS:
@@ -409,7 +409,7 @@ def check_syntax(source: str) -> None:
 
 
 def media_of_template(modality: str) -> dict[str, str]:
-    """Return the part of a message that stands for an image, audio or video, as templates expect
+    """Return the part of a message that represents an image, audio or video, as templates expect
     it.
 
     Some templates look at the value of "type", and others for a key that is named after the

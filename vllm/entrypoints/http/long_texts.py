@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MIN_CHARS = 2**16
-"""Shorter strings stay in the text."""
+"""Shorter strings are not cut out of the text."""
 _STEP = MIN_CHARS // 2
 _PIECE = 2**18
 """Bytes in which escapes are read in one call."""

@@ -41,7 +41,7 @@ def longest_text(value: Any) -> int:
 
 
 def count_prompts(value: Any) -> int:
-    """Count the prompts in a value. A list of numbers is one prompt."""
+    """Count the prompts in a value. A list of integers is one prompt."""
     if not isinstance(value, list) or (value and isinstance(value[0], int)):
         return 1
     return len(value)

@@ -411,7 +411,9 @@ class RankGroup:
         return each
 
     def _end_processes(self, patience_s: float) -> None:
-        """Close the connections, which ends the processes; kill those that do not exit in time."""
+        """Close the connections, so that the processes exit; kill the ones that do not exit in
+        time.
+        """
         for each in self._ranks:
             with contextlib.suppress(OSError):
                 each.connection.shutdown(socket.SHUT_WR)

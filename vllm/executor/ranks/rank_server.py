@@ -17,6 +17,7 @@ from vllm.executor.ranks.rank_wire import (
     StartRank,
     StepResult,
     ToRank,
+    typed_arguments,
 )
 from vllm.executor.ranks.worker_call import call_worker, make_worker
 from vllm.message_codec import CallError, decode_arguments, encode, encode_value
@@ -130,7 +131,7 @@ class RankServer:
             return self._worker.join(self._rendezvous)
         if method == Worker.load.__name__:
             return self._worker.load(self._rank)
-        result = getattr(self._worker, method)(*args)
+        result = getattr(self._worker, method)(*typed_arguments(getattr(Worker, method), args))
         if method == Worker.allocate.__name__:
             keep_for_good()
         return result

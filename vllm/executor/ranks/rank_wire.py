@@ -9,7 +9,7 @@ rank -> engine     RankResult for each CallRank and PrepareRequest, StepResult f
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -200,6 +200,12 @@ def decode_to_rank(data: bytes, kind: int = MESSAGE) -> ToRank:
         block_ids=numbers[3 * n + m :],
     )
     return RunStep(step=step)
+
+
+def typed_arguments(method: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+    """Convert the decoded arguments of a method of `Worker` to the types of its parameters."""
+    kinds = [kind for name, kind in method.__annotations__.items() if name != "return"]
+    return [msgspec.convert(arg, kind) for arg, kind in zip(args, kinds, strict=False)]
 
 
 @cache

@@ -1,7 +1,7 @@
 """Cross-attention: tokens read the hidden states of the images, sounds or videos of their requests.
 
-The keys and values of an item are computed once, after the item has been encoded. They stay in a
-pool of the layer while requests need them. Independent of requests and model families.
+The keys and values of an item are computed once, after the item has been encoded. They are kept in
+a pool of the layer while requests need them. Independent of requests and model families.
 """
 
 from collections.abc import Callable

@@ -49,8 +49,8 @@ class DenseTable(EmbeddingMethod):
 class VocabParallelEmbedding(MethodLayer, ReadsContext):
     """An embedding table split over ranks, padded with zero rows to a multiple of the rank count.
 
-    A batch may bring embeddings (of images, for example) that replace those of some tokens; they
-    are not scaled.
+    A batch may bring embeddings (of images, for example) that replace the embeddings of some
+    tokens; they are not scaled.
 
     Args:
         num_embeddings: rows of the table in the checkpoint.

@@ -217,7 +217,7 @@ class Gemma3nDecoder(Gemma4Decoder):
 
 
 def _of_one_length(streams: Sequence[Tensor]) -> list[Tensor]:
-    """Scale the vectors of all streams [T, hidden] to the length of those of the first stream."""
+    """Scale the vectors of all streams [T, hidden] to the length of the first stream's vectors."""
     first, *others = streams
     length = first.square().mean(dim=-1, keepdim=True).sqrt()
     found = [first]

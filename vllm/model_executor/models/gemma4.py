@@ -396,7 +396,7 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
         return torch.cat((embedded, features.look_up(input_ids)), dim=-1)
 
     def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
-        """Skip keys and values of layers that read those of another layer, and split tensors of
+        """Skip keys and values of layers that read the cache of another layer, and split tensors of
         experts.
         """
         found = _KEYS_AND_VALUES.match(name)

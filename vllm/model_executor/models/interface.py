@@ -132,7 +132,7 @@ class LayeredModel(LoadableModel, ABC):
     """Token embeddings and layers over flattened tokens: the T tokens of all requests of a batch.
 
     Between two layers the hidden states are one tensor [T, hidden]. So a pipeline stage can run
-    some of the layers, and embeddings of an image can replace those of tokens.
+    some of the layers, and embeddings of an image can replace embeddings of tokens.
 
     Attributes:
         stage: the layers that `forward` runs; all of them unless the loader says otherwise.

@@ -1,6 +1,6 @@
 """Kimi Linear: Kimi Delta Attention in most layers, latent attention without positions in some.
 
-Its experts are like those of DeepSeek V3.
+Its experts are computed as in DeepSeek V3.
 """
 
 from collections.abc import Mapping

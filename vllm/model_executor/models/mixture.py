@@ -145,8 +145,8 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
 class PhimoeLayer(DecoderLayer):
     """A `DecoderLayer` with the sparse-mixer router.
 
-    The weight of a chosen expert is its share of a softmax over itself and the experts whose logits
-    are slightly lower.
+    The weight of a chosen expert is its probability in a softmax over itself and the experts whose
+    logits are slightly lower.
     """
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:

@@ -95,7 +95,7 @@ class _ModelRegistry:
         Args:
             arch_name: name in config.json.
             reason: why it is not supported; appended to the sentence. Empty: unknown.
-            nearest: similar supported architectures to suggest; empty: those with similar names.
+            nearest: similar supported architectures to suggest; empty: suggest similar names.
         """
         near = nearest or self._with_similar_names(arch_name)
         hint = f" (the nearest: {', '.join(near)})" if near else ""

@@ -98,7 +98,7 @@ class MiniMaxM2ForCausalLM(RoutedForCausalLM):
 
 
 class ErnieMoeLayer(RoutedLayer):
-    """A layer that chooses experts by biased logits, and weights them by their share of the
+    """A layer that chooses experts by biased logits, and weights them by their part of the
     softmax.
     """
 

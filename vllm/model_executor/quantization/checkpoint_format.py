@@ -35,9 +35,19 @@ Names = Sequence[str]
 class CheckpointFormat(Quantization, Generic[Storage]):
     """A quantized checkpoint format, with the settings of one checkpoint."""
 
+    ignored: Sequence[str] = ()
+    """Layers that are dense by the settings."""
+    telling_tensor: str | None = None
+    """The last part of the name of a tensor that only quantized layers have. It shows whether the
+    output head is quantized, because settings may not mention a dense head. None: no tensor
+    shows it."""
+
     @abstractmethod
-    def storage_of(self, names: Names) -> Storage | None:
-        """Return how the layer with these names is stored; None if it is dense."""
+    def storage(self, names: Names) -> Storage | None:
+        """Return how the layer with these names is stored; None if it is dense.
+
+        Not called for layers that `ignored` lists.
+        """
 
     @abstractmethod
     def method(self, name: str, storage: Storage) -> LinearMethod:
@@ -47,6 +57,14 @@ class CheckpointFormat(Quantization, Generic[Storage]):
             name: name of the layer, for errors.
             storage: storage from `storage_of`.
         """
+
+    def is_ignored(self, names: Names) -> bool:
+        """Return whether `ignored` lists a layer with one of these names."""
+        return is_listed(names, self.ignored)
+
+    def storage_of(self, names: Names) -> Storage | None:
+        """Return how the layer with these names is stored; None if it is dense."""
+        return None if self.is_ignored(names) else self.storage(names)
 
     def rule_for(self, names: Names) -> str | None:
         """Return the rule of the settings that decided about a layer, for messages; None:
@@ -65,7 +83,7 @@ class CheckpointFormat(Quantization, Generic[Storage]):
 
         If so, `storage_of` is asked.
         """
-        return False
+        return self.telling_tensor is not None and self.has_tensor(names, self.telling_tensor)
 
     def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
         if layer.keeps_precision:
@@ -130,31 +148,23 @@ class CheckpointFormat(Quantization, Generic[Storage]):
 
 
 class NamedFormat(CheckpointFormat[Storage]):
-    """A format in which the names of tensors show which layers are quantized."""
+    """A format in which `telling_tensor` shows which layers are quantized.
 
-    ignored: Sequence[str] = ()
-    """Layers that are dense by the settings, which may be incomplete."""
+    `ignored` may be incomplete.
+    """
 
-    @property
-    @abstractmethod
-    def telling_tensor(self) -> str:
-        """The last part of the name of a tensor that only quantized layers have."""
+    telling_tensor: str
 
-    @abstractmethod
-    def storage(self, names: Names) -> Storage | None:
-        """Return how a quantized layer is stored."""
-
-    def storage_of(self, names: Names) -> Storage | None:
-        is_dense = self.has_tensor(names, "weight") or is_listed(names, self.ignored)
-        if is_dense and not self.has_tensor(names, self.telling_tensor):
-            return None
-        return self.storage(names)
-
-    def stores_head(self, names: Names) -> bool:
+    def is_stored(self, names: Names) -> bool:
+        """Return whether the files have the telling tensor of a layer with one of these names."""
         return self.has_tensor(names, self.telling_tensor)
 
+    def storage_of(self, names: Names) -> Storage | None:
+        is_dense = self.has_tensor(names, "weight") or self.is_ignored(names)
+        return None if is_dense and not self.is_stored(names) else self.storage(names)
+
     def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
-        is_stored = self.stores_head(self.names_of(first_matrix(name, layer)))
+        is_stored = self.is_stored(self.names_of(first_matrix(name, layer)))
         return super().experts_method(name, layer) if is_stored else None
 
 

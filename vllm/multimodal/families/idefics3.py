@@ -112,7 +112,7 @@ def newline_tokens(token_id: TokenLookup, number: int) -> list[int]:
         token_id: looks up tokens.
         number: number of line breaks; a vocabulary has one token for all of them, or one for each.
     """
-    for text in ("\n", "Ċ"):  # "Ċ" stands for a line break in byte-level vocabularies
+    for text in ("\n", "Ċ"):  # "Ċ" is a line break in byte-level vocabularies
         for several in range(number, 0, -1):
             try:
                 return [token_id(text * several)] * (number // several)

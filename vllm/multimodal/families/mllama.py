@@ -86,7 +86,7 @@ class MllamaFamily(TiledFamily):
         return self._input(tiles.astype(np.uint8), layout)
 
     def _input(self, tiles: npt.NDArray[np.uint8], layout: tuple[int, int]) -> EncoderInput:
-        # Embedding 0 stands for "no image".
+        # Embedding 0 means "no image".
         index = np.array([1 + self._layouts.index(layout)])
         return self.encoder_input(tiles, layout, layout=index)
 

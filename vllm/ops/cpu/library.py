@@ -44,7 +44,7 @@ class CPUKernels:
             raises AttributeError.
 
     Raises:
-        ConfigError: the library was built from other sources than those of this package.
+        ConfigError: the library was not built from the sources of this package.
     """
 
     def __init__(self, path: Path) -> None:
@@ -106,7 +106,7 @@ def load_cpu_kernels() -> CPUKernels | None:
     logged once, and the torch operators are used instead.
 
     Raises:
-        ConfigError: the library was built from other sources than those of this package, or it
+        ConfigError: the library was not built from the sources of this package, or it
             cannot run on the instruction set VLLM_CPU_ISA here.
     """
     return _load() if envs.get().VLLM_CPU_KERNELS else None

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.ops.lora_weights import AdaptedLayer, AdaptedRows, LoRAHeads, LoRAWeights
-from vllm.utils.background_work import Rest, no_rest
+from vllm.utils.background_work import Pause, no_pause
 
 _num_threads = torch.get_num_threads
 
@@ -27,7 +27,7 @@ class PackedAdapter:
         kernels: kernels of any dtype.
         layers: layers of the model.
         parts: parts of the adapter, by layer index.
-        rest: called between two projections, to pause.
+        pause: called between two projections.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class PackedAdapter:
         kernels: Any,
         layers: Sequence[AdaptedLayer],
         parts: Sequence[LoRAWeights | None],
-        rest: Rest = no_rest,
+        pause: Pause = no_pause,
     ) -> None:
         known = [part for part in parts if part is not None]
         self.is_float = any(part.a.dtype != torch.bfloat16 for part in known)
@@ -60,7 +60,7 @@ class PackedAdapter:
         dtype = torch.float32 if self.is_float else torch.bfloat16
         self._memory = memory = torch.empty(size, dtype=dtype)
         for each in found.values():
-            rest()
+            pause()
             each.fill(memory, kernels)
         first, item = memory.data_ptr(), memory.element_size()
         for layer in layers:

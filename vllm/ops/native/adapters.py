@@ -13,7 +13,7 @@ from vllm.ops.lora_weights import (
     PlainAdapter,
     PreparedAdapter,
 )
-from vllm.utils.background_work import Rest, no_rest
+from vllm.utils.background_work import Pause, no_pause
 
 
 class NativeAdapters:
@@ -24,7 +24,7 @@ class NativeAdapters:
         layers: Sequence[AdaptedLayer],
         parts: Sequence[LoRAWeights | None],
         dtype: torch.dtype,
-        rest: Rest = no_rest,
+        pause: Pause = no_pause,
     ) -> PreparedAdapter:
         """Convert a LoRA adapter to the layout of the device.
 
@@ -32,7 +32,7 @@ class NativeAdapters:
             layers: layers of the model.
             parts: weights of the adapter by projection index, on the host; None: not changed.
             dtype: data type of the inputs.
-            rest: called between two projections, to pause.
+            pause: called between two projections.
         """
         return PlainAdapter(parts)
 

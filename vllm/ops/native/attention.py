@@ -388,7 +388,7 @@ def _as_read(stored: Tensor, scales: Tensor | None) -> Tensor:
 
 
 def _read_blocks(cache: Tensor, block_ids: Tensor) -> Tensor:
-    """Return `cache[block_ids]`, also for FP8, for which torch cannot index."""
+    """Return `cache[block_ids]`. It accepts FP8, which torch cannot index."""
     if cache.dtype not in FP8_DTYPES:
         return cache[block_ids]
     return cache.view(torch.uint8)[block_ids].view(cache.dtype)

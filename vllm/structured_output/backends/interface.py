@@ -85,7 +85,7 @@ class Backend(Protocol):
         ...
 
     def load(self, content: bytes) -> LoadedGrammar:
-        """Load a result of `compile`, also from another process; raises BackendError if it is not
-        usable.
+        """Load a result of `compile`, from this or another process; raises BackendError if it is
+        not usable.
         """
         ...

@@ -209,7 +209,7 @@ class ForkServer:
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,  # libraries may print what users sent
-            start_new_session=True,  # Ctrl-C goes to the parent only
+            start_new_session=True,  # only the parent gets Ctrl-C
         )
         theirs.close()
         self.num_starts += 1

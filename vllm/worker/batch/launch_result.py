@@ -70,7 +70,7 @@ class LaunchResult:
     `indices`. None if no row has drafts; m is t then."""
     accepted: Tensor | None = field(default=None, kw_only=True)
     """[rows, 1 + Q] where the device has compared drafts: see `DeviceTokens.accept`; the rows of
-    the logits are those of its last Q columns. None: the host compares them."""
+    the logits belong to its last Q columns. None: the host compares them."""
 
     @classmethod
     def unsampled(cls, rows: IntArray, num_drafts: IntArray | None) -> "LaunchResult":

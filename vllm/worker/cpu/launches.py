@@ -36,7 +36,7 @@ from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch
 from vllm.worker.batch.model_input import ModelInput, build_ragged_input
 from vllm.worker.drafts.stage_drafts import InnerLayers
-from vllm.worker.parts.image_sight import ImageSight
+from vllm.worker.parts.image_attention import ImageAttention
 from vllm.worker.parts.item_rows import ItemRows
 from vllm.worker.parts.position_rows import PositionRows
 from vllm.worker.parts.row_parts import RowParts
@@ -152,7 +152,7 @@ class RaggedLaunches:
         return self._build(launch)
 
     def _build_decoder_input(self, launch: Launch) -> ModelInput:
-        sight = self._parts.find(ImageSight)
+        image_attention = self._parts.find(ImageAttention)
         return build_ragged_input(
             self._batch,
             launch,
@@ -160,7 +160,7 @@ class RaggedLaunches:
             self._device,
             self._parts.of_launch(launch),
             has_states=self._has_states,
-            last_keys=None if sight is None else sight.last_keys(launch),
+            last_keys=None if image_attention is None else image_attention.last_keys(launch),
         )
 
     def run(self, given: ModelInput) -> RaggedOutput:

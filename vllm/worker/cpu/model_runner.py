@@ -24,7 +24,7 @@ from vllm.worker.model_runner import ModelRunner, Sampled, sampling_rows
 from vllm.worker.parts.adapters import RaggedRows, adapter_reader
 from vllm.worker.parts.embedding_rows import EmbeddingRows, takes_embeddings
 from vllm.worker.parts.encoded_media import encoded_media
-from vllm.worker.parts.image_sight import ImageSight
+from vllm.worker.parts.image_attention import ImageAttention
 from vllm.worker.parts.item_rows import item_rows
 from vllm.worker.parts.position_rows import PositionRows
 from vllm.worker.parts.prompt_logprobs import PromptLogprobs
@@ -102,7 +102,7 @@ class CPUModelRunner(ModelRunner):
             if model.arch.num_positions:
                 yield PositionRows(model.arch, config.scheduler.max_num_seqs, device)
             if model.arch.media_sees_ahead:
-                yield ImageSight(config.scheduler.max_num_seqs)
+                yield ImageAttention(config.scheduler.max_num_seqs)
             if config.lora.enable_lora:
                 yield RaggedRows(config, adapter_reader(config, model))
 

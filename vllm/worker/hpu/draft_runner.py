@@ -1,4 +1,4 @@
-"""Runs the draft model on Gaudi, in the buckets of the model; drafts stay on the card.
+"""Runs the draft model on Gaudi, in the buckets of the model; drafts are kept on the card.
 
 Known tokens that the draft model has not computed run first: the last 1 + k tokens of a request as
 a decode of several tokens, and earlier tokens as a prompt. Each further draft is a decode that

@@ -16,7 +16,7 @@ from vllm.sample.metadata import SamplingMetadata
 from vllm.worker.hpu.launches.planner import PaddedShape
 from vllm.worker.hpu.memory.memory_profile import attempt
 from vllm.worker.hpu.model_runner import HPUModelRunner
-from vllm.worker.interface import WarmUpStep
+from vllm.worker.interface import WarmUpStep, WarmUpUpdate
 
 logger = init_logger(__name__)
 
@@ -58,21 +58,16 @@ class IdleWarmUp:
         """Seconds of the longest step so far."""
         self._steps = self._all_steps()
 
-    def next_warm_up(
-        self,
-        given_up: str | None = None,
-        seconds: float | None = None,
-        longest_s: float | None = None,
-    ) -> WarmUpStep | None:
+    def next_warm_up(self, update: WarmUpUpdate) -> WarmUpStep | None:
         """Finish the last step, and return the next one; see `Worker.next_warm_up`."""
-        if self._launch is None and seconds is not None:
-            self._longest_s = max(self._longest_s, seconds)
-        if given_up is not None and not self._given_up:
+        if self._launch is None and update.seconds is not None:
+            self._longest_s = max(self._longest_s, update.seconds)
+        if update.given_up is not None and not self._given_up:
             self._given_up = True
             logger.warning(
                 "stopped compiling sampling graphs while idle: %s. The others are compiled when a "
                 "request first needs them",
-                given_up,
+                update.given_up,
             )
         if self._given_up:
             return None
@@ -81,7 +76,7 @@ class IdleWarmUp:
         step = self._named
         if step is None:
             return None
-        must_wait = longest_s is not None and self._longest_s > longest_s
+        must_wait = update.longest_s is not None and self._longest_s > update.longest_s
         return replace(step, expected_s=self._longest_s, must_wait=must_wait)
 
     def warm_up(self) -> str | None:

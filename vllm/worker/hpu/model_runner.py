@@ -34,7 +34,7 @@ from vllm.worker.model_runner import Drafter, ModelRunner, sampling_rows
 from vllm.worker.parts.adapters import adapter_reader
 from vllm.worker.parts.embedding_rows import takes_embeddings
 from vllm.worker.parts.encoded_media import EncodedMedia, embedding_width
-from vllm.worker.parts.image_sight import ImageSight
+from vllm.worker.parts.image_attention import ImageAttention
 from vllm.worker.parts.position_rows import PositionRows
 from vllm.worker.parts.prompt_logprobs import PromptLogprobs
 from vllm.worker.parts.row_parts import OutputHead, RowPart, RowParts
@@ -105,7 +105,7 @@ class HPUModelRunner(ModelRunner):
             has_resident_drafts=max_drafts > 0,
             embeddings=parts.find(DeviceEmbeddings),
             positions=parts.find(PositionRows),
-            sight=parts.find(ImageSight),
+            image_attention=parts.find(ImageAttention),
         )
         layers = layers_with_cache(model)
         with_states = [layer for layer in layers if isinstance(layer, StateLayer)]
@@ -144,7 +144,7 @@ class HPUModelRunner(ModelRunner):
         if model.arch.num_positions:
             yield PositionRows(model.arch, config.scheduler.max_num_seqs, self.bridge.device)
         if model.arch.media_sees_ahead:
-            yield ImageSight(config.scheduler.max_num_seqs)
+            yield ImageAttention(config.scheduler.max_num_seqs)
         if config.lora.enable_lora:
             # No adapters for experts: they would make every launch slower, even without an adapter.
             reader = adapter_reader(config, model, has_experts=False)

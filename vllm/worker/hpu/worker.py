@@ -2,10 +2,8 @@
 
 import gc
 import sys
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,12 +20,9 @@ from vllm.attention.backends.sdpa import (
     require_flex,
 )
 from vllm.attention.cached_layer import layers_with_cache
-from vllm.bucketing import Bucket, Catalog, Phase, StepLimits, format_bytes, plan_buckets
-from vllm.bucketing.catalog.first_set import choose_first
-from vllm.bucketing.catalog.from_traffic import seconds_of
+from vllm.bucketing import format_bytes
 from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.log_lines import num_blocks_line
-from vllm.bucketing.traffic import TrafficTable, even_traffic
 from vllm.config import VllmConfig
 from vllm.cost_model.cards import CARDS
 from vllm.cost_model.run_times import RunEngine
@@ -49,9 +44,7 @@ from vllm.worker.calculated_scales import calculate_scales
 from vllm.worker.hpu.converted_weights import log_converted
 from vllm.worker.hpu.draft_runner import HPUDraftRunner, make_draft_runner
 from vllm.worker.hpu.encoder import CardEncoder
-from vllm.worker.hpu.idle_warmup import IdleWarmUp
 from vllm.worker.hpu.items import DeviceItems
-from vllm.worker.hpu.launches.launch_profile import profile_launch
 from vllm.worker.hpu.launches.step_report import StepShape
 from vllm.worker.hpu.launches.tp_group_status import TPGroupStatus
 from vllm.worker.hpu.memory.block_copies import CardBlockCopies
@@ -70,12 +63,9 @@ from vllm.worker.hpu.model_figures import model_figures
 from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.pooling_runner import HPUPoolingRunner
 from vllm.worker.hpu.speculator_runner import make_speculator_runner
-from vllm.worker.hpu.warmup.later_warmup import LaterWarmUp
-from vllm.worker.hpu.warmup.profile import held_bytes, profile_launches
-from vllm.worker.hpu.warmup.recipe_manifest import RecipeManifest
-from vllm.worker.hpu.warmup.warmup import WarmUp
-from vllm.worker.hpu.warmup.warmup_estimate import Kind, Work
-from vllm.worker.interface import MemoryReport, WarmUpStep
+from vllm.worker.hpu.warmup.profile import profile_launches
+from vllm.worker.hpu.warmup_queue import WarmUpQueue
+from vllm.worker.interface import MemoryReport, WarmUpStep, WarmUpUpdate
 from vllm.worker.kv_cache import (
     bind_kv_caches,
     cache_dtype,
@@ -105,9 +95,6 @@ _SLEEPS_WITH = {
     MemoryClass.DECODE_GRAPHS: frozenset(TAGS),
 }
 """Memory class that is given back while one of these parts sleeps."""
-
-_SAMPLING = Work(Kind("compile", Phase.DECODE, samples=True), 0.0)
-"""A forward pass that represents each forward pass that compiles sampling."""
 
 _PROFILE_BLOCKS = 2
 """KV blocks while the memory of a launch is measured: all its references are to one of them."""
@@ -139,13 +126,6 @@ class HPUWorker(WorkerBase):
         super().__init__(config, self.bridge.device)
         gc.set_threshold(*config.hpu.gc_thresholds)
         set_ops(HPUOps(self.bridge))
-        self._warm_up: WarmUp | None = None
-        self._later: deque[LaterWarmUp | IdleWarmUp] = deque()
-        """The rest of the warm-up after the start."""
-        self._later_buckets: LaterWarmUp | None = None
-        """Warms up buckets after the start; None: nothing does."""
-        self._has_started = False
-        self._num_choices = 0
         self._slicing = config.hpu.prompt_slicing(config.scheduler.max_num_batched_tokens)
         self.forecast = MemoryForecast(self._slicing, config.cache.block_size)
         self._rendezvous: Rendezvous | None = None
@@ -266,7 +246,7 @@ class HPUWorker(WorkerBase):
         self._preparation = MemoryProfile(self.bridge)
         self._preparation.begin()
         with self._within_memory("the KV cache"):
-            # Allocate the cache before the first launch, whose workspace stays in use and is
+            # Allocate the cache before the first launch, whose workspace remains in use and is
             # counted as memory that launches need.
             memory = self.bridge.memory_info()
             layout = self.runner.cache_layout
@@ -354,7 +334,16 @@ class HPUWorker(WorkerBase):
             self._start_block_copies()
         self.ledger.book(MemoryClass.KV_CACHE, self.ledger.left(MemoryClass.KV_CACHE))
         logger.info("Initializing cache engine took %s", allocation)
-        self._warm_up = self._plan_launches(num_blocks)
+        self.warm_ups = WarmUpQueue(
+            self.config,
+            bridge,
+            self.runner,
+            self.ledger,
+            self.forecast,
+            encoder=self._encoder,
+            rendezvous=self._rendezvous,
+        )
+        self.warm_ups.plan(num_blocks)
         self._graphs = SleepingGraphs(self.runner, self._encoder)
         self._given_back: dict[MemoryClass, int] = {}
         drafter = None
@@ -379,78 +368,21 @@ class HPUWorker(WorkerBase):
     def _weights_and_kernels(self) -> tuple[Iterable[Tensor], str]:
         return map(_host_bytes, model_tensors(self.model)), self.bridge.device.type
 
-    def next_warm_up(
-        self,
-        given_up: str | None = None,
-        seconds: float | None = None,
-        longest_s: float | None = None,
-    ) -> WarmUpStep | None:
+    def next_warm_up(self, update: WarmUpUpdate) -> WarmUpStep | None:
         """Finish the last step of the warm-up, and return the next one; see
         `Worker.next_warm_up`.
         """
-        while self._later:
-            step = self._later[0].next_warm_up(given_up, seconds, longest_s)
-            if step is not None:
-                return step
-            self._later.popleft()
-            given_up = seconds = None
-        if self._has_started:
-            return None
-        step = None
-        if self._warm_up is not None:
-            step = self._warm_up.next_warm_up(given_up, seconds)
-        if step is None:
-            self._finish_start()
+        was_starting = not self.warm_ups.has_started
+        step = self.warm_ups.next_warm_up(update)
+        if was_starting and self.warm_ups.has_started:
+            self._preparation.end()
+            logger.info("init_cache_engine took %s", self._preparation)
         return step
 
     def warm_up(self) -> str | None:
         """Run the step of the warm-up that `next_warm_up` has returned; see `Worker.warm_up`."""
-        running = self._later[0] if self._later else self._warm_up
-        assert running is not None
         with self._within_memory("a launch for which other cards of the engine have memory"):
-            return running.warm_up()
-
-    def _finish_start(self) -> None:
-        hpu, runner, start = self.config.hpu, self.runner, self._warm_up
-        self._has_started = True
-        if start is not None:
-            held = held_bytes(self.config)
-            self._manifest.add(start.catalog.warmed)
-            has_rest = len(start.catalog) < len(start.wanted)
-            if has_rest or hpu.adapt_buckets:
-                traffic = TrafficTable(self.config.cache.block_size)
-                self._later_buckets = LaterWarmUp(
-                    self.bridge,
-                    runner,
-                    start,
-                    self.ledger,
-                    self.forecast,
-                    held,
-                    traffic,
-                    lambda bucket: self._manifest.add([bucket]),
-                )
-                if has_rest:
-                    runner.launches.traffic = traffic
-                    self._later.append(self._later_buckets)
-            if hpu.full_warmup:
-                runner.launches.execution.forbid_recompilation()
-            else:
-                self._append_sampling(start.estimate.expect(_SAMPLING))
-        self._warm_up = None
-        self._preparation.end()
-        logger.info("init_cache_engine took %s", self._preparation)
-
-    def _append_sampling(self, expected_s: float) -> None:
-        """Add the compilation of missing sampling graphs as the last part of the warm-up.
-
-        Args:
-            expected_s: expected seconds of a forward pass.
-        """
-        hpu, runner = self.config.hpu, self.runner
-        is_wanted = hpu.sampling_warmup == "basic" and not self.config.model.is_measured
-        if is_wanted and isinstance(runner, HPUModelRunner):
-            held = held_bytes(self.config)
-            self._later.append(IdleWarmUp(self.bridge, runner, self.ledger, held, expected_s))
+            return self.warm_ups.warm_up()
 
     def describe_engine(self) -> dict[str, Any] | None:
         """Return card and model for measured times; None if the layers are divided into stages."""
@@ -470,27 +402,14 @@ class HPUWorker(WorkerBase):
 
     def list_buckets(self) -> list[tuple[int, int, int, int, bool]]:
         """Return the sizes of each bucket and whether it is warmed up, future buckets included."""
-        catalog = self.runner.launches.planner.catalog
-        later = () if self._later_buckets is None else self._later_buckets.left
-        buckets = sorted({*catalog.prefill, *catalog.decode, *later})
-        return [
-            (int(b.phase), b.batch, b.query_len, b.blocks, catalog.is_warmed(b)) for b in buckets
-        ]
+        return self.warm_ups.list_buckets()
 
     def replace_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
         """Begin to warm up other buckets; return whether there are any.
 
         See `Worker.replace_buckets`.
         """
-        later = self._later_buckets
-        if later is None or later in self._later:
-            return False
-        wanted = [Bucket(Phase(phase), *sizes) for phase, *sizes in buckets]
-        if not later.replace(wanted, keeps_prompts=self.config.hpu.merged_prefill):
-            return False
-        self._later.appendleft(later)
-        self._append_sampling(0.0)  # for batch sizes that are new
-        return True
+        return self.warm_ups.replace_buckets(buckets)
 
     def _read_model(self, config: VllmConfig) -> CausalLM | PoolingModel:
         return load_model(config, self.tp, torch.device("cpu"), stage=self.stage)
@@ -684,89 +603,6 @@ class HPUWorker(WorkerBase):
             f"some of the weights on the host (--cpu-offload-gb, with --enforce-eager), {more}or "
             f"{settings}"
         )
-
-    # ---- launches -------------------------------------------------------------------------
-
-    def _plan_launches(self, num_blocks: int) -> WarmUp | None:
-        """Choose the padded shapes; return the warm-up that runs them, unless it is to be
-        skipped.
-        """
-        plan = plan_buckets(self.config, num_blocks)
-        for line in plan.warnings:
-            logger.warning(line)
-        for line in plan.info:
-            logger.info(line)
-        catalog = plan.catalog
-        if Phase.DECODE not in self.runner.launches.phases:
-            catalog = Catalog(catalog.prefill, ())
-        self.runner.launches.use_catalog(catalog, plan.limits)
-        if self.config.hpu.profiled_launch is not None:
-            profile_launch(self.config, self.bridge, self.runner, num_blocks)
-        if self.config.hpu.skip_warmup:
-            logger.info("Skipping warmup...")
-            # From here on, compilations delay requests and are reported.
-            self.runner.launches.report.finish_warmup()
-            return None
-        mode = self.runner.launches.execution.name
-        self._manifest = RecipeManifest.of(self.config, mode, num_blocks, self.rank)
-        self._on_disk = self._of_rank_0("recipes on disk", sorted(self._manifest.found))
-        warm_up = WarmUp(
-            self.config,
-            self.bridge,
-            self.runner,
-            catalog,
-            plan.limits,
-            self.ledger,
-            self.forecast,
-            self._encoder,
-            self._choose_first if self._serves_while_warming else None,
-            self._on_disk,
-        )
-        self.runner.launches.use_catalog(warm_up.catalog, plan.limits)
-        return warm_up
-
-    @property
-    def _serves_while_warming(self) -> bool:
-        """Whether buckets are left for later. Not while measuring: layers would measure padding."""
-        return self.config.hpu.serves_while_warming and not self.config.model.is_measured
-
-    def _choose_first(self, wanted: Catalog, limits: StepLimits) -> list[Bucket]:
-        """Choose the buckets that are warmed up at the start."""
-        hpu, traffic = self.config.hpu, even_traffic(limits)
-        if hpu.traffic is not None and self.rank == 0:  # rank 0 chooses for all ranks
-            traffic = TrafficTable.load(Path(hpu.traffic))
-        first = choose_first(
-            wanted,
-            limits,
-            hpu.first_buckets,
-            traffic,
-            seconds_of(limits),
-            memory_sizes=self.forecast.memory_sizes,
-            preferred=self._on_disk,
-        )
-        self._num_choices += 1
-        first = self._of_rank_0(f"first buckets {self._num_choices}", first)
-        num_wanted = len({*wanted.prefill, *wanted.decode, *first})
-        if len(first) < num_wanted:
-            logger.info(
-                "Ready after warming up %d of %d buckets; the others are warmed up while the "
-                "engine serves requests",
-                *(len(first), num_wanted),
-            )
-        else:
-            logger.info(
-                "Ready after warming up all %d buckets (--first-buckets is %d)",
-                num_wanted,
-                hpu.first_buckets,
-            )
-        return first
-
-    def _of_rank_0(self, name: str, buckets: list[Bucket]) -> list[Bucket]:
-        """Return the buckets of rank 0, so that all ranks warm up the same."""
-        if self._rendezvous is None:
-            return buckets
-        values = self._rendezvous.exchange(name, msgspec.json.encode(buckets))
-        return msgspec.json.decode(values[0], type=list[Bucket])
 
 
 def _host_bytes(tensor: Tensor) -> Tensor:

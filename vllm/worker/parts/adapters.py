@@ -128,8 +128,8 @@ class Adapters(RowPart):
 
     def _read(self, adapter: AdapterRef) -> Any:
         try:
-            rest = Throttle(self._steps.is_busy).rest
-            return self._store.prepare(self._reader.load(Path(adapter.path), rest), rest)
+            pause = Throttle(self._steps.is_busy).pause
+            return self._store.prepare(self._reader.load(Path(adapter.path), pause), pause)
         except RequestError:
             raise
         except Exception as error:

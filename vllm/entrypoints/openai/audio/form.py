@@ -87,7 +87,7 @@ def _read_parts(data: bytes, content_type: str) -> "_Parts":
             parts.end,
             boundary=options[b"boundary"],
             config={
-                # Files stay in memory and are not written to disk.
+                # Files are kept in memory and not written to disk.
                 "MAX_MEMORY_FILE_SIZE": len(data) + 1,
                 "UPLOAD_ERROR_ON_BAD_CTE": True,  # do not log bytes of the client
             },

@@ -104,7 +104,7 @@ async def render(
     if is_foreign:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
-            _template_lane(), render_foreign, tokenizer, messages, options, rules
+            _template_thread(), render_foreign, tokenizer, messages, options, rules
         )
     return await off_loop.run(partial(render_with_media, tokenizer, messages, options, rules))
 
@@ -179,7 +179,7 @@ def render_foreign(
 
 
 @functools.cache
-def _template_lane() -> ThreadPoolExecutor:
+def _template_thread() -> ThreadPoolExecutor:
     """Create a separate thread, so that slow templates do not block other work."""
     return ThreadPoolExecutor(1, thread_name_prefix="template")
 

@@ -137,7 +137,7 @@ class CompletionRequest(SamplingFields):
         """Return the prompts that are text or tokens, as a list."""
         prompt = self.prompt
         if self.prompt_embeds is not None and prompt in ("", None):
-            return []  # OpenAI's clients always send the field, also without a value
+            return []  # OpenAI's clients always send the field, even without a value
         if isinstance(prompt, str):
             return [prompt]
         if prompt and isinstance(prompt[0], int):

@@ -196,7 +196,7 @@ def _types_of(value: Any) -> frozenset[str]:
 
 
 def _means(text: str, found: "_Literal | None", value: Any) -> bool:
-    """Return whether a text stands for one value of an enum. `found` is the text, parsed as a
+    """Return whether a text represents one value of an enum. `found` is the text, parsed as a
     literal.
     """
     if isinstance(value, str):

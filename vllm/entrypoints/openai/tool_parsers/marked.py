@@ -37,7 +37,7 @@ class LlamaJsonToolParser(JsonToolParser):
 
 
 class GraniteToolParser(JsonToolParser):
-    """Parses `<|tool_call|>[{...}]`, also with `<tool_call>` or without a marker: Granite 3."""
+    """Parses `<|tool_call|>[{...}]` of Granite 3; also accepts `<tool_call>`, or no marker."""
 
     markers = ("<|tool_call|>", "<tool_call>")
     closing = ("</tool_call>",)

@@ -59,7 +59,7 @@ class VllmToolParserAdapter:
 
     @property
     def further_tokens(self) -> tuple[str, ...]:
-        """Texts of the format, besides the markers, that may be special tokens of the model."""
+        """Texts other than the markers that may be special tokens of the model."""
         texts: tuple[str, ...] = self._parser.further_tokens
         return texts
 

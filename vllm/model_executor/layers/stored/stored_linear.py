@@ -35,7 +35,7 @@ SCALES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """How a quantization format stores one tensor of a layer."""
+    """One tensor of a layer, as a quantization format stores it."""
 
     dtypes: tuple[torch.dtype, ...]
     """Data types that the tensor may have."""

@@ -1,5 +1,5 @@
 """The encoder of Whisper (Radford et al.
-2022, arXiv 2212.04356), also used by Qwen2-Audio and Voxtral.
+2022, arXiv 2212.04356). Qwen2-Audio and Voxtral use it as well.
 
 Shapes: B pieces of sound, F frames of each, N = F / 2 hidden states of size C.
 """

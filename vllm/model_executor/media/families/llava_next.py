@@ -33,7 +33,7 @@ class LlavaNextEncoder(LlavaEncoder):
     def _order(self, layout: Layout) -> Tensor:
         """Return the order in which the embeddings of the tiles of an image are joined.
 
-        The index after the last embedding stands for the learned end of a row.
+        The index after the last embedding means the learned end of a row.
         """
         side, per_tile = self.tower.patches_per_side, self.embeddings_per_tile
         y = torch.arange(layout.top, layout.top + layout.rows)[:, None]

@@ -21,7 +21,6 @@ from vllm.model_executor.quantization.settings import (
     Settings,
     choice,
     group_size_of,
-    is_listed,
     names,
 )
 from vllm.ops.stored_weight import GroupedWeight, StoredWeight, unpack_bits
@@ -58,8 +57,8 @@ class AWQ(CheckpointFormat[GroupLayout]):
     def stores_head(self, names: Names) -> bool:
         return bool(self.has_head)
 
-    def storage_of(self, names: Names) -> GroupLayout | None:
-        return None if is_listed(names, self.ignored) else self.layout
+    def storage(self, names: Names) -> GroupLayout:
+        return self.layout
 
     def method(self, name: str, storage: GroupLayout) -> LinearMethod:
         return GemvLinear(name, storage) if self.version == "gemv" else GroupedLinear(name, storage)

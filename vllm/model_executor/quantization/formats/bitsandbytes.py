@@ -69,11 +69,8 @@ class BitsAndBytes(NamedFormat["_Table | str"]):
             kind = choice(settings, "bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
             is_nested = choice(settings, "bnb_4bit_use_double_quant", (True, False), False)
             self.table = _Table(kind, is_nested)
+        self.telling_tensor = "SCB" if self.table is None else "weight.absmax"
         self.ignored = names(settings, "llm_int8_skip_modules")
-
-    @property
-    def telling_tensor(self) -> str:
-        return "SCB" if self.table is None else "weight.absmax"
 
     def storage(self, names: Names) -> "_Table | str":
         return _INT8 if self.table is None else self.table

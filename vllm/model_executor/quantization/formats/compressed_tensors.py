@@ -100,10 +100,14 @@ class CompressedTensors(CheckpointFormat["_Scheme | _Sparse"]):
     def stores_head(self, names: Names) -> bool:
         return True
 
+    def is_ignored(self, names: Names) -> bool:
+        return _is_listed(names, self.ignored)
+
+    def storage(self, names: Names) -> "_Scheme | None":
+        return next((each for each in self.groups if _is_listed(names, each.targets)), None)
+
     def storage_of(self, names: Names) -> "_Scheme | _Sparse | None":
-        found = None
-        if not _is_listed(names, self.ignored):
-            found = next((each for each in self.groups if _is_listed(names, each.targets)), None)
+        found = None if self.is_ignored(names) else self.storage(names)
         return _Sparse(found) if self.has_tensor(names, "bitmask") else found
 
     def described(self, storage: "_Scheme | _Sparse") -> str | None:
@@ -326,8 +330,8 @@ class _WholeNumbers(StoredLinear):
 
 
 def _in_a_row(numbers: Tensor, features: Features | None) -> Tensor:
-    """Reshape to [1, N]; in a stored weight shape, replace the output features by those of the
-    part.
+    """Reshape to [1, N]; in a stored weight shape, replace the output features by the features of
+    the part.
     """
     row = numbers.reshape(1, -1)
     if features is None or row.shape[1] != 2:

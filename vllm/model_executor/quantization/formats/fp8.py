@@ -35,7 +35,6 @@ from vllm.model_executor.quantization.settings import (
     MAX_GROUP,
     Settings,
     choice,
-    is_listed,
     names,
     read_modelopt_settings,
     wrong,
@@ -58,6 +57,8 @@ tensor. The first one has a static scale of inputs."""
 class Fp8(CheckpointFormat[bool]):
     """The quantization format of `quant_method: fp8` and `fbgemm_fp8`."""
 
+    telling_tensor: str
+
     def __init__(self, settings: Settings | None) -> None:
         """Read the settings of config.json.
 
@@ -69,23 +70,16 @@ class Fp8(CheckpointFormat[bool]):
         choice(settings, "fmt", _E4M3, _E4M3[0])
         self.has_input_scale = scheme == "static"
         self.block = block_of(settings, "weight_block_size")
+        self.telling_tensor = "weight_scale_inv" if self.block else "weight_scale"
         if self.block and self.has_input_scale:
             raise wrong("activation_scheme", scheme, "dynamic, because weight_block_size is set")
         self.ignored = names(settings, "ignored_layers", "modules_to_not_convert")
 
-    def storage_of(self, names: Names) -> bool | None:
-        return None if is_listed(names, self.ignored) else True
-
-    def stores_head(self, names: Names) -> bool:
-        # A checkpoint with a dense head may not list it in its settings, so look for its scale.
-        return self.has_tensor(names, self._scale_name)
+    def storage(self, names: Names) -> bool:
+        return True
 
     def method(self, name: str, storage: bool) -> LinearMethod:
-        return Fp8Linear(name, self.block, self.has_input_scale, self._scale_name)
-
-    @property
-    def _scale_name(self) -> str:
-        return "weight_scale_inv" if self.block else "weight_scale"
+        return Fp8Linear(name, self.block, self.has_input_scale, self.telling_tensor)
 
 
 class ModelOptFp8(Fp8):

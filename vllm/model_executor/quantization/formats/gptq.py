@@ -45,9 +45,7 @@ class GPTQ(CheckpointFormat[GroupLayout]):
     def stores_head(self, names: Names) -> bool:
         return bool(self.has_head)
 
-    def storage_of(self, names: Names) -> GroupLayout | None:
-        if is_listed(names, self.ignored):
-            return None
+    def storage(self, names: Names) -> GroupLayout | None:
         is_in_block = any(_IN_BLOCK.search(name) for name in names)
         if self.in_blocks and is_in_block and not is_listed(names, self.in_blocks):
             return None

@@ -56,6 +56,8 @@ class _Layout:
 class HQQ(NamedFormat[_Layout]):
     """The quantization format of `quant_method: hqq`."""
 
+    telling_tensor = "W_q"
+
     def __init__(self, settings: Settings) -> None:
         """Read the settings of config.json.
 
@@ -72,10 +74,6 @@ class HQQ(NamedFormat[_Layout]):
             if isinstance(each, dict)
         }
         self.ignored = names(settings, "skip_modules")
-
-    @property
-    def telling_tensor(self) -> str:
-        return "W_q"
 
     def storage(self, names: Names) -> _Layout | None:
         tags = (tag for tag in self.layouts if not tag or is_listed(names, [tag]))

@@ -66,6 +66,8 @@ class MLX(NamedFormat[_Layout]):
     The names of tensors show which layers are quantized.
     """
 
+    telling_tensor = "scales"
+
     def __init__(self, settings: Settings) -> None:
         """Read the settings of config.json.
 
@@ -80,10 +82,6 @@ class MLX(NamedFormat[_Layout]):
         }
         self.table: Names = ()
 
-    @property
-    def telling_tensor(self) -> str:
-        return "scales"
-
     def storage(self, names: Names) -> _Layout:
         return next((self.of_layers[n] for n in names if n in self.of_layers), self.layout)
 
@@ -93,7 +91,7 @@ class MLX(NamedFormat[_Layout]):
             return super().embedding_method(name, layer)
         if not is_head:
             self.table = self.names_of(name)
-        storage = self.storage(self.table) if self.stores_head(self.table) else None
+        storage = self.storage(self.table) if self.is_stored(self.table) else None
         return None if storage is None else StoredTable(self.method(self.table[0], storage))
 
     def method(self, name: str, storage: _Layout) -> RowsLinear:

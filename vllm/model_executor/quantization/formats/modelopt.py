@@ -85,6 +85,8 @@ def create_modelopt(settings: Settings) -> Quantization:
 class ModelOpt(CheckpointFormat[_Storage]):
     """A ModelOpt format with scales of small groups, or with a different algorithm per layer."""
 
+    telling_tensor = "weight_scale"
+
     def __init__(self, settings: Settings) -> None:
         """Read the settings of config.json.
 
@@ -102,9 +104,7 @@ class ModelOpt(CheckpointFormat[_Storage]):
         else:
             self.of_all = _read_storage(algorithm, settings)
 
-    def storage_of(self, names: Names) -> _Storage | None:
-        if is_listed(names, self.ignored):
-            return None
+    def storage(self, names: Names) -> _Storage | None:
         found = self.of_all or next(
             (each for name, each in self.of_layers.items() if is_listed(names, [name])), None
         )
@@ -114,10 +114,6 @@ class ModelOpt(CheckpointFormat[_Storage]):
                 has_factors = self.has_tensor(names, _INPUT_FACTORS)
             return replace(found, has_input_factors=has_factors)
         return found
-
-    def stores_head(self, names: Names) -> bool:
-        # A checkpoint with a dense head may not list it in its settings, so look for its scale.
-        return self.has_tensor(names, "weight_scale")
 
     def method(self, name: str, storage: _Storage) -> LinearMethod:
         if storage.algorithm in MODELOPT_FP8:

@@ -1,7 +1,7 @@
 """MXFP4 checkpoints of GPT-OSS: the experts in four bits, all other layers dense.
 
-The model joins the blocks and scales of an expert (`Mxfp4Source`). The experts stay in four bits if
-the device can multiply with them; otherwise they are dequantized while they are loaded.
+The model joins the blocks and scales of an expert (`Mxfp4Source`). The experts keep their four bits
+if the device can multiply with them; otherwise they are dequantized while they are loaded.
 """
 
 import math
@@ -89,7 +89,7 @@ class Mxfp4Linear(StoredLinear):
         for name, columns in (("blocks", num_in // 2), ("scales", num_in // self.part)):
             add_parameter(layer, name, torch.empty(num_out, columns, dtype=torch.uint8))
             layer.slices[name] = {}
-        # `blocks` stands for the whole tensor when the loader asks for its shape.
+        # `blocks` represents the whole tensor when the loader asks for its shape.
         layer.slices["blocks"] = {
             part: replace(slice_, tensor="weight") for part, slice_ in layer.feature_slices.items()
         }

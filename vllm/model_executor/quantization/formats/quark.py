@@ -63,6 +63,8 @@ class _Storage:
 class Quark(CheckpointFormat[_Storage]):
     """The quantization format of `quant_method: quark`."""
 
+    telling_tensor = "weight_scale"
+
     def __init__(self, settings: Settings) -> None:
         """Read the settings of config.json.
 
@@ -82,7 +84,7 @@ class Quark(CheckpointFormat[_Storage]):
             name = each.get("name") if isinstance(each, dict) else each
             choice({"name": name}, "name", _ALGORITHMS, None, "algo_config.")
         self.ignored = names(settings, "exclude")
-        self.storage = _storage_of(settings.get("global_quant_config"), "global_quant_config")
+        self.of_all = _storage_of(settings.get("global_quant_config"), "global_quant_config")
         layers = settings.get("layer_quant_config") or {}
         if not isinstance(layers, dict):
             raise wrong(
@@ -94,15 +96,9 @@ class Quark(CheckpointFormat[_Storage]):
             name: _storage_of(own, f"layer_quant_config.{name}") for name, own in layers.items()
         }
 
-    def storage_of(self, names: Names) -> _Storage | None:
-        if is_listed(names, self.ignored):
-            return None
+    def storage(self, names: Names) -> _Storage | None:
         own = (name for name in self.of_layers if is_listed(names, [name]))
-        return next((self.of_layers[name] for name in own), self.storage)
-
-    def stores_head(self, names: Names) -> bool:
-        # A checkpoint with a dense head may not list it in its settings, so look for its scale.
-        return self.has_tensor(names, "weight_scale")
+        return next((self.of_layers[name] for name in own), self.of_all)
 
     def method(self, name: str, storage: _Storage) -> LinearMethod:
         method = _METHODS[storage.dtype](name, storage)

@@ -73,6 +73,8 @@ class _Layout:
 class TorchAO(NamedFormat[_Layout]):
     """The quantization format of `quant_method: torchao`."""
 
+    telling_tensor = _NUMBERS
+
     def __init__(self, settings: Settings) -> None:
         """Read the settings of config.json.
 
@@ -94,10 +96,6 @@ class TorchAO(NamedFormat[_Layout]):
         choice(settings, "include_input_output_embeddings", (False, None), None)
         self.layout = _layout_of(name, data)
         self.ignored = names(settings, "modules_to_not_convert")
-
-    @property
-    def telling_tensor(self) -> str:
-        return _NUMBERS
 
     def storage(self, names: Names) -> _Layout:
         return self.layout

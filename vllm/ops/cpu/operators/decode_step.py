@@ -189,7 +189,7 @@ class FusedDecodeStep:
             ValueError: the arguments differ in length, or `given` does not fit the decoder.
             IndexError: a token or a block is out of range.
             MemoryError: there is no scratch memory.
-            CollectiveError: another rank has failed, or has not come in time.
+            CollectiveError: another rank has failed, or was not ready in time.
         """
         n, num_threads = len(rows), _num_threads()
         if not n == len(num_computed) == len(num_scheduled):

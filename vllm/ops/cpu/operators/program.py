@@ -191,7 +191,7 @@ class Program:
             ValueError: dtypes, shapes, strides or devices do not fit, or the number of decodes.
             IndexError: a token, position, type, slot, length or block is out of range.
             MemoryError: there is no scratch memory.
-            CollectiveError: another rank has failed, or has not come in time.
+            CollectiveError: another rank has failed, or was not ready in time.
         """
         if slot_mapping.dim() == 1:
             slot_mapping, block_tables = slot_mapping[None], block_tables[None]

@@ -49,7 +49,7 @@ class Operation:
     operands: dict[str, Operand | None]
     """Operands by the names of the fields of its struct."""
     numbers: dict[str, float]
-    """Numbers of the operation, by name."""
+    """Scalar arguments of the operation, by name."""
 
 
 class Recorder(CPUOps):

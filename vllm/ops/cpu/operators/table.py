@@ -58,7 +58,7 @@ from vllm.ops.native.operators import NativeOps, is_rounding_inputs
 from vllm.ops.native.state_space import ScannedTokens, TokenStates
 from vllm.ops.prepared import PreparedExperts, PreparedHeads, PreparedTable, PreparedWeight
 from vllm.ops.stored_weight import StoredWeight
-from vllm.utils.background_work import Rest, no_rest
+from vllm.utils.background_work import Pause, no_pause
 
 __all__ = ["CPUOps", "load_cpu_kernels"]
 
@@ -120,12 +120,12 @@ class CPUOps(NativeOps):
         layers: Sequence[AdaptedLayer],
         parts: Sequence[LoRAWeights | None],
         dtype: torch.dtype,
-        rest: Rest = no_rest,
+        pause: Pause = no_pause,
     ) -> PreparedAdapter:
         kernels = self._kernels.get(dtype)
         if kernels is None:
-            return super().prepare_adapter(layers, parts, dtype, rest)
-        return PackedAdapter(kernels, layers, parts, rest)
+            return super().prepare_adapter(layers, parts, dtype, pause)
+        return PackedAdapter(kernels, layers, parts, pause)
 
     def add_low_rank(
         self, y: Tensor, x: Tensor, layer: AdaptedLayer | LoRAHeads, rows: AdaptedRows

@@ -32,7 +32,7 @@ from vllm.messages import IntArray
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.hpu.launches.embeddings import DeviceEmbeddings
 from vllm.worker.hpu.launches.planner import PaddedLaunch, PaddedShape
-from vllm.worker.parts.image_sight import ImageSight
+from vllm.worker.parts.image_attention import ImageAttention
 from vllm.worker.parts.position_rows import PositionRows
 
 BoolArray = npt.NDArray[np.bool_]
@@ -174,7 +174,7 @@ class HPUInputBuilder:
         has_resident_drafts: drafts are made on the card as well.
         embeddings: embeddings that requests give instead of tokens; None: not supported.
         positions: positions that requests give instead of indices; None: not supported.
-        sight: how far ahead tokens attend; None: only up to themselves.
+        image_attention: how far ahead tokens attend; None: only up to themselves.
     """
 
     tokens_ahead: ClassVar[int] = 0
@@ -190,9 +190,13 @@ class HPUInputBuilder:
         has_resident_drafts: bool = False,
         embeddings: DeviceEmbeddings | None = None,
         positions: PositionRows | None = None,
-        sight: ImageSight | None = None,
+        image_attention: ImageAttention | None = None,
     ) -> None:
-        self._embeddings, self._positions, self._sight = embeddings, positions, sight
+        self._embeddings, self._positions, self._image_attention = (
+            embeddings,
+            positions,
+            image_attention,
+        )
         self._num_positions = 0 if positions is None else positions.num_positions
         self._batch = batch
         self._has_resident_drafts = has_resident_drafts
@@ -235,7 +239,7 @@ class HPUInputBuilder:
         sample_rows = self._padded(launch.shape.num_rows, self.padding_row)
         sample_rows[sampled * np.int32(launch.tokens_with_logits)] = launch.rows[sampled]
         given = self._input(launch, seq_lens, sample_rows)
-        sees_ahead = self._sight is not None
+        sees_ahead = self._image_attention is not None
         sizes = padded_sizes(launch.shape, self._num_positions, sees_ahead=sees_ahead)
         return self._fields(launch.shape).pack(given, sizes), sampled
 
@@ -368,10 +372,10 @@ class HPUInputBuilder:
         """Return the last key [rows, Q] that each token of a prefill sees; None: tokens never look
         ahead.
         """
-        if self._sight is None:
+        if self._image_attention is None:
             return None
         last_keys = np.zeros(num_rows * launch.bucket.query_len, np.int32)
-        self._sight.lengthen(launch, last_keys)
+        self._image_attention.lengthen(launch, last_keys)
         return last_keys.reshape(num_rows, -1)
 
     def _offsets(self, rows: IntArray) -> IntArray | None:

@@ -33,7 +33,7 @@ from vllm.worker.hpu.launches.planner import (
 )
 from vllm.worker.hpu.launches.step_report import RecentLaunches, StepReport
 from vllm.worker.hpu.launches.tp_group_status import TPGroupStatus
-from vllm.worker.parts.image_sight import ImageSight
+from vllm.worker.parts.image_attention import ImageAttention
 from vllm.worker.parts.row_parts import RowParts
 
 _MAX_MERGED_PROMPTS = 64
@@ -167,7 +167,7 @@ class PaddedLaunches:
                 f"VLLM_PROMPT_SEQ_BUCKET_MAX={max_model_len}, or lower --max-model-len"
             )
         self._limits = limits
-        sight = self._parts.find(ImageSight)
+        image_attention = self._parts.find(ImageAttention)
         self.planner = HPULaunchPlanner(
             catalog,
             limits,
@@ -175,7 +175,7 @@ class PaddedLaunches:
             self._merged_prompts,
             self._parts.needs_prefill,
             has_states=self._config.model.resolved_arch.has_states,
-            piece_end=None if sight is None else sight.piece_end,
+            piece_end=None if image_attention is None else image_attention.piece_end,
             late=self._late,
             item_slots=self._items,
         )

@@ -225,7 +225,7 @@ class _Group(NamedTuple):
 
 PieceEnd = Callable[[int, int, int], int]
 """Row, index of the first token of a piece, and the index where it should end -> where it ends; see
-`ImageSight.piece_end`."""
+`ImageAttention.piece_end`."""
 
 
 class ItemSlotSizes(Protocol):

@@ -1,7 +1,7 @@
 """Reports avoidable costs of a step: compilations, operators on the host, unexpected shapes.
 
-The lines are those that users of the Gaudi stack grep for, at level WARNING. A report makes the
-host wait for the device after each step, so it is off by default.
+The lines contain the words that users of the Gaudi stack grep for, at level WARNING. A report makes
+the host wait for the device after each step, so it is off by default.
 """
 
 import time

@@ -10,6 +10,7 @@ Later the engine may want other buckets, for the traffic of the last hour. They 
 same way; when all of them are in use, the buckets that they replace are disabled.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
@@ -31,7 +32,7 @@ from vllm.worker.hpu.memory.memory_forecast import MemoryForecast
 from vllm.worker.hpu.memory.memory_profile import attempt, used_bytes
 from vllm.worker.hpu.warmup.warmup import WarmUp
 from vllm.worker.hpu.warmup.warmup_estimate import Kind, Stage, Work
-from vllm.worker.interface import WarmUpStep
+from vllm.worker.interface import WarmUpStep, WarmUpUpdate
 
 logger = init_logger(__name__)
 
@@ -158,18 +159,13 @@ class LaterWarmUp:
 
     # ---- steps ----------------------------------------------------------------------------
 
-    def next_warm_up(
-        self,
-        given_up: str | None = None,
-        seconds: float | None = None,
-        longest_s: float | None = None,
-    ) -> WarmUpStep | None:
+    def next_warm_up(self, update: WarmUpUpdate) -> WarmUpStep | None:
         """Finish the last step, and return the next one; see `Worker.next_warm_up`."""
         if self._running is not None:
             has_run = self._launch is None
-            self._estimate.end(has_run=has_run, seconds=seconds)
-            if has_run or given_up is not None:
-                self._finish(self._running, given_up)
+            self._estimate.end(has_run=has_run, seconds=update.seconds)
+            if has_run or update.given_up is not None:
+                self._finish(self._running, update.given_up)
             self._running = self._launch = None
         if not self._left:
             self._take_out_replaced()
@@ -183,7 +179,8 @@ class LaterWarmUp:
             for bucket, parts in self._left.items()
         }
         needed = {bucket: sum(each) for bucket, each in expected.items()}
-        short = [b for b, each in expected.items() if longest_s is None or each[0] <= longest_s]
+        limit_s = math.inf if update.longest_s is None else update.longest_s
+        short = [b for b, each in expected.items() if each[0] <= limit_s]
         bucket = max(short or needed, key=lambda b: self._savings[b] / max(needed[b], _MIN_S))
         part, num_warm = self._left[bucket][0], self._num_wanted - len(self._left)
         step = WarmUpStep(

@@ -50,7 +50,7 @@ from vllm.worker.hpu.memory.memory_forecast import MemoryForecast
 from vllm.worker.hpu.memory.memory_profile import Attempt, attempt, used_bytes
 from vllm.worker.hpu.warmup.profile import held_bytes
 from vllm.worker.hpu.warmup.warmup_estimate import Kind, Stage, WarmUpEstimate, Work
-from vllm.worker.interface import WarmUpStep
+from vllm.worker.interface import WarmUpStep, WarmUpUpdate
 
 logger = init_logger(__name__)
 
@@ -166,21 +166,19 @@ class WarmUp:
         self._passing_bytes = 0
         """Memory of a launch in addition to the workspace."""
         self._kept_bytes = 0
-        """Bytes of the workspace that stay in use between forward passes."""
+        """Bytes of the workspace that remain in use between forward passes."""
         self._used_bytes: int | None = None
         """Memory that the last graph has taken; None: it was not captured."""
 
-    def next_warm_up(
-        self, given_up: str | None = None, seconds: float | None = None
-    ) -> WarmUpStep | None:
+    def next_warm_up(self, update: WarmUpUpdate) -> WarmUpStep | None:
         """Finish the last step, and return the next one; see `Worker.next_warm_up`.
 
         Raises:
             ConfigError: the memory does not hold even the smallest shapes.
         """
-        self.estimate.end(has_run=self._launch is None, seconds=seconds)
+        self.estimate.end(has_run=self._launch is None, seconds=update.seconds)
         try:
-            step = self._steps.send(given_up)
+            step = self._steps.send(update.given_up)
         except StopIteration:
             return None
         return msgspec.structs.replace(step, eta_seconds=self._eta_s)

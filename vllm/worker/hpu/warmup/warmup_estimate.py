@@ -3,7 +3,7 @@
 All forward passes are counted before the first one: compile, run once, capture, each for every
 shape of every bucket. The time of each kind of forward pass is measured as the warm-up proceeds: a
 constant part, and a part in proportion to its padded cost, because large shapes come first and take
-longer. A kind that has not run yet is assumed in proportion to those that have (`_PRIOR_S`).
+longer. A kind that has not run yet is estimated from the kinds that have (`_PRIOR_S`).
 
 The estimate may fall at any time. It rises by at most a third from one step to the next, so that it
 does not seem to jump; a slower warm-up than expected is corrected in a few steps.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.sound_files import FORMS, sound_file, tone
-from vllm.engine.input.sound_lane import SoundLane
+from vllm.engine.input.audio_reader import AudioReader
 from vllm.errors import RequestError
 from vllm.multimodal.interface.source import MediaSource
 
@@ -16,10 +16,10 @@ RATE = 16_000
 
 @pytest.mark.parametrize("is_prepared", [True, False])
 def test_files_are_read_in_processes_that_end(is_prepared: bool) -> None:
-    lane = SoundLane()
+    reader = AudioReader()
 
     async def read(data: bytes) -> np.ndarray:
-        return await lane.read(MediaSource(modality="audio", where="file", data=data), RATE)
+        return await reader.read(MediaSource(modality="audio", where="file", data=data), RATE)
 
     async def run() -> None:
         whole = sound_file(FORMS["flac"], tone(1.0))
@@ -31,16 +31,16 @@ def test_files_are_read_in_processes_that_end(is_prepared: bool) -> None:
 
     before = _children()
     if is_prepared:
-        lane.prepare(RATE)
+        reader.prepare(RATE)
     asyncio.run(run())
     assert _children() - before
-    lane.shutdown()
+    reader.shutdown()
     assert not _children() - before
 
 
-def test_a_lane_that_read_nothing_has_no_processes() -> None:
+def test_a_reader_that_read_nothing_has_no_processes() -> None:
     before = _children()
-    SoundLane().shutdown()
+    AudioReader().shutdown()
     assert not _children() - before
 
 

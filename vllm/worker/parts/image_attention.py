@@ -11,7 +11,7 @@ from vllm.worker.batch.launch import Launch
 from vllm.worker.parts.row_parts import RowPart
 
 
-class ImageSight(RowPart):
+class ImageAttention(RowPart):
     """The images of the requests in the batch, by batch index.
 
     Args:

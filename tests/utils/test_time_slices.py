@@ -4,7 +4,7 @@ import sys
 import threading
 from concurrent.futures import Future
 
-from vllm.utils.background_work import TURN_S, start_in_time_slices
+from vllm.utils.background_work import TIME_SLICE_S, start_in_time_slices
 
 
 def test_turns_have_their_usual_length_again_when_the_last_of_several_threads_ends():
@@ -19,7 +19,7 @@ def test_turns_have_their_usual_length_again_when_the_last_of_several_threads_en
         start_in_time_slices(lambda number=number: work(number), "test")
     threads = [future.result(120) for future in begun]
     for number in range(2):  # the blocks that begin first also end first
-        assert sys.getswitchinterval() == TURN_S
+        assert sys.getswitchinterval() == TIME_SLICE_S
         ends[number].set()
         threads[number].join(120)
     assert sys.getswitchinterval() == usual

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vllm.engine.input.media_input import read_media
-from vllm.engine.input.media_lane import MediaLane, PixelCache
+from vllm.engine.input.media_reader import MediaReader, PixelCache
 from vllm.errors import RequestError
 from vllm.multimodal.interface.family import EncoderInput
 from vllm.multimodal.interface.source import MediaSource
@@ -60,17 +60,17 @@ def prompt(*names: str):
 
 @pytest.fixture
 def run():
-    """Run a test in an event loop, with a lane and its workers."""
+    """Run a test in an event loop, with a reader and its workers."""
 
     def run(test, cache_bytes=100):
         async def main():
-            lane, workers, before = MediaLane(Prompts), Workers(), asyncio.all_tasks()
-            lane.cache, lane._workers = PixelCache(cache_bytes), workers
+            reader, workers, before = MediaReader(Prompts), Workers(), asyncio.all_tasks()
+            reader.cache, reader._workers = PixelCache(cache_bytes), workers
             try:
-                await test(lane, workers)
+                await test(reader, workers)
             finally:
-                lane._thread.shutdown()
-            assert not lane._reading
+                reader._thread.shutdown()
+            assert not reader._reading
             assert asyncio.all_tasks() == before, "no task is left"
 
         asyncio.run(asyncio.wait_for(main(), HANGS_S))
@@ -83,27 +83,27 @@ async def until(condition) -> None:
         await asyncio.sleep(0)
 
 
-def begin(lane, *names):
-    return asyncio.create_task(lane.read(prompt(*names)))
+def begin(reader, *names):
+    return asyncio.create_task(reader.read(prompt(*names)))
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 100])
 def test_an_item_of_several_requests_is_read_once(run, cache_bytes):
-    async def test(lane, workers):
-        readers = [begin(lane, "a", "a"), begin(lane, "a", "b")]
+    async def test(reader, workers):
+        readers = [begin(reader, "a", "a"), begin(reader, "a", "b")]
         await until(lambda: sorted(workers.started) == ["a", "b"])
         workers.may_end.set()
         found = [read_media(each) for each in await asyncio.gather(*readers)]
         assert [len(items) for items in found] == [2, 2]
-        await lane.read(prompt("a"))
+        await reader.read(prompt("a"))
         assert workers.started.count("a") == (1 if cache_bytes else 2)
 
     run(test, cache_bytes)
 
 
 def test_an_item_that_nobody_waits_for_is_not_read(run):
-    async def test(lane, workers):
-        first, second = begin(lane, "a"), begin(lane, "a", "b")
+    async def test(reader, workers):
+        first, second = begin(reader, "a"), begin(reader, "a", "b")
         await until(lambda: sorted(workers.started) == ["a", "b"])
         second.cancel()
         await asyncio.wait([second])
@@ -111,11 +111,11 @@ def test_an_item_that_nobody_waits_for_is_not_read(run):
         workers.may_end.set()
         assert await first
         workers.may_end.clear()
-        last = begin(lane, "c")
+        last = begin(reader, "c")
         await until(lambda: "c" in workers.started)
         last.cancel()
         await asyncio.wait([last])
-        again = begin(lane, "c")  # it does not get the task that was cancelled
+        again = begin(reader, "c")  # it does not get the task that was cancelled
         await until(lambda: workers.started.count("c") == 2)
         workers.may_end.set()
         assert await again
@@ -124,10 +124,10 @@ def test_an_item_that_nobody_waits_for_is_not_read(run):
 
 
 def test_a_damaged_item_ends_the_reading_of_the_others_and_is_not_kept(run):
-    async def test(lane, workers):
+    async def test(reader, workers):
         for _ in range(2):
             with pytest.raises(RequestError, match="it is damaged"):
-                await lane.read(prompt("slow", "damaged"))
+                await reader.read(prompt("slow", "damaged"))
         await until(lambda: workers.cancelled == ["slow", "slow"])
         assert workers.started == ["slow", "damaged"] * 2
 

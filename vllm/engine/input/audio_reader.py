@@ -1,6 +1,6 @@
 """Read audio files in processes that can be killed, for requests that cut them into pieces.
 
-The media of prompts have separate processes (`MediaLane`), which read an audio file as one item.
+The media of prompts have separate processes (`MediaReader`), which read an audio file as one item.
 """
 
 from vllm import envs
@@ -17,7 +17,7 @@ _MEMORY_BYTES, _SAMPLE_BYTES = 2**30, 16
 a copy are in memory."""
 
 
-class SoundLane:
+class AudioReader:
     """Reads the audio files of all requests of a server.
 
     Its processes start with `prepare`, or with the first file.

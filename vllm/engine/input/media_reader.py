@@ -98,7 +98,7 @@ class _Reading:
     num_waiting: int = 0
 
 
-class MediaLane:
+class MediaReader:
     """Reads the images, audio and videos of all requests of a server.
 
     Args:
