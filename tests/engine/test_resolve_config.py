@@ -329,7 +329,7 @@ def test_rope_scaling_makes_the_model_longer():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": []}, r"has no 'architectures'"),
+        ({"architectures": [], "model_type": "unheard_of"}, r"has no 'architectures'"),
         ({"architectures": "Llama"}, "'architectures' must be a list .*, got 'Llama'. Correct"),
         ({"architectures": [None]}, r"'architectures' must be a list .*, got '\[None\]'"),
         (

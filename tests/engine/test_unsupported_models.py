@@ -135,7 +135,9 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
         {"_class_name": "UNet2DConditionModel"},
         "describes UNet2DConditionModel, a part of a diffusers model",
     ),
-    ({"model_type": "timm_wrapper"}, "has no 'architectures'.*; its model_type is 'timm_wrapper'"),
+    ({"model_type": "timm_wrapper"}, "has no 'architectures'.* from its model_type 'timm_wrapper'"),
+    ({"model_type": "t5"}, "has no 'architectures'.* from its model_type 't5'"),
+    ({"model_type": "bailing_moe"}, "'bailing_moe'.* as .*BailingMoeV2ForCausalLM"),
 ]
 """Values of config.json, and what the message says."""
 

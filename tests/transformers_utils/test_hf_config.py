@@ -512,3 +512,36 @@ def test_own_code_can_come_from_another_folder_than_the_values(tmp_path, monkeyp
         (1, "relu"),
         (2, "relu"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({}, "LlamaForCausalLM"),
+        ({"architectures": None, "model_type": "qwen2"}, "Qwen2ForCausalLM"),
+        ({"architectures": [], "model_type": "RefinedWeb"}, "FalconForCausalLM"),
+        ({"model_type": "bert"}, "BertModel"),
+        ({"model_type": "diffllama"}, "DiffLlamaForCausalLM"),
+        ({"architectures": ["FSDPPhi3ForCausalLM"], "model_type": "phi3"}, "Phi3ForCausalLM"),
+        ({"architectures": ["PeftModelForCausalLM"], "model_type": "gemma2"}, "Gemma2ForCausalLM"),
+        ({"architectures": ["LlamaModel"]}, "LlamaModel"),
+        ({"architectures": ["FSDPNopeForCausalLM"]}, "FSDPNopeForCausalLM"),
+        # Several classes, none that generates, and values that are an error.
+        ({"model_type": "bailing_moe"}, None),
+        ({"model_type": "t5"}, None),
+        ({"model_type": "clip"}, None),
+        ({"architectures": "Llama"}, "L"),
+    ],
+)
+def test_a_missing_architecture_follows_from_the_model_type(tmp_path, values, name):
+    config = {key: value for key, value in CONFIG.items() if key != "architectures"} | values
+    found = read_hf_config(write(tmp_path, config), {}).get("architectures")
+    assert (found[0] if found else None) == name
+
+
+def test_an_override_of_the_model_type_names_the_class(tmp_path):
+    config = {key: value for key, value in CONFIG.items() if key != "architectures"}
+    overrides = {"model_type": "mistral"}
+    assert read_hf_config(write(tmp_path, config), overrides)["architectures"] == [
+        "MistralForCausalLM"
+    ]

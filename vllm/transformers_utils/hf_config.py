@@ -19,6 +19,7 @@ from vllm.config.families import (
 )
 from vllm.config.quantization.settings_error import SETTINGS_FILES
 from vllm.errors import ConfigError
+from vllm.transformers_utils.configs.architecture import with_architecture
 from vllm.transformers_utils.configs.chatglm_config import complete_chatglm_config
 from vllm.transformers_utils.configs.decilm_config import complete_decilm_config
 from vllm.transformers_utils.configs.mistral_params import PARAMS, read_params
@@ -72,6 +73,7 @@ def read_hf_config(
         raw = read_params(folder)
     else:
         raise ConfigError(f"model folder '{folder}' has no config.json{_found_instead(folder)}")
+    raw = with_architecture(raw, overrides)
     if "quantization_config" not in raw:
         raw |= _other_quantization(raw, folder)
     own = raw.get("quantization_config")

@@ -49,10 +49,13 @@ def no_architecture(raw: Mapping[str, Any], folder: Path) -> ConfigError:
             "give another value with hf_overrides"
         )
     kind = raw.get("model_type")
-    hint = f"; its model_type is {kind!r}" if isinstance(kind, str) else ""
+    names = family_of(kind).architectures or ("LlamaForCausalLM",)
+    hint = ""
+    if isinstance(kind, str):
+        hint = f"; it does not follow from its model_type {kind!r}"
     return ConfigError(
         f"config.json of '{folder}' has no 'architectures', the list with the class of the model"
-        f'{hint}. Give it with hf_overrides, such as {{"architectures": ["LlamaForCausalLM"]}}, '
+        f'{hint}. Give it with hf_overrides, such as {{"architectures": ["{names[-1]}"]}}, '
         f"if it is a language model"
     )
 
