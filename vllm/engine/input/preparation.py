@@ -44,8 +44,8 @@ class Preparation:
 
     def __init__(self, source: Callable[[], InputProcessor]) -> None:
         self._source = source
-        self._long_texts = BackgroundTokenizer("tokenise", source)
-        self._huge_texts = BackgroundTokenizer("tokenise-huge", source)
+        self._long_thread = BackgroundTokenizer("tokenise", source)
+        self._huge_thread = BackgroundTokenizer("tokenise-huge", source)
         self._huge_texts = LongPromptTokenizer()
         self.media = MediaReader(source)
         self.sound = AudioReader()
@@ -63,12 +63,12 @@ class Preparation:
         family = self._processor.media.family
         if family is not None and family.required == "audio":  # it transcribes recordings
             self.sound.prepare(family.sampling_rate)
-        self._long_texts.prepare()
+        self._long_thread.prepare()
 
     def shutdown(self) -> None:
         """Accept no more requests."""
-        self._long_texts.shutdown()
-        self._huge_texts.shutdown()
+        self._long_thread.shutdown()
+        self._huge_thread.shutdown()
         self._huge_texts.shutdown()
         self.media.shutdown()
         self.sound.shutdown()
@@ -180,7 +180,7 @@ class Preparation:
             work: function that gets the processor of the thread.
             num_chars: length of the text, if there is one; huge texts have a separate thread.
         """
-        tokenizer = self._huge_texts if num_chars >= HUGE_TEXT_CHARS else self._long_texts
+        tokenizer = self._huge_thread if num_chars >= HUGE_TEXT_CHARS else self._long_thread
         return await tokenizer.run(work)
 
 
