@@ -22,6 +22,8 @@ constexpr int64_t kRowNumbers = 7;  // number of arrays of a block that have one
 template <class Dot>
 constexpr int64_t kItemRows = kAttendsOnTiles<Dot> ? 768 : 384;
 constexpr int64_t kMinItemRows = 3 * kLanes;  // a multiple of kQueryRows
+// Most bytes of queries and results of an item; they should remain in the second-level cache.
+constexpr int64_t kMaxItemBytes = 5 << 18;
 
 template <typename T>
 struct PrefillCall : vllm_cpu::AttentionArgs<T> {
@@ -73,14 +75,16 @@ class PrefillWork {
   // rows before each request.
   PrefillWork(const PrefillCall<T>& call, int64_t* first_tile, int num_threads)
       : call_(call), first_tile_(first_tile) {
-    // Use smaller items while there are too few of them for all threads.
+    const int64_t row_bytes = call.head_size * int64_t{sizeof(T)} + call.value_size * 4;
+    // Use smaller items while they are too large, or too few for all threads.
     for (rows_ = kItemRows<Dot>;; rows_ = round_up(rows_ / 2, kMinItemRows)) {
       first_tile[0] = 0;
       for (int64_t b = 0; b < call.num_requests; ++b) {
         first_tile[b + 1] =
             first_tile[b] + (call.query_len(b) * call.group() + rows_ - 1) / rows_;
       }
-      if (rows_ == kMinItemRows || num_items() >= 4 * num_threads) return;
+      if (rows_ == kMinItemRows) return;
+      if (rows_ * row_bytes <= kMaxItemBytes && num_items() >= 4 * num_threads) return;
     }
   }
 
