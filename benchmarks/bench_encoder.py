@@ -15,7 +15,8 @@ of each engine, with their median, quartiles, least and largest value:
     texts_per_s     by the clock
     texts_per_cpu_s by the processor time of the process: with one thread it does not depend on
                     what else the machine does
-    ratios          texts per second of this package divided by those of a peer with the same kind
+    ratios          texts per second of this package divided by the ones of a peer with the same
+    kind
                     of weights in the same round, above 1 we are faster; by clock and processor
     cosine          smallest cosine of a vector and the peer's vector of the same text; of scores,
                     1 less the largest difference

@@ -6,8 +6,8 @@ sent --repeats times, one after the other. For each: how long it took, the longe
 tokens of the stream, and the CPU time of the processes meanwhile.
 
 One JSON object on stdout, a table on stderr. --kinds names the kinds, in their order. Flags that
-are not known here go to the server; the bundled model needs none. Elapsed times say little on a
-busy machine; CPU times do.
+are not known here are passed to the server; the bundled model needs none. Elapsed times say little
+on a busy machine; CPU times do.
 """
 
 import argparse

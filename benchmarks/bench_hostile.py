@@ -5,8 +5,8 @@ come one after the other; some of them leave before they are answered. Meanwhile
 asked 50 times a second, and a small completion is made again and again: their latencies are the
 result, with the time of the request itself and the memory of both processes after it.
 
-One JSON object on stdout, a table on stderr. Flags that are not known here go to the server. The
-bundled model needs none; --max-model-len 1024 is added for it unless given.
+One JSON object on stdout, a table on stderr. Flags that are not known here are passed to the
+server. The bundled model needs none; --max-model-len 1024 is added for it unless given.
 
     python benchmarks/bench_hostile.py --media
 

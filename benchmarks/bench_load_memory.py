@@ -1,8 +1,8 @@
 """Measure peak memory and time of loading a large random checkpoint, up to the first tokens.
 
-The checkpoint has random bf16 weights in shards of a few GB, as those on a hub do. `--shape 8b`,
-the shape of Llama 3.1 8B, takes 16 GB of disk and as much memory; make sure that both are free. The
-folder is kept for the next run; delete it when you are done.
+The checkpoint has random bf16 weights in shards of a few GB, like checkpoints on a hub. `--shape
+8b`, the shape of Llama 3.1 8B, takes 16 GB of disk and as much memory; make sure that both are
+free. The folder is kept for the next run; delete it when you are done.
 
     python benchmarks/bench_load_memory.py --shape 2b --folder /tmp/model-2b
     python benchmarks/bench_load_memory.py --shape 8b --folder /tmp/model-8b --max-model-len 4096

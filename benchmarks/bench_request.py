@@ -1,7 +1,7 @@
 """Measure the CPU time of a request in the API process, without sockets and without a model.
 
 The application of `vllm serve` is called as ASGI, with its engine in front of a core that answers
-at once with the same tokens. What is measured is reading, checking and tokenising a request, and
+at once with the same tokens. It measures reading, checking and tokenising a request, and
 writing its response; not parsing HTTP, nor the core. Requests run one after the other.
 
 One JSON object on stdout: microseconds of CPU per request, for the least of several rounds, and for

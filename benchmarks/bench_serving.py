@@ -4,7 +4,7 @@
 loads in closed loops: many streams for throughput, and then a number of streams alternately over
 HTTP and through `AsyncLLM` in this process. The difference of both is the cost of HTTP. Requests
 are random token ids of fixed lengths; the lengths of the streams vary by half, so that requests do
-not begin and end together. Flags that are not known here go to the engine.
+not begin and end together. Flags that are not known here are passed to the engine.
 
 One JSON object on stdout, a table on stderr. Load average of the machine is in the JSON: on a busy
 one the figures say little.

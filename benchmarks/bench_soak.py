@@ -3,8 +3,8 @@
 `vllm serve` runs in its own processes; this one sends chats, completions, streams that are cut,
 beam search, structured output, tool calls, wrong bodies and more, drawn at random with a seed, some
 at a time. Resident memory of the API process, the engine core and the others is read as the
-requests go on. Growth is that of the mean over the last quarter, above the mean over the quarter
-after the first tenth. Flags that are not known here go to the engine.
+requests continue. Growth is the increase of the mean over the last quarter, above the mean over the
+quarter after the first tenth. Flags that are not known here are passed to the engine.
 
 One JSON object on stdout, a table on stderr.
 """

@@ -1,7 +1,7 @@
 """Time the parts of an engine step on the host, apart from the forward pass.
 
 Every part of a steady decode step is timed where it happens: schedule, batch update, the forward
-pass, scheduler update, output processing. Where the CPU runs a step of decodes in one call, "model"
+pass, scheduler update, output processing. If the CPU runs a step of decodes in one call, "model"
 is that call, with its inputs and the sampling in it; elsewhere (`--logprobs`) input building,
 sampling and collection are parts of their own.
 """

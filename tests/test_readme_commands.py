@@ -130,7 +130,7 @@ class Run:
     log: tuple[str, str] | None = None
     """The page and the heading below which its log is."""
     shape: str = ""
-    """The model that a placeholder stands for, if not the bundled one."""
+    """The model that replaces a placeholder, if not the bundled one."""
 
 
 GENERATE = r'vllm generate --prompt "def main("'
@@ -185,13 +185,13 @@ SERVERS = {
     (README, "vllm serve --api-key secret --port 8000"): ("vllm chat", "vllm bench"),
     (GAUDI, "vllm serve --max-model-len 1024"): (),
 }
-"""Commands that serve on port 8000, and the beginnings of those that need the server."""
+"""Commands that serve on port 8000, and the beginnings of commands that need the server."""
 
 LOGGED_BY_A_PLAN = r"(Prompt|Decode)\\ bucket|Generated|Omitted"
-"""Lines of the log as patterns: those of the plan of buckets."""
+"""Lines of the log about the plan of buckets, as patterns."""
 
 MAX_LAUNCH_SHAPES = 600
-"""What no command of the pages may exceed: each is compiled at every start."""
+"""Maximum of each command of the pages, because each bucket is compiled at every start."""
 
 
 def key(command: Command) -> tuple[str, str]:

@@ -692,7 +692,8 @@ ALL_FAMILIES = tuple(_FAMILIES)
 """Every family `make_tiny_model` knows."""
 
 MORE_FAMILIES = tuple(name for name in _MORE if name not in ("phi3_long", *_STATES))
-"""Those that differ from `FAMILIES` in their layers only. phi3_long is not among them: transformers
+"""Families that differ from `FAMILIES` in their layers only. phi3_long is not among them:
+transformers
 changes its rotations when a request grows beyond a length, which an engine with a cache cannot."""
 
 
@@ -724,7 +725,7 @@ def make_tiny_model(
         folder: created when it is not there.
         seed: seed of the weights.
         dtype: torch dtype the weights are stored in.
-        overrides: values of the transformers config in place of the family's.
+        overrides: values of the transformers config instead of the family's.
 
     Returns:
         The folder.

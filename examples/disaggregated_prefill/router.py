@@ -2,11 +2,11 @@
 
     python router.py --prefill http://localhost:8100 --decode http://localhost:8200 [--port 8000]
 
-Each request with a prompt goes to a prefill server with one token to generate, which keeps the KV
-blocks of the prompt where the decode servers find them (docs/kv_transfer.md), and then to a decode
-server, whose answer is passed on. If the first one fails, the second computes the prompt itself.
-Several servers of a kind are used alternately; what one of them stores, such as responses for
-`previous_response_id`, the others do not know. A client that leaves ends its request on both.
+Each request with a prompt is sent to a prefill server with one token to generate, which keeps the
+KV blocks of the prompt where the decode servers find them (docs/kv_transfer.md), and then to a
+decode server, whose answer is passed on. If the first one fails, the second computes the prompt
+itself. Several servers of a kind are used alternately; what one of them stores, such as responses
+for `previous_response_id`, the others do not know. A client that leaves ends its request on both.
 Needs httpx, which the openai package brings along.
 """
 

@@ -53,7 +53,7 @@ class Stage:
     """A FROM instruction and the instructions up to the next one."""
 
     image: str
-    """What it begins with: an image, or the name of an earlier stage."""
+    """Base of the stage: an image, or the name of an earlier stage."""
     name: str
     """Empty: it has none."""
     steps: list[Instruction]

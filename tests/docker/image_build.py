@@ -84,7 +84,7 @@ class Builder:
 
     Args:
         context: the checkout.
-        base: a folder that stands for the image that is pulled; it is copied.
+        base: a folder that replaces the image that is pulled; it is copied.
         folder: folder in which each stage gets a folder.
         env: further variables of every RUN step: where pip finds packages.
     """

@@ -36,7 +36,7 @@ CHAT_FLAGS = (
     *("--default-chat-template-kwargs", '{"enable_thinking": false}'),
     *forced_text.FLAGS,
 )
-"""What the tests of the APIs need: each adds nothing that another would notice."""
+"""Settings that the tests of the APIs need; none of them affects other tests."""
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ LOWEST_CONTRAST = """(() => {
     .map(([a, b]) => (a + 0.05) / (b + 0.05));
   return Math.min(...ratios);
 })()"""
-"""The least ratio of luminances between a text and what is behind it (WCAG 2, AA asks for 4.5)."""
+"""The least ratio of luminances between a text and its background (WCAG 2, AA asks for 4.5)."""
 
 NAMELESS = """[...document.querySelectorAll(
     'meter, svg, progress, input, select, textarea, button, dialog, [role=region]')]

@@ -27,7 +27,7 @@ KEY = "secret"
 """API key of the server that is shared by the tests of clients with a key."""
 
 _PORTS = range(20_000, 32_000)
-"""Below those that the system gives to connections."""
+"""Below the ports that the system gives to connections."""
 
 _LATE_GRAMMARS = """
 import importlib.abc, importlib.util, sys

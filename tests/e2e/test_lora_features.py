@@ -119,7 +119,7 @@ def test_stages_give_what_one_gives(family, tmp_path, monkeypatch):
     for got, wanted in zip(found, want, strict=True):
         assert got[0] == wanted[0]
         assert got[1] == pytest.approx(wanted[1], abs=1e-4)
-    # What is wrong on one stage fails the request on all stages.
+    # An error on one stage fails the request on all stages.
     prompts = [{"prompt_token_ids": TOKENS}] * 2
     mixed = [LoRARequest("broken", 2, str(broken)), adapter]
     outputs = run_on_engine(llm, prompts, GREEDY, mixed)

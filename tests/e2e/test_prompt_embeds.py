@@ -24,7 +24,7 @@ LENGTHS = (1, 2, 16, 17, 33, 48, 65, 100)
 CHUNKS = {"enable_chunked_prefill": True, "max_num_batched_tokens": 32}
 TINY_CACHE = {"num_gpu_blocks_override": 14, "enable_prefix_caching": False, **CHUNKS}
 SCALED_IN_VERSION_4 = ("gemma", "gemma2")
-"""Families whose embeddings transformers 4 scales also where they are given."""
+"""Families whose embeddings transformers 4 scales even if a prompt contains them."""
 GREEDY = {"temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True, "detokenize": False}
 
 

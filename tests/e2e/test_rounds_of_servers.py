@@ -36,7 +36,7 @@ CAUSES = {
     "stop_a_rank": "is stopped (SIGSTOP)",
     "stop_the_engine": "was stopped by a signal (SIGSTOP)",
 }
-"""What every request is told, as an error or as the last event of its stream."""
+"""Message that every request gets, as an error or as the last event of its stream."""
 MARK = "TEST_OF_ROUNDS"
 """A variable that all processes of a round inherit."""
 _ROUNDS = itertools.count()

@@ -47,7 +47,7 @@ PROMPTS = [
     [*_SHARED[:shared], *_tokens(own)]
     for shared, own in ((0, 1), (30, 7), (17, 20), (27, 8), (0, 40), (30, 1), (26, 0))
 ]
-"""Some share blocks of 8 tokens, and the token behind them (`worker/drafts/draft_progress`)."""
+"""Some share blocks of 8 tokens, and the token after them (`worker/drafts/draft_progress`)."""
 _LONG = {"ignore_eos": True, "detokenize": False}
 PARAMS = [
     SamplingParams(max_tokens=30, temperature=0, **_LONG),

@@ -223,7 +223,8 @@ SAME_SECTIONS = [
     "Qwen2VLForConditionalGeneration",
     *(name for name in WITH_SECTIONS if "Moe" in name),
 ]
-"""Whose positions have the sections of another one; tests/model_executor has their layers."""
+"""Families whose positions have the sections of another family. tests/model_executor has their
+layers."""
 
 
 pytestmark = pytest.mark.skipif(

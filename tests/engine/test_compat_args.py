@@ -28,7 +28,7 @@ MISSING = [name for name, argument in COMPAT_ARGUMENTS.items() if not argument.a
 VALUES = {
     "compilation_config": {"level": 3, "use_cudagraph": True},
 }
-"""What an argument is set to that does not take just anything."""
+"""Values for arguments that accept only some values."""
 
 
 @loop_over("name", [name for name in IGNORED if name != "enable_reasoning"])

@@ -345,7 +345,7 @@ CALLS_OF_THE_REAL_BRIDGE = [
 
 @pytest.mark.parametrize("name", CALLS_OF_THE_REAL_BRIDGE)
 def test_kernels_of_the_real_bridge_are_called_as_documented(vendor, name):  # noqa: F811
-    # The stand-in package has no tensors of its own: use those of the simulated card.
+    # The stand-in package has no tensors of its own: use the simulated card's.
     SimBridge("gaudi2")
     result = run_check(name, lambda: CHECKS[name].run(RealBridge(), ""))
     assert result.status == "pass", result.detail

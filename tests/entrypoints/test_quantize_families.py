@@ -62,7 +62,7 @@ ALWAYS = {
     "fp8": ("gpt2", "stablelm_head_norms", "llama4", "granite_hybrid"),
     "gptq": ("qwen3_moe", "gpt2", "granite_hybrid"),
 }
-"""What is not left to the exhaustive run."""
+"""Cases that are not left to the exhaustive run."""
 
 
 def test_all_families_of_awq_are_tried():

@@ -63,7 +63,7 @@ OTHER_TARGETS: dict[str, dict[str, Any]] = {
     "zamba2": {"target_modules": ["in_proj", "linear"]},  # several layers share the other modules
     "nemotron_h_latent": {"target_modules": ["in_proj", "fc1_latent_proj", "fc2_latent_proj"]},
 }
-"""Where not every linear layer of a family can have one."""
+"""Families in which some linear layers cannot have an adapter."""
 ONLY_MERGED = ("mamba", "falcon_mamba", "jamba")
 """transformers takes the weight out of dt_proj, past the adapter that peft has added to it."""
 FAMILIES = [family for family in ALL_FAMILIES if family != "llama4"]  # peft cannot run this family
@@ -190,7 +190,7 @@ OF_EXPERTS: list[dict[str, Any]] = [
     {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]},
     {"target_modules": [], "target_parameters": ["experts.down_proj"]},
 ]
-"""Parameters with the matrices of all experts of a layer, and that of the router."""
+"""Parameters with the matrices of all experts of a layer, and with the router's."""
 WITHOUT_GATES = ("nemotron_h",)
 """Families with the parameter `up_proj` instead of `gate_up_proj`."""
 ROUTERS = {
@@ -201,7 +201,7 @@ ROUTERS = {
     "deepseek_v3": [],
     "nemotron_h": [],
 }
-"""Where peft does not call it gate.weight."""
+"""Names of the router that differ from gate.weight in peft."""
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ ROUTERS = {
     [
         "mixtral",
         "qwen2_moe",
-        # Its experts are stored as [in, out], with gates and ups in turn, and have biases.
+        # Its experts are stored as [in, out], with gates and ups alternately, and have biases.
         "gpt_oss",
         "llama4",  # its experts are stored as [in, out], but peft reads them as [out, in]
         *(pytest.param(f, marks=pytest.mark.exhaustive) for f in ("qwen3_moe", "olmoe")),

@@ -80,9 +80,9 @@ class Found:
     """The properties of one layer."""
 
     bits: float
-    """Of a number in memory, without its scales."""
+    """Bits of an element in memory, without its scales."""
     all_bits: float
-    """With everything that its product reads."""
+    """Bits with everything that its matmul reads."""
     operators: frozenset[str]
 
 

@@ -24,7 +24,7 @@ from vllm.platforms.habana.trials import TRIALS
 
 IMPORTED = [name for name, part in PARTS.items() if part.module != OPERATORS]
 OLD = [name for name in IMPORTED if PARTS[name].since == OLDEST]
-"""What every release that is known has."""
+"""Parts that every known release has."""
 
 
 def forget(part_name: str, monkeypatch: pytest.MonkeyPatch) -> None:

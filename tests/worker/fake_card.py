@@ -20,7 +20,7 @@ from vllm.worker.hpu.launches.input import RESIDENT, unpack_decode, unpack_merge
 from vllm.worker.hpu.launches.planner import PaddedShape
 
 NEVER = -99
-"""In place of a token or a content: none was written."""
+"""Instead of a token or a content: none was written."""
 
 
 @dataclass

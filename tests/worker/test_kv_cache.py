@@ -168,7 +168,7 @@ def test_what_a_layer_keeps_needs_to_be_neither_two_tensors_nor_of_one_shape():
     assert all(
         len({c.data_ptr() for c in layer.kv_caches}) == len(layer.kv_caches) for layer in layers
     )
-    # Layers whose tensors differ cannot share memory in turn: all layers keep all tokens.
+    # Layers whose tensors differ cannot share memory alternately: all layers keep all tokens.
     mixed = [LatentLayer(24), LatentLayer(16, window=32)]
     assert [group.layers for group in bind(mixed, torch.bfloat16, num_blocks=3).groups] == [(0, 1)]
     assert mixed[0].latent_cache.shape != mixed[1].latent_cache.shape

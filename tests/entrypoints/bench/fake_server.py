@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Pieces = Iterable[bytes | float]
-"""What is written to the socket; a number is a pause in seconds."""
+"""Bytes that are written to the socket; a float is a pause in seconds."""
 
 MODEL = {"id": "tiny", "root": "/no/such/model", "max_model_len": 4096}
 
@@ -115,7 +115,7 @@ async def _read(reader: asyncio.StreamReader) -> Request | None:
 # ---- responses ----------------------------------------------------------------------------
 
 CLOSE = b"CLOSE"
-"""In place of a piece: close the connection."""
+"""Instead of a piece: close the connection."""
 
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -25,7 +25,7 @@ def read_pods(manifest: Path) -> list[dict]:
 
 
 def server_command(container: dict) -> list[str]:
-    """Return the server's command as a list, also if it is the last command of a script."""
+    """Return the server's command as a list, even if it is the last command of a script."""
     command = [*container["command"], *container["args"]]
     if command[:2] == ["sh", "-c"]:
         script = command[2].replace("\\\n", " ")

@@ -129,14 +129,14 @@ class RowOperations:
         return out
 
 
-ROUTINGS: dict[Routing, int] = {
-    "softmax": 0,
-    "softmax_of_chosen": 1,
-    "sigmoid": 2,
-    "sigmoid_of_chosen": 3,
-    "sparse_mixer": 4,
+ROUTINGS: dict[Routing, str] = {
+    "softmax": "kSoftmax",
+    "softmax_of_chosen": "kSoftmaxOfChosen",
+    "sigmoid": "kSigmoid",
+    "sigmoid_of_chosen": "kSigmoidOfChosen",
+    "sparse_mixer": "kSparseMixer",
 }
-"""The option of `route`: a Routing of csrc/cpu/moe_args.h."""
+"""Names of the values of `Routing` in csrc/cpu/moe_args.h, which is the option of `route`."""
 
 
 def choice_width(top_k: int, dtype: torch.dtype) -> int:

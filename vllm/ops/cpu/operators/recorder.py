@@ -322,7 +322,7 @@ class Recorder(CPUOps):
             num_groups=groups.num_groups,
             top_groups=groups.top_groups,
             is_float=logits.dtype != self.dtype,
-            option=ROUTINGS[options.weights],
+            option=self._plain.Routing[ROUTINGS[options.weights]],
             scalar=options.scale,
             second_scalar=options.tolerance,
         )

@@ -235,7 +235,7 @@ class CPUOps(NativeOps):
             groups=options.groups,
             table=bias,
             scales=scales,
-            option=ROUTINGS[options.weights],
+            option=self._plain.Routing[ROUTINGS[options.weights]],
             scalar=options.scale,
             second_scalar=options.tolerance,
         )

@@ -26,8 +26,8 @@ from vllm.ops.stored_weight import (
     pack_nibbles,
 )
 
-_STRETCH = 128
-"""Inputs of bytes that are widened at a time, csrc/cpu/linear_bytes.h."""
+_WIDENED_INPUTS = 128
+"""Inputs of bytes that a kernel converts at a time: kWidenedInputs of csrc/cpu/linear_bytes.h."""
 _UNEQUAL_BLOCK = 32
 """Inputs of each part that groups of different sizes are divided into."""
 
@@ -72,7 +72,9 @@ def pack_stored_experts(
 
 def _has_blocks(block_inputs: int, num_in: int) -> bool:
     """Return whether the kernels support scales of blocks of this many inputs."""
-    fits = block_inputs % _STRETCH == 0 or (_STRETCH % block_inputs == 0 and block_inputs % 4 == 0)
+    fits = block_inputs % _WIDENED_INPUTS == 0 or (
+        _WIDENED_INPUTS % block_inputs == 0 and block_inputs % 4 == 0
+    )
     return num_in % 4 == 0 and (block_inputs >= num_in or fits)
 
 
