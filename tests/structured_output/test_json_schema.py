@@ -157,6 +157,8 @@ def test_what_programs_write_for_nothing_is_read_as_nothing(schema, meaning):
             "'format' \"iri\" of the schema",
         ),
         ({"$ref": "http://a/b", "title": "x"}, {"title": "x"}, "'$ref' of the schema"),
+        ({"$ref": "#/$defs/A"}, {}, "'$ref' of the schema"),
+        ({"items": {"$ref": "#A"}}, {"items": {}}, "'$ref' of 'items' of the schema"),
         ({"type": "str", "maxLength": 3}, {"maxLength": 3}, "'type' of the schema"),
         (
             {"type": "object", "minProperties": 2},
@@ -186,6 +188,7 @@ def test_a_schema_that_is_not_strict_loses_what_nobody_enforces(schema, rest, le
         ({"anyOf": [{"unevaluatedProperties": False, "$ref": "#"}]}, "'unevaluatedProperties'"),
         ({"type": "string", "format": "iri"}, "'format' \"iri\""),
         ({"$ref": "http://example.com/schema"}, r"'\$ref'"),
+        ({"properties": {"a": {"$ref": "#/$defs/A"}}}, r"'a' points to \"#/\$defs/A\", which"),
         ({"type": "string", "pattern": "(?=a)b"}, "'pattern' of the schema: look-ahead"),
         ({"properties": [1]}, "'properties' of the schema must be an object, got a list"),
         ({"items": 3}, "'items' of the schema must be an object, got 3"),

@@ -9,11 +9,12 @@ supports more, and refuses the rest itself.
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
 from vllm.structured_output.regex import RegexError, translate
+from vllm.utils.text.json_pointer import follow_reference
 from vllm.utils.text.json_words import show_value
 
 Schema = dict[str, Any]
@@ -103,6 +104,8 @@ class PreparedSchema:
         if schema is False:
             raise SchemaError("the JSON schema 'false' allows no output")
         schema = {} if schema is True else _with_plain_names(schema)
+        self._root = schema
+        self._names = _values_of_keys(schema, ("$id", "$anchor", "$dynamicAnchor"))
         prepared = self._node(schema, "the schema", 0)
         assert isinstance(prepared, dict)
         prepared.pop("x-guidance", None)  # options of llguidance, which requests must not set
@@ -177,6 +180,17 @@ class PreparedSchema:
         if reference is not None and not (isinstance(reference, str) and reference.startswith("#")):
             problem = f"must point into the schema, got {show_value(reference)}"
             self._leave_out(own, "$ref", f"'$ref' of {where}", f" {problem}")
+        elif reference is not None and not self._has_part(reference):
+            problem = f"points to {show_value(reference)}, which the schema does not have"
+            self._leave_out(own, "$ref", f"'$ref' of {where}", f" {problem}")
+
+    def _has_part(self, reference: str) -> bool:
+        """Return whether a reference inside the schema points to a part of it."""
+        if self._names["$id"]:
+            return True  # it is relative to the nearest $id; the libraries check it
+        if reference == "#" or reference.startswith("#/"):
+            return follow_reference(self._root, reference) is not None
+        return reference[1:] in self._names["$anchor"] | self._names["$dynamicAnchor"]
 
     def _read_strings(self, own: Schema, where: str) -> None:
         """Check the keywords pattern, patternProperties and format."""
@@ -388,6 +402,22 @@ def _rename_references(schema: Any, renamed: Mapping[str, str], depth: int) -> A
 
 def _unescaped(pointer: str) -> str:
     return pointer.replace("~1", "/").replace("~0", "~")
+
+
+def _values_of_keys(schema: object, keys: Sequence[str]) -> dict[str, set[str]]:
+    """Return the strings that a schema has under some keys, at any depth."""
+    found: dict[str, set[str]] = {key: set() for key in keys}
+    pending = [schema]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Mapping):
+            for key in keys:
+                if isinstance(value := item.get(key), str):
+                    found[key].add(value)
+            pending += item.values()
+        elif isinstance(item, list):
+            pending += item
+    return found
 
 
 def _pattern(pattern: str, where: str) -> str:

@@ -305,6 +305,7 @@ def check_embeddings(client, engine):
 
 WRONG = [
     ({"prompt": None}, "prompt", 400),
+    ({"prompt": None, "messages": [{"role": "user", "content": "a"}]}, "prompt", 400),
     ({"prompt": "", "add_special_tokens": False}, "prompt", 400),
     ({"prompt": []}, "prompt", 400),
     ({"prompt": [[]]}, "prompt", 400),

@@ -14,9 +14,9 @@ from tests.entrypoints.openai.test_chat import AUTO, TOOLS, chat, engine_that_sa
 from vllm.entrypoints.openai.chat.custom_calls import InputReader
 from vllm.entrypoints.openai.chat.serving import router as chat_router
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest
-from vllm.entrypoints.openai.responses.input import as_messages, read_input
 from vllm.entrypoints.openai.responses.request import as_chat_request
 from vllm.entrypoints.openai.responses.serving import router as responses_router
+from vllm.entrypoints.openai.shared.response_items import as_messages, read_input
 from vllm.errors import RequestError
 from vllm.utils.text.json_words import show_value
 

@@ -111,7 +111,7 @@ MESSAGES: list[tuple[str, Any, str]] = [
     (
         "/rerank",
         {"query": "a", "documents": ["b", 3]},
-        "documents.1 must be a string, got 3",
+        "documents.1 must be a string or an object with text, got 3",
     ),
     (
         RESPONSES,

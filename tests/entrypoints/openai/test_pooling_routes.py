@@ -162,6 +162,59 @@ def test_documents_may_be_objects_and_be_left_out_of_the_answer(post):
     assert shown["results"] == plain
 
 
+VECTOR = {"input": ["w7", "w8 w9"], "dimensions": 16}
+RANKED = {"query": "w7", "documents": ["w8", "w7", "w9"], "top_n": 1}
+
+
+@loop_over(
+    "kind, path, plain, spelling",
+    [
+        ("embed", "/v1/embeddings", VECTOR, {**VECTOR, "input": [{"text": "w7"}, "w8 w9"]}),
+        ("embed", "/v1/embeddings", VECTOR, {"input": VECTOR["input"], "output_dimension": 16}),
+        *[
+            ("embed", "/v1/embeddings", VECTOR, {**VECTOR, **other})
+            for other in (
+                {"embedding_type": "float", "late_chunking": False, "normalized": True},
+                {"embedding_types": ["float"], "input_type": "search_query", "truncate": "NONE"},
+                {"output_dtype": "float", "truncation": True, "output_dimension": None},
+            )
+        ],
+        (
+            "embed",
+            "/v1/embeddings",
+            {"input": "w7", "encoding_format": "base64"},
+            {"input": {"text": "w7"}, "embedding_type": ["base64"], "encoding_format": None},
+        ),
+        (
+            "embed",
+            "/v1/embeddings",
+            {"input": "w7 " * 99, "truncate_prompt_tokens": -1},
+            {"input": "w7 " * 99, "truncate": True},
+        ),
+        ("embed", "/v1/embeddings", {"input": "w7"}, {"input": "w7", "dimensions": 64}),
+        (
+            "score",
+            "/rerank",
+            RANKED,
+            {"query": {"text": "w7"}, "documents": ["w8", {"text": "w7"}, "w9"], "top_k": 1},
+        ),
+        *[
+            ("score", "/score", {"text_1": "w7", "text_2": ["w8"]}, other)
+            for other in (
+                {"queries": "w7", "documents": ["w8"]},
+                {"data_1": {"text": "w7"}, "data_2": [{"text": "w8"}]},
+            )
+        ],
+    ],
+)
+def test_spellings_of_other_apis_have_the_same_answer(kind, path, plain, spelling, post):
+    answers = [post(kind, path, **body) for body in (plain, spelling)]
+    for answer in answers:
+        del answer["id"]
+        answer.pop("created", None)
+    assert answers[0] == answers[1]
+
+
 @loop_over(
     "kind, path, body, words",
     [
@@ -207,7 +260,24 @@ def test_documents_may_be_objects_and_be_left_out_of_the_answer(post):
         ("embed", "/v1/embeddings", {"input": [5000]}, "vocabulary of 4096"),
         ("embed", "/v1/embeddings", {"input": {"a": 1}}, "input"),
         ("embed", "/v1/embeddings", {"input": ["w7", 3]}, "input"),
-        ("embed", "/v1/embeddings", {}, "give either input or messages"),
+        ("embed", "/v1/embeddings", {}, "input is required"),
+        ("embed", "/v1/embeddings", {"inputs": "w7"}, "has inputs instead: rename it to input"),
+        (
+            "embed",
+            "/v1/embeddings",
+            {"input": "w7", "messages": [{"role": "user", "content": "w7"}]},
+            "give either input or messages",
+        ),
+        ("embed", "/v1/embeddings", {"input": [{"image": "x"}]}, "entry 0 is an object"),
+        ("embed", "/v1/embeddings", {"input": "w7", "embedding_type": "binary"}, "embedding_type"),
+        ("embed", "/v1/embeddings", {"input": "w7", "output_dtype": "int8"}, "float or base64"),
+        ("embed", "/v1/embeddings", {"input": "w7", "output_dimension": 8}, "one of 16, got 8"),
+        ("embed", "/v1/embeddings", {"input": "w7", "late_chunking": True}, "late_chunking"),
+        ("embed", "/v1/embeddings", {"input": "w7", "truncate": "START"}, 'got "START"'),
+        ("embed", "/v1/embeddings", {"input": "w7", "normalized": False}, "pooler-config"),
+        ("score", "/rerank", {"query": "w7", "texts": ["w8"]}, "rename it to documents"),
+        ("score", "/rerank", {"query": {"image": "x"}, "documents": ["w8"]}, "query must be text"),
+        ("score", "/score", {"text1": "w7", "text_2": "w8"}, "has text1 instead"),
         ("embed", "/v1/embeddings", {"input": "w7", "dimensions": -1}, "dimensions must be"),
         ("embed", "/v1/embeddings", {"input": "w7", "dimensions": 2**80}, "dimensions"),
         ("embed", "/v1/embeddings", {"input": "w7", "truncate_prompt_tokens": 0}, "-1 or at least"),
@@ -232,13 +302,13 @@ def test_documents_may_be_objects_and_be_left_out_of_the_answer(post):
             "score",
             "/rerank",
             {"query": "w7", "documents": ["w8", {"title": "w7"}]},
-            "documents.1 must be a string, got an object",
+            "documents.1 must be a string or an object with text, got an object",
         ),
         (
             "score",
             "/rerank",
             {"query": "w7", "documents": [{"text": 7}]},
-            "documents.0 must be a string, got 7",
+            "documents.0 must be a string or an object with text, got 7",
         ),
         ("score", "/rerank", {"query": "w7", "documents": ["w8 " * 99]}, "103 tokens"),
     ],

@@ -7,7 +7,11 @@ import json
 import pytest
 
 from tests.loops import loop_over
-from vllm.entrypoints.openai.responses.input import as_messages, read_input, resolve_references
+from vllm.entrypoints.openai.shared.response_items import (
+    as_messages,
+    read_input,
+    resolve_references,
+)
 from vllm.errors import RequestError
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}

@@ -193,8 +193,8 @@ class PoolingInput:
         return encode(tokenizer, tokenized.text, None, most, add_special_tokens)[0]
 
     def _check_dimensions(self, pooler: PoolerConfig, dimensions: int | None) -> None:
-        if dimensions is None:
-            return
+        if dimensions in (None, self._hidden_size):
+            return  # all of them
         if not pooler.is_matryoshka:
             raise RequestError(
                 f"dimensions={dimensions}: the embeddings of this model cannot be shortened, "

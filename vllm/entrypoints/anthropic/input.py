@@ -12,7 +12,7 @@ from vllm.entrypoints.anthropic.protocol import Conversation, InputMessage
 from vllm.entrypoints.conversation.media import image_part
 from vllm.entrypoints.conversation.messages import Part, join_texts
 from vllm.entrypoints.http.ignored import note_ignored
-from vllm.entrypoints.openai.responses.input import read_string
+from vllm.entrypoints.openai.shared.response_items import read_string
 from vllm.errors import RequestError
 from vllm.utils.text.json_words import show_value
 

@@ -58,6 +58,22 @@ _WITHOUT_VALUE = ("missing", "extra_forbidden", "too_short", "too_long", _TOO_DE
 """Codes of errors whose message does not show the value."""
 _RAISED = ("value_error", "assertion_error")
 """Codes of exceptions that a validator has raised; their text is the message."""
+_MEANT = {
+    "messages": ("prompt", "input"),
+    "prompt": ("messages", "input", "text", "inputs"),
+    "input": ("messages", "prompt", "inputs", "texts", "text", "content", "documents"),
+    "documents": ("texts", "passages", "docs", "input"),
+    "query": ("queries", "text", "input"),
+    "text_1": ("text1", "query"),
+    "text_2": ("text2", "documents"),
+    "tokens": ("token_ids", "ids", "prompt"),
+}
+"""Required field of a route -> fields that clients of other APIs or routes send instead."""
+_ROUTES = {
+    "messages": "/v1/chat/completions",
+    "prompt": "/v1/completions",
+    "input": "/v1/responses or /v1/embeddings",
+}
 _SENTENCES = ("must ", "is ", "has ", "needs ", "contains ")
 """Beginnings of messages that continue a sentence whose subject is the field."""
 
@@ -78,6 +94,23 @@ def describe_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
     if len(errors) > _MAX_FIELDS_NAMED:
         texts.append(f"and {len(errors) - _MAX_FIELDS_NAMED} more")
     return "; ".join(texts), _param(errors[0]) if errors else None
+
+
+def describe_missing(name: str, body: Any) -> str:
+    """Return what is wrong with a body without a required field, as the end of a sentence that
+    begins with the field. Names the field that the client has sent instead.
+
+    >>> describe_missing("input", {"inputs": "a"})
+    'is required; the body has inputs instead: rename it to input'
+    """
+    given = body if isinstance(body, Mapping) else {}
+    other = next((each for each in _MEANT.get(name, ()) if given.get(each) is not None), None)
+    if other is None:
+        return "is required"
+    text = f"is required; the body has {other} instead: rename it to {name}"
+    if other in _ROUTES:
+        text += f", or send the body to {_ROUTES[other]}"
+    return text
 
 
 def _describe_body(error: Mapping[str, Any]) -> str:
@@ -114,6 +147,8 @@ def _problem(error: Mapping[str, Any]) -> str:
         return str(error["msg"])
     if code in _RAISED and "error" in context:
         return str(context["error"])
+    if code == "missing" and len(fields := _fields(error["loc"])) == 1:
+        return describe_missing(fields[0], error.get("input"))
     text = _RULES.get(code, _NO_RULE).format(**context)
     if code in _WITHOUT_VALUE or "input" not in error:
         return text
@@ -122,8 +157,9 @@ def _problem(error: Mapping[str, Any]) -> str:
 
 def _param(error: Mapping[str, Any]) -> str | None:
     """Return the wrong field of the request. A check of several fields names it in its context."""
-    fields = _fields(error["loc"])
-    field_name = fields[0] if fields else error.get("ctx", {}).get("field")
+    fields, context = _fields(error["loc"]), error.get("ctx", {})
+    raised = getattr(context.get("error"), "param", None)
+    field_name = fields[0] if fields else context.get("field", raised)
     return None if field_name is None else str(field_name)
 
 

@@ -15,11 +15,14 @@ from vllm.entrypoints.http.errors import error_response
 
 _MAX_PATH_CHARS = 200
 _LIST_OF_ROUTES = "/docs"
+_FILL_IN_MIDDLE = ("infill", "fim/completions")
+"""Ends of paths under which other servers fill in text before a suffix."""
+_COMPLETIONS = "/v1/completions"
+_VERSIONS = ("v1", "v2")
 _OTHER_APIS = {
     "/api/": "the API of Ollama",
     "/props": "the server of llama.cpp",
     "/slots": "the server of llama.cpp",
-    "/infill": "the server of llama.cpp",
 }
 """Beginning of a path that clients try -> the API that has it."""
 _SIMILARITY = 0.75
@@ -61,7 +64,10 @@ class UnknownRoutes:
         path = route_path(request.scope)
         near = self.nearest(path)
         message = f"there is no route {_shown(request)}"
-        if near is not None:
+        if path.rstrip("/").endswith(_FILL_IN_MIDDLE) and _COMPLETIONS in self._methods:
+            near = _COMPLETIONS
+            message += f"; to fill in text before a suffix, send prompt and suffix to POST {near}"
+        elif near is not None:
             methods = self._methods[near]
             method = request.method if request.method in methods else min(methods)
             message += f"; did you mean {method} {near}?"
@@ -87,8 +93,8 @@ class UnknownRoutes:
     def nearest(self, path: str) -> str | None:
         """Return the path of the route that a request may have meant, or None.
 
-        It has a part of a prefix too few or too many, such as `/v1`, or a slightly different
-        spelling.
+        It has a part of a prefix too few or too many, such as `/v1` or Azure's
+        `/openai/deployments/NAME`, or a slightly different spelling.
         """
         path = path[:_MAX_PATH_CHARS]
         parts = path.strip("/").split("/")
@@ -99,6 +105,14 @@ class UnknownRoutes:
             and parts != [""]
             and own[-len(parts) :] == parts[-len(own) :]
         ]
+        if not same_end:
+            same_end = [
+                known
+                for known in self._methods
+                if (own := known.strip("/").split("/"))[0] in _VERSIONS
+                and own[1:]
+                and parts[-len(own[1:]) :] == own[1:]
+            ]
         if same_end:
             return max(same_end, key=len)
         return next(iter(difflib.get_close_matches(path, self._methods, 1, _SIMILARITY)), None)

@@ -15,6 +15,7 @@ from vllm.entrypoints.http import off_loop
 from vllm.entrypoints.http.body_route import BodyRoute
 from vllm.entrypoints.http.errors import openai_stream
 from vllm.entrypoints.http.sse import run_until_disconnect
+from vllm.entrypoints.openai.chat.body import ChatBody
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.chat.tool_choice import split_beginning
 from vllm.entrypoints.openai.chat.turn import ChatTurn, TurnChoice, TurnDelta, prepare_turn
@@ -53,7 +54,7 @@ _ANY_NUMBER = dict.fromkeys(MODALITIES, sys.maxsize)
     response_model=ChatCompletionResponse,
     responses=STREAMED | error_responses(400, 404, 500, 503),
 )
-async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
+async def create_chat_completion(request: Request, body: ChatBody) -> Response:
     """Answer a conversation."""
     context = get_context(request)
     request_id = "chatcmpl-" + request_id_of(request, body.request_id)

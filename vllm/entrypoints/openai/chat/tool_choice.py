@@ -13,6 +13,7 @@ from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, random_
 from vllm.entrypoints.openai.protocol.tools import CallForm
 from vllm.errors import RequestError
 from vllm.guided_decoding_params import GuidedDecodingParams
+from vllm.utils.text.json_pointer import follow_reference
 
 _MAX_SCHEMA_DEPTH = 100
 _ANY_OBJECT = {"type": "object"}
@@ -143,9 +144,9 @@ def _call_schema(
     # Another reference is to another part of the schema, or to all of it.
     whole = f"#/$defs/{index}"
     prefixes["#/"] = f"{whole}/"
-    parameters = _move_references(parameters, prefixes, _MAX_SCHEMA_DEPTH)
+    parameters = _move_references(parameters, prefixes, schema, _MAX_SCHEMA_DEPTH)
     for own_name in own_names:
-        definition = _move_references(definitions[own_name], prefixes, _MAX_SCHEMA_DEPTH)
+        definition = _move_references(definitions[own_name], prefixes, schema, _MAX_SCHEMA_DEPTH)
         definitions[own_name] = definition
     own = [parameters, *map(definitions.get, own_names)]
     if any(f"{each}/".startswith(f"{whole}/") for each in _references(own)):
@@ -161,19 +162,25 @@ def _call_schema(
     }
 
 
-def _move_references(schema: Any, prefixes: dict[str, str], depth: int) -> Any:
+def _move_references(schema: Any, prefixes: dict[str, str], root: Any, depth: int) -> Any:
+    """Change the references in a part of the schema `root` for a new position of `root`.
+
+    A reference to nothing is not changed, so that the error about it names what the client sent.
+    """
     if depth == 0:
         raise RequestError(
             f"tools: parameters are nested more than {_MAX_SCHEMA_DEPTH} levels deep",
             param="tools",
         )
     if isinstance(schema, list):
-        return [_move_references(item, prefixes, depth - 1) for item in schema]
+        return [_move_references(item, prefixes, root, depth - 1) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: _move_references(value, prefixes, depth - 1) for key, value in schema.items()}
+    moved = {
+        key: _move_references(value, prefixes, root, depth - 1) for key, value in schema.items()
+    }
     reference = moved.get("$ref")
-    if isinstance(reference, str):
+    if isinstance(reference, str) and follow_reference(root, reference) is not None:
         for old, new in prefixes.items():
             if reference.startswith(old):
                 moved["$ref"] = new + reference[len(old) :]

@@ -47,6 +47,7 @@ from vllm.errors import RequestError
 from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.transformers_utils.fill_in_middle import FillInMiddle
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -93,6 +94,7 @@ class _Completion:
         self._num_output_tokens = 0
         self._num_cached_tokens = [0] * len(prompts)
         self._all_params: list[SamplingParams] = []
+        self._fill = FillInMiddle.of(context.engine.tokenizer) if body.suffix else None
 
     @classmethod
     async def prepare(
@@ -110,6 +112,9 @@ class _Completion:
             raise RequestError(
                 "prompt: the list is empty; send at least one prompt", param="prompt"
             )
+        if body.suffix:
+            fill = FillInMiddle.of(context.engine.tokenizer)
+            given = [fill.prompt(cast(str, prompt), body.suffix) for prompt in given]
         is_long = sum(len(prompt) for prompt in given) > LONG_TEXT_CHARS
         prompts = [
             CompletionPrompt(
@@ -317,6 +322,8 @@ class _Completion:
             output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
             guided=guided_decoding(body),
         )
+        if self._fill is not None:
+            params.stop_token_ids = [*(params.stop_token_ids or ()), *self._fill.stop_token_ids]
         if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
             params.prompt_logprobs = body.logprobs
         return params

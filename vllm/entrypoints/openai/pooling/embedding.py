@@ -63,6 +63,7 @@ async def _respond(
 ) -> Response:
     """Run the request, and return the response with the results under the field `key`."""
     own_id = response_id(request, prefix)
+    is_normalized = _is_normalized(context, body)
     prompts = await run_until_disconnect(request, _prompts(context, body))
     outputs = await pool(context, request, body, prompts, own_id, dimensions=body.dimensions)
     is_base64 = body.encoding_format == "base64"
@@ -70,14 +71,40 @@ async def _respond(
 
     def make_data() -> list[dict[str, Any]]:
         return [
-            {"index": index, "object": kind, key: _numbers(output.outputs.data, is_base64)}
+            {
+                "index": index,
+                "object": kind,
+                key: _numbers(output.outputs.data, is_base64, is_normalized),
+            }
             for index, output in enumerate(outputs)
         ]
 
     return await list_response(context, own_id, model, make_data, outputs)
 
 
-def _numbers(data: FloatArray, is_base64: bool) -> Any:
+def _is_normalized(context: ServerContext, body: EmbeddingRequest) -> bool:
+    """Return whether the server has to scale the vectors of a request to length 1, because the
+    model does not.
+
+    Raises:
+        RequestError: the request wants vectors of another length, and the model has no such.
+    """
+    pooler = require_task(pooler_of(context))
+    if body.normalize is None or pooler.task != "embed":
+        return False
+    is_done = pooler.activation == "normalize"
+    if is_done and not body.normalize:
+        raise RequestError(
+            "normalize must be true or left out, because all embeddings of this server have "
+            "length 1. The flag --override-pooler-config '{\"normalize\": false}' changes that",
+            param="normalize",
+        )
+    return body.normalize and not is_done
+
+
+def _numbers(data: FloatArray, is_base64: bool, is_normalized: bool) -> Any:
+    if is_normalized:
+        data = data / max(float(np.linalg.norm(data)), 1e-12)
     if is_base64:
         return base64.b64encode(np.ascontiguousarray(data, "<f4").tobytes()).decode()
     return data.tolist()

@@ -3,6 +3,7 @@
 import functools
 import json
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
@@ -67,6 +68,20 @@ def _never_null(kind: type[BaseModel]) -> tuple[str, ...]:
         and field.default is not None
         and type(None) not in get_args(field.annotation)
     )
+
+
+def read_other_names(data: Any, names: Mapping[str, str]) -> Any:
+    """Return an unvalidated body with fields renamed that other APIs have under other names.
+
+    Args:
+        data: the body.
+        names: name in another API -> own name. A field under its own name has priority.
+    """
+    if not isinstance(data, dict):
+        return data
+    found = {own: data[other] for other, own in names.items() if data.get(other) is not None}
+    given = {name: value for name, value in data.items() if name not in names}
+    return {**found, **{k: v for k, v in given.items() if v is not None or k not in found}}
 
 
 _AS_PARTS = (

@@ -13,6 +13,7 @@ from vllm.entrypoints.http.request_limits import (
     count_prompts,
     read_number,
 )
+from vllm.entrypoints.http.validation_text import describe_missing
 from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
     Int32,
@@ -47,6 +48,7 @@ class CompletionRequest(SamplingFields):
     ] = None
     """Base64 of files with one tensor each, of `torch.save` or safetensors: one prompt each."""
     suffix: str | None = None
+    """Text that comes after the completion, for models that fill in the middle."""
     max_tokens: Int64 | None = DEFAULT_MAX_TOKENS
     logprobs: Int32 | None = None
     add_special_tokens: bool = True
@@ -114,9 +116,9 @@ class CompletionRequest(SamplingFields):
         if self.prompt_embeds is not None:
             self._check_embeds()
         elif self.prompt is None:
-            raise field_error("prompt", "is missing")
+            raise field_error("prompt", describe_missing("prompt", self.model_extra))
         if self.suffix:
-            raise field_error("suffix", "suffix is not currently supported")
+            self._check_suffix()
         if self.max_tokens == 0 and not self.echo:
             raise field_error("max_tokens", "must be at least 1, except with echo=true")
         return self
@@ -125,6 +127,13 @@ class CompletionRequest(SamplingFields):
         for name in ("echo", "use_beam_search"):
             if getattr(self, name):
                 raise field_error(name, "not available with prompt_embeds, which has no tokens")
+
+    def _check_suffix(self) -> None:
+        for name in ("prompt_embeds", "echo", "use_beam_search", "truncate_prompt_tokens"):
+            if getattr(self, name):
+                raise field_error(name, "cannot be combined with suffix")
+        if not all(isinstance(prompt, str) for prompt in self.prompts()):
+            raise field_error("prompt", "must be text together with suffix, got token ids")
 
     def embeds(self) -> list[str]:
         """Return the prompts that are embeddings, as a list. Their choices come first in the

@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from vllm.entrypoints.http.request_limits import DOCUMENTS, MESSAGES, PROMPTS, TEXTS, Limits
+from vllm.entrypoints.http.validation_text import describe_missing
 from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
     Int32,
@@ -17,8 +18,10 @@ from vllm.entrypoints.openai.protocol.base import (
     TokenId,
     UsageInfo,
     field_error,
+    read_other_names,
 )
 from vllm.entrypoints.openai.protocol.chat import TemplateFields
+from vllm.utils.text.json_words import show_value
 
 Truncation = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -39,6 +42,43 @@ class PoolingFields(RequestBody):
     additional_data: Json | None = None
     priority: Int64 = 0
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_truncation(cls, data: Any) -> Any:
+        """Read whether to truncate long texts, as Voyage, Cohere, NVIDIA and TEI write it."""
+        if not isinstance(data, dict):
+            return data
+        for name in ("truncation", "truncate"):
+            value = data.get(name)
+            if isinstance(value, str) and value.upper() in ("NONE", "END"):
+                value = value.upper() == "END"
+            if not isinstance(value, bool | None):
+                raise field_error(
+                    name,
+                    f"must be true, false, END or NONE, got {show_value(value)}. A text keeps its "
+                    "beginning when it is truncated",
+                )
+            if value and data.get("truncate_prompt_tokens") is None:
+                data = {**data, "truncate_prompt_tokens": -1}
+        return {key: data[key] for key in data if key not in ("truncation", "truncate")}
+
+
+def _read_text(given: Any) -> Any:
+    """Return the text of an object such as `{"text": ...}`; anything else unchanged. Other fields
+    of the object are not read.
+    """
+    return given.get("text", given) if isinstance(given, dict) else given
+
+
+def _read_texts(given: Any) -> Any:
+    """Return a text or a list of texts, in which each may be an object with `text`."""
+    return list(map(_read_text, given)) if isinstance(given, list) else _read_text(given)
+
+
+_NUMBERS = ("float", "base64")
+_NOT_MADE = ("late_chunking", "return_multivector")
+"""Switches that would change the vectors."""
+
 
 class EmbeddingRequest(TemplateFields, PoolingFields):
     """Texts, or one conversation, to embed: `input` or `messages`."""
@@ -50,12 +90,49 @@ class EmbeddingRequest(TemplateFields, PoolingFields):
     add_special_tokens: bool | None = None
     """Not set: true for `input`, false for `messages`, whose template brings them."""
     add_generation_prompt: bool = False
+    normalize: bool | None = None
+    """Whether vectors have length 1. Not set: as the model's files say."""
 
     LIMITS: ClassVar[Limits] = {"input": PROMPTS, "messages": MESSAGES}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_dialects(cls, data: Any) -> Any:
+        """Read fields as Jina, Voyage and Cohere name them, and refuse what would change the
+        vectors.
+        """
+        names = {"output_dimension": "dimensions", "normalized": "normalize"}
+        data = read_other_names(data, names)
+        if not isinstance(data, dict):
+            return data
+        for name in _NOT_MADE:
+            if data.get(name):
+                raise field_error(name, "must be false or left out: this server does not have it")
+        for name in ("embedding_type", "embedding_types", "output_dtype"):
+            given = data.pop(name, None)
+            wanted = given[0] if isinstance(given, list) and len(given) == 1 else given
+            if wanted is None:
+                continue
+            if wanted not in _NUMBERS:
+                raise field_error(
+                    name,
+                    f"must be {' or '.join(_NUMBERS)}, got {show_value(given)}: this server does "
+                    "not quantize embeddings",
+                )
+            if wanted == "base64" or data.get("encoding_format") is None:
+                data["encoding_format"] = wanted
+        return data
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _read_objects(cls, given: Any) -> Any:
+        return _read_texts(given)
+
     @model_validator(mode="after")
     def _check_one_kind(self) -> "EmbeddingRequest":
-        if (self.input is None) == (self.messages is None):
+        if self.input is None and self.messages is None:
+            raise field_error("input", describe_missing("input", self.model_extra))
+        if self.input is not None and self.messages is not None:
             raise field_error("input", "give either input or messages")
         return self
 
@@ -86,13 +163,29 @@ class ScoreRequest(PoolingFields):
     text_1: Texts
     text_2: Texts
 
-    LIMITS: ClassVar[Limits] = {"text_1": TEXTS, "text_2": TEXTS}
+    LIMITS: ClassVar[Limits] = dict.fromkeys(
+        ("text_1", "text_2", "queries", "documents", "items", "data_1", "data_2"), TEXTS
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_dialects(cls, data: Any) -> Any:
+        """Read the names that newer versions accept as well."""
+        first = dict.fromkeys(("queries", "data_1"), "text_1")
+        return read_other_names(
+            data, {**first, **dict.fromkeys(("documents", "items", "data_2"), "text_2")}
+        )
+
+    @field_validator("text_1", "text_2", mode="before")
+    @classmethod
+    def _read_objects(cls, given: Any) -> Any:
+        return _read_texts(given)
 
 
 class RerankRequest(PoolingFields):
     """Documents to sort by how well they answer a query."""
 
-    query: str
+    query: Annotated[str, accepts("text, or an object with text")]
     documents: ListOf[str] = Field(min_length=1)
     """Texts, or objects with `text`."""
     top_n: Count | None = 0
@@ -102,13 +195,27 @@ class RerankRequest(PoolingFields):
 
     LIMITS: ClassVar[Limits] = {"documents": DOCUMENTS}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_dialects(cls, data: Any) -> Any:
+        """Read the name that Voyage uses."""
+        return read_other_names(data, {"top_k": "top_n"})
+
+    @field_validator("query", mode="before")
+    @classmethod
+    def _read_query(cls, query: Any) -> Any:
+        return _read_text(query)
+
     @field_validator("documents", mode="before")
     @classmethod
-    def _read_texts(cls, documents: Any) -> Any:
-        """Replace objects by their texts. Their other fields are not read."""
-        if not isinstance(documents, list):
-            return documents
-        return [each.get("text", each) if isinstance(each, dict) else each for each in documents]
+    def _read_documents(cls, documents: Any) -> Any:
+        read = _read_texts(documents)
+        for index, text in enumerate(read if isinstance(read, list) else ()):
+            if not isinstance(text, str):
+                raise field_error(
+                    str(index), f"must be a string or an object with text, got {show_value(text)}"
+                )
+        return read
 
 
 # ---- responses --------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from vllm.entrypoints.openai.protocol.base import (
     RequestModel,
 )
 from vllm.entrypoints.openai.protocol.sampling import BoundedNumberFields, StopStrings
+from vllm.errors import RequestError
 
 MetadataKey = Annotated[str, StringConstraints(max_length=64)]
 MetadataValue = Annotated[str, StringConstraints(max_length=512)]
@@ -110,6 +111,28 @@ class ResponsesRequest(BoundedNumberFields, RequestBody):
         "stop": STOP,
         "include": (Limit("max_request_values", "names"),),
     }
+
+    def response_format(self) -> dict[str, Any] | None:
+        """Return the format of the answer as `response_format` of the chat API; None: any text.
+
+        Raises:
+            RequestError: the format has no schema.
+        """
+        wanted = self.text.format if self.text is not None else None
+        if wanted is None or wanted.type == "text":
+            return None
+        if wanted.type == "json_object":
+            return {"type": "json_object"}
+        if wanted.schema_ is None:
+            raise RequestError(
+                "text.format of type json_schema needs a schema", param="text.format.schema"
+            )
+        schema = {
+            "name": wanted.name or "answer",
+            "schema": wanted.schema_,
+            "strict": wanted.strict,
+        }
+        return {"type": "json_schema", "json_schema": schema}
 
 
 _REPEATED = (

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from vllm.entrypoints.openai.responses.input import Item, new_id
+from vllm.entrypoints.openai.shared.response_items import Item, new_id
 
 Event = dict[str, Any]
 _CALL_TEXTS = {

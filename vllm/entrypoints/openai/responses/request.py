@@ -16,7 +16,7 @@ from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.protocol.responses import ResponsesRequest
 from vllm.entrypoints.openai.protocol.sampling import API_NUMBERS
 from vllm.entrypoints.openai.protocol.tools import FOREIGN_TOOL, is_foreign, wrong_type
-from vllm.entrypoints.openai.responses.input import Message, read_string
+from vllm.entrypoints.openai.shared.response_items import Message, read_string
 from vllm.errors import RequestError
 from vllm.utils.text.json_words import show_value
 
@@ -83,7 +83,7 @@ def as_chat_request(
         messages=list(messages),
         max_completion_tokens=request.max_output_tokens,
         parallel_tool_calls=request.parallel_tool_calls is not False,
-        response_format=_response_format(request),
+        response_format=request.response_format(),
         chat_template_kwargs=_template_kwargs(request),
         logprobs=wants_logprobs(request),
         top_logprobs=request.top_logprobs or 0,
@@ -254,20 +254,6 @@ def _read_custom_tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
             param=f"{where}.format",
         )
     return {"type": "custom", "custom": custom}
-
-
-def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
-    wanted = request.text.format if request.text is not None else None
-    if wanted is None or wanted.type == "text":
-        return None
-    if wanted.type == "json_object":
-        return {"type": "json_object"}
-    if wanted.schema_ is None:
-        raise RequestError(
-            "text.format of type json_schema needs a schema", param="text.format.schema"
-        )
-    schema = {"name": wanted.name or "answer", "schema": wanted.schema_, "strict": wanted.strict}
-    return {"type": "json_schema", "json_schema": schema}
 
 
 def _template_kwargs(request: ResponsesRequest) -> dict[str, Any] | None:

@@ -18,13 +18,6 @@ from vllm.entrypoints.openai.chat.turn import ChatTurn, prepare_turn
 from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.protocol.responses import ResponsesRequest, echo_fields
-from vllm.entrypoints.openai.responses.input import (
-    Item,
-    as_messages,
-    new_id,
-    read_input,
-    resolve_references,
-)
 from vllm.entrypoints.openai.responses.job import BackgroundJob
 from vllm.entrypoints.openai.responses.output import Event, ResponseWriter
 from vllm.entrypoints.openai.responses.request import as_chat_request, check_request
@@ -38,6 +31,13 @@ from vllm.entrypoints.openai.responses.run import (
 from vllm.entrypoints.openai.responses.store import ResponseStore, StoredResponse
 from vllm.entrypoints.openai.shared.chunks import json_response
 from vllm.entrypoints.openai.shared.prompts import trace_headers_of
+from vllm.entrypoints.openai.shared.response_items import (
+    Item,
+    as_messages,
+    new_id,
+    read_input,
+    resolve_references,
+)
 from vllm.entrypoints.shared.context import ServerContext, get_context
 from vllm.errors import RequestError
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm.entrypoints.openai.responses.input import Item
+from vllm.entrypoints.openai.shared.response_items import Item
 from vllm.errors import CapacityError, NotFoundError
 
 if TYPE_CHECKING:

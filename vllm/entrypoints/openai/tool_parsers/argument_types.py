@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from vllm.entrypoints.openai.tool_parsers.json_reader import encode_string
 from vllm.entrypoints.openai.tool_parsers.python_literals import arguments_to_json
+from vllm.utils.text.json_pointer import follow_reference
 
 _MAX_DEPTH = 32
 """A schema that is nested deeper counts as one that allows everything."""
@@ -128,7 +129,7 @@ class _Schema:
                 yield properties[key]
                 return
         if "$ref" in schema:
-            yield from self._find(key, self._resolve(schema["$ref"]), depth + 1)
+            yield from self._find(key, follow_reference(self._root, schema["$ref"]), depth + 1)
         for word in ("allOf", "anyOf", "oneOf"):
             for each in _list(schema.get(word)):
                 yield from self._find(key, each, depth + 1)
@@ -153,7 +154,7 @@ class _Schema:
             kinds = frozenset(kind for value in values for kind in _types_of(value))
             allowed &= _Allowed(kinds, tuple(values))
         if "$ref" in schema:
-            allowed &= self._allowed(self._resolve(schema["$ref"]), depth + 1)
+            allowed &= self._allowed(follow_reference(self._root, schema["$ref"]), depth + 1)
         for each in _list(schema.get("allOf")):
             allowed &= self._allowed(each, depth + 1)
         for word in ("anyOf", "oneOf"):
@@ -163,20 +164,6 @@ class _Schema:
         if schema.get("nullable") is True:
             allowed = _Allowed(allowed.types | {"null"}, allowed.values)
         return allowed
-
-    def _resolve(self, reference: Any) -> Any:
-        """Return the schema that a reference within the root schema points to; None if it does not
-        exist.
-        """
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            return None
-        found: Any = self._root
-        for part in filter(None, reference[1:].split("/")):
-            name = part.replace("~1", "/").replace("~0", "~")
-            if not isinstance(found, Mapping) or name not in found:
-                return None
-            found = found[name]
-        return found
 
 
 def _list(value: Any) -> list[Any]:
