@@ -299,6 +299,7 @@ class Recorder(CPUOps):
         if not isinstance(logits, Rows):
             return super().route(logits, options, bias, scales)
         (num_experts,), top_k, groups = logits.sizes, options.top_k, options.groups
+        assert self._plain is not None, "programs are recorded only with the library of kernels"
         if not 1 <= top_k <= num_experts or not self._can_choose(options):
             raise NotFusibleError(
                 f"route: cannot choose {top_k} of {num_experts} experts from {groups} "

@@ -225,7 +225,7 @@ class CPUOps(NativeOps):
         scales: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         run = self._rows_of(logits)
-        if run is None or not self._can_choose(options):
+        if run is None or self._plain is None or not self._can_choose(options):
             return super().route(logits, options, bias, scales)
         check_choice(logits, options, bias, scales)
         chosen = run(
