@@ -20,13 +20,16 @@ from tests.model_executor.helpers import (
 from tests.tiny_models import make_tiny_model
 from vllm.attention import Attention
 from vllm.distributed import TPGroup
+from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.loader.kv_scales import load_kv_scale
 from vllm.model_executor.loader.model_loader import build_model
 from vllm.transformers_utils.tokenizer import get_tokenizer
+from vllm.transformers_utils.transformers_version import is_version_4
 from vllm.transformers_utils.weight_files import find_files, name_some
+from vllm.transformers_utils.weight_headers import has_own_head
 
 INPUT_IDS = prompt_of(20)
 
@@ -72,6 +75,23 @@ def assert_loads(folder, want, **kw):
 def test_sharded_safetensors(llama, want, load_format):
     shard(llama, "safetensors", save_file)
     assert_loads(llama, want, load_format=load_format)
+
+
+def test_the_index_says_which_file_has_a_tensor(llama, want, caplog):
+    first, second = shard(llama, "safetensors", save_file)
+    old, new = load_file(llama / first), load_file(llama / second)
+    name, other = next(iter(new)), next(iter(old))
+    save_file(old | {name: torch.zeros_like(new[name])}, llama / first)
+    save_file(new | {other: torch.zeros_like(old[other])}, llama / second)
+    with caplog.at_level(logging.WARNING, "vllm"):
+        assert_loads(llama, want)
+    assert [r.message for r in caplog.records if "2 copies, such as" in r.message]
+    (llama / "model.safetensors.index.json").unlink()
+    with pytest.raises(WeightLoadError, match=r"2 tensors .*given twice"):
+        load(llama)
+    save_file(old | {name: new[name]}, llama / first)
+    save_file(new, llama / second)
+    assert_loads(llama, want)
 
 
 def test_shards_without_an_index(llama, want):
@@ -149,6 +169,38 @@ def test_a_tied_weight_may_have_other_names(tiny_model, tmp_path, saved, first, 
     assert torch.equal(found, logits_of(load(tiny_model("granite_code")), INPUT_IDS))
     warnings = [r.message for r in caplog.records if "tie_word_embeddings" in r.message]
     assert len(warnings) == (saved == "twice, and they differ")
+
+
+@pytest.mark.parametrize(
+    ("change", "is_own"),
+    [
+        ({HEAD: 1.0}, False),  # a copy of the embeddings
+        ({HEAD: None}, False),
+        ({EMBEDDING: None, HEAD: 1.0}, False),
+        ({HEAD: 2.0}, True),
+        ({HEAD: None, "lm_head.qweight": 1.0, "lm_head.scales": 1.0}, True),
+        ({HEAD: None, "lm_head.bias": 1.0}, False),
+        ({HEAD: None, "model.mtp.layers.0.lm_head.weight": 1.0}, False),
+    ],
+)
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_head_of_its_own_has_other_values_than_the_embeddings(llama, change, is_own, is_split):
+    tensors = tensors_of(llama)
+    table = tensors[EMBEDDING]
+    tensors |= {name: factor and table * factor for name, factor in change.items()}
+    put(llama, {name: tensor for name, tensor in tensors.items() if tensor is not None})
+    if is_split:
+        shard(llama, "safetensors", save_file)
+    assert has_own_head(llama, "auto") == is_own
+
+
+@pytest.mark.skipif(is_version_4(), reason="it ties them, whatever the file has")
+def test_a_head_of_its_own_is_used_as_transformers_does(llama, want):
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    settings = EngineArgs(str(llama), skip_tokenizer_init=True, dtype="float32")
+    assert not settings.create_engine_config().model.arch.tie_word_embeddings
+    torch.testing.assert_close(reference_logits(llama, INPUT_IDS), want, atol=2e-5, rtol=0)
 
 
 def test_the_first_checkpoint_of_yi_is_a_llama_with_other_names(llama, want):
@@ -291,15 +343,6 @@ def test_a_scale_that_cannot_be_one_is_named(llama, scale, message):
     name = "model.layers.1.self_attn.k_scale"
     put(llama, tensors_of(llama) | {name: torch.tensor(scale)})
     with pytest.raises(WeightLoadError, match=rf"{name} {message}"):
-        load(llama)
-
-
-def test_a_tensor_in_two_files_is_named(llama):
-    first, _ = shard(llama, "safetensors", save_file)
-    extra = {"lm_head.weight": torch.ones(4096, 64), "model.norm.weight": torch.ones(64)}
-    tensors = load_file(llama / first)
-    save_file(extra | tensors, llama / first)
-    with pytest.raises(WeightLoadError, match=r"1 tensors .*given twice"):
         load(llama)
 
 

@@ -82,7 +82,7 @@ from vllm.transformers_utils.hf_config import (
     read_hf_config,
 )
 from vllm.transformers_utils.hub import resolve_model_folder
-from vllm.transformers_utils.weight_headers import dtype_of_files, has_output_head
+from vllm.transformers_utils.weight_headers import dtype_of_files, has_own_head
 from vllm.utils.plugins import load_general_plugins
 
 logger = init_logger(__name__)
@@ -380,10 +380,16 @@ def _resolve_model(
     arch = resolve_media(arch, folder, load, max_items)
     if named_dtype(arch.hf_config) is None and load.load_format != "dummy":
         arch = replace(arch, dtype=dtype_of_files(folder, load.load_format) or arch.dtype)
-    is_part = WHOLE_CONFIG in arch.hf_config
-    if arch.tie_word_embeddings and is_part and load.load_format != "dummy":
-        # The config of the whole model and of its language model may contradict each other.
-        arch = replace(arch, tie_word_embeddings=not has_output_head(folder, load.load_format))
+    is_tied = arch.tie_word_embeddings and load.load_format != "dummy"
+    if is_tied and has_own_head(folder, load.load_format):
+        if WHOLE_CONFIG not in arch.hf_config:
+            # The configs of a whole model and of its language model often contradict each other.
+            logger.warning(
+                "the output head in the files of %s has other values than the token embeddings, "
+                "so it is used, although tie_word_embeddings is true",
+                folder,
+            )
+        arch = replace(arch, tie_word_embeddings=False)
     arch, window = resolve_windows(asked, arch)
     arch = _allow_long_positions(asked.max_model_len, arch)
     pooler, recommended_len = resolve_pooler(asked, arch, folder)

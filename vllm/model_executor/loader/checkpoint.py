@@ -15,11 +15,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vllm.errors import WeightLoadError
+from vllm.logger import init_logger
 from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.loader.gguf_file import read_gguf
 from vllm.model_executor.loader.mistral_file import in_the_order_of_transformers
 from vllm.model_executor.loader.safetensors_file import read_safetensors
 from vllm.transformers_utils.weight_files import CONSOLIDATED
+from vllm.transformers_utils.weight_headers import left_out_copies
+
+logger = init_logger(__name__)
 
 _NESTED = ("state_dict", "model_state_dict", "module", "model")
 """Keys under which programs for training save the weights of a model."""
@@ -52,11 +56,22 @@ def iterate_tensors(
 def _read_files(
     files: list[Path], show_progress: bool, on_file: Callable[[int], None] | None
 ) -> Iterator[tuple[str, CheckpointTensor]]:
+    left_out = left_out_copies(files)
+    if left_out:
+        logger.warning(
+            "several files have the same tensors: %d copies, such as %s, are not read",
+            len(left_out),
+            min(name for name, _ in left_out),
+        )
     bar = tqdm(files, desc="Loading checkpoint files", disable=not show_progress)
     for num_done, path in enumerate(bar):
         if on_file is not None:
             on_file(num_done)
-        yield from read_safetensors(path) if path.suffix == ".safetensors" else read_bin(path)
+        for name, tensor in (
+            read_safetensors(path) if path.suffix == ".safetensors" else read_bin(path)
+        ):
+            if (name, path) not in left_out:
+                yield name, tensor
 
 
 def _read_gguf(files: list[Path], show_progress: bool) -> Iterator[tuple[str, CheckpointTensor]]:
