@@ -145,6 +145,10 @@ def broken(folder: Path, kind: str) -> Path:
         config.rename(folder / "default" / config.name)
     elif kind == "wide":
         save_file(pair | {name: torch.zeros(4, 999)}, weights)
+    elif kind == "empty":  # as DeepSpeed ZeRO-3 saves weights that it has not gathered
+        save_file({each: torch.zeros(0) for each in pair}, weights)
+    elif kind == "of mlx":
+        weights.rename(folder / "adapters.safetensors")
     elif kind == "NaN":
         save_file(pair | {name: torch.full((4, 256), float("nan"))}, weights)
     elif kind == "half":
@@ -199,6 +203,7 @@ def broken(folder: Path, kind: str) -> Path:
     ("kind", "message"),
     [
         ("no weights", r"cannot be read: .*\(adapter_model.safetensors\)"),
+        ("of mlx", "It has adapters.safetensors, as mlx-lm writes adapters: fuse it into"),
         ("not JSON", "adapter_config.json is not JSON"),
         ("nested", "adapter_config.json is nested too deeply"),
         ("pipe", "must be plain files"),
@@ -249,6 +254,7 @@ def test_a_wrong_folder_is_refused_at_once(llm, tmp_path, kind, message):
         ("cut", "is damaged"),
         ("long header", "its header has 10000000000 bytes"),
         ("pointer", "is a pointer of Git LFS, without the contents of the file. Run `git lfs pull"),
+        ("empty", "q_proj is empty (its shape is [0]). DeepSpeed ZeRO-3 writes such files"),
         ("wide", "has the shape [4, 999], but [4, 256] is expected"),
         ("NaN", "has values that are NaN, infinite"),
         ("half", "has no .lora_B.weight"),
@@ -448,10 +454,29 @@ def _with_bias_key(tensors, given):
     return tensors, {"bias": "all"}
 
 
+def _with_outer_names(tensors, given):
+    """Name each layer as a different program does."""
+    ways = [
+        lambda name: f"_orig_mod.{name}",
+        lambda name: name.replace("base_model.model.", "base_model.model._orig_mod."),
+        lambda name: name.replace("base_model.model.", "module.base_model.model."),
+        lambda name: f"base_model.model.{name}",
+        lambda name: name.replace("model.layers", "language_model.layers"),
+        lambda name: name.replace("model.layers", "model.language_model.layers"),
+        lambda name: name.removeprefix("base_model.model.model."),
+        lambda name: name.replace(".self_attn.", "._fsdp_wrapped_module.self_attn."),
+    ]
+    modules = sorted({name.partition(".lora_")[0] for name in tensors})
+    way_of = {module: ways[number % len(ways)] for number, module in enumerate(modules)}
+    return {way_of[name.partition(".lora_")[0]](name): t for name, t in tensors.items()}, {}
+
+
 TABLE = "model.embed_tokens.weight"
 
 
-@pytest.mark.parametrize("change", [_with_adapter_name, _with_model_weights, _with_bias_key])
+@pytest.mark.parametrize(
+    "change", [_with_adapter_name, _with_model_weights, _with_bias_key, _with_outer_names]
+)
 def test_other_ways_to_save_an_adapter_mean_the_same(llm, adapters, tmp_path, change, caplog):
     caplog.set_level("INFO")
     folder = shutil.copytree(adapters[0].path, tmp_path / "adapter")

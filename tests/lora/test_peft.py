@@ -99,6 +99,17 @@ def save(
 
 
 @pytest.mark.parametrize(
+    ("family", "module"), [("gpt2", "c_attn"), ("falcon_40b", "query_key_value")]
+)
+def test_patterns_match_the_names_of_the_file(family, module, tmp_path):
+    model = make_tiny_model(family, tmp_path / "model")
+    patterns = {"rank_pattern": {module: 8}, "alpha_pattern": {rf"1\..*{module}": 64}}
+    options = {"r": 4, "lora_alpha": 4, **patterns}
+    wanted = [save(family, model, tmp_path / "1", 1, options)]
+    assert_outputs(model, [LoRARequest("patterns", 1, str(tmp_path / "1"))], wanted)
+
+
+@pytest.mark.parametrize(
     "family",
     [pytest.param(f, marks=() if f in OFTEN else pytest.mark.exhaustive) for f in FAMILIES],
 )

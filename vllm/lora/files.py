@@ -28,6 +28,8 @@ NAME_PREFIX = "base_model.model."
 _WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 """Names of the file with weights; the first one that exists is read."""
 
+_MLX_FILE = "adapters.safetensors"
+
 _DEFAULT_RANK, _DEFAULT_ALPHA = 8, 8
 """Values of peft for absent keys."""
 _MAX_CONFIG_BYTES = 1 << 20
@@ -149,10 +151,17 @@ class AdapterConfig:
         index = len(found) - (2 if is_inner else 1)
         return found[index] if index >= 0 else None
 
-    def for_module(self, module: str) -> "AdapterConfig":
-        """Return a config in which this module's settings apply to all modules."""
-        alpha = _of_pattern(self.alpha_pattern, module, self.alpha)
-        rank = self.rank_of(module)
+    def for_module(self, *names: str) -> "AdapterConfig":
+        """Return a config in which a module's settings apply to all modules.
+
+        Args:
+            names: names of the module; the first one that a pattern matches decides. The
+                file and the model name some modules differently.
+        """
+        rank, alpha = self.rank, self.alpha
+        for name in reversed(names):
+            rank = _of_pattern(self.rank_pattern, name, rank)
+            alpha = _of_pattern(self.alpha_pattern, name, alpha)
         return replace(self, rank=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
 
     def rank_of(self, module: str) -> int:
@@ -230,7 +239,7 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
             raise RequestError(
                 f"{path}: {key} is {shown(given[key])}; {what} not supported. {todo}"
             )
-    if given.get("bias", "none") != "none" and _may_have_biases(weights_file(path.parent)):
+    if (given.get("bias") or "none") != "none" and _may_have_biases(weights_file(path.parent)):
         raise RequestError(
             f"{path}: bias is {shown(given['bias'])}; only 'none' is supported (or any value if "
             f"the file has no biases). {_MERGE}"
@@ -369,6 +378,11 @@ def content_key(folder: Path, pause: Pause = no_pause) -> str:
 def _unreadable(folder: Path, error: OSError, name: str) -> RequestError:
     """Return the error about a file of an adapter that cannot be read."""
     advice = "Name a folder that peft's save_pretrained has written"
+    if (folder / _MLX_FILE).is_file():
+        advice = (
+            f"It has {_MLX_FILE}, as mlx-lm writes adapters: fuse it into its model (mlx_lm.fuse), "
+            "or convert it to the format of peft"
+        )
     inner = next(iter(sorted(folder.glob(f"*/{CONFIG_FILE}"))), None)
     if inner is not None:
         advice = f"Its subfolder has an adapter: name {inner.parent}"

@@ -5,6 +5,7 @@ files and weight formats are independent of adapters.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import takewhile
 
 import torch
@@ -27,6 +28,11 @@ from vllm.model_executor.loader.stage import PPMissingLayer
 from vllm.model_executor.loader.weights import checkpoint_name
 from vllm.model_executor.models.interface import CausalLM
 from vllm.ops.lora_weights import AdaptedExpert, AdaptedExperts, AdaptedLayer, LoRAHeads
+
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+"""Parts of names that torch adds where it has wrapped a module."""
+_OUTER = {"base_model", "model", "module", "language_model"}
+"""First parts of names in files of other programs, or of a model that has this one as a part."""
 
 
 class AdapterLayers:
@@ -196,10 +202,37 @@ class AdapterLayers:
 
     def module_of(self, name: str) -> str:
         """Return the name in the model of a module in an adapter's file."""
+        usual = self._in_model(name.removeprefix(NAME_PREFIX))
+        if self._is_known(usual):
+            return usual
+        parts = [part for part in name.split(".") if part not in _WRAPPERS]
+        outer = list(takewhile(lambda part: part in _OUTER, parts))
+        for count in range(len(outer) + 1):
+            rest = ".".join(parts[count:])
+            for other in (rest, f"model.{rest}"):
+                if self._is_known(found := self._in_model(other)):
+                    return found
+        return usual
+
+    def _in_model(self, name: str) -> str:
+        """Convert the name of a module in a checkpoint to its name in the model."""
         # Convert the name together with its parameter, because renames apply to names of a
         # checkpoint.
-        name = f"{name.removeprefix(NAME_PREFIX)}.weight"
-        return self.model.renamed(name).removesuffix(".weight")
+        return self.model.renamed(f"{name}.weight").removesuffix(".weight")
+
+    def _is_known(self, module: str) -> bool:
+        """Return whether a module is next to one that adapters can change, or is one."""
+        parent = module.rpartition(".")[0]
+        return module in self._paths or (bool(parent) and parent in self._parents)
+
+    @cached_property
+    def _paths(self) -> set[str]:
+        tables = set() if self.table is None else {self.table[0]}
+        return {*self.targets, *self.experts, *self._absent, *tables}
+
+    @cached_property
+    def _parents(self) -> set[str]:
+        return {path.rpartition(".")[0] for path in (*self.targets, *self.experts)}
 
     def is_table(self, module: str) -> bool:
         """Return whether a module is the input embedding."""

@@ -117,8 +117,8 @@ class AdapterReader:
                     pause()
                     given = (tensors[pair[0]], tensors[pair[1]])
                     experts = module.removesuffix(_INNER)
+                    whole = pair[0].removeprefix(NAME_PREFIX).partition(".lora_")[0]
                     if experts in self._layers.experts:
-                        whole = pair[0].removeprefix(NAME_PREFIX).partition(".lora_")[0]
                         stem = whole.removesuffix(_INNER)  # the name that peft gives the module
                         name = config.parameter_of(stem, is_inner=module != experts)
                         if name is None:
@@ -133,7 +133,7 @@ class AdapterReader:
                             pause()
                             self._read(path, own, f"{experts}.{number}.{name}", a, b, parts)
                     else:
-                        self._read(path, config, module, *given, parts)
+                        self._read(path, config.for_module(whole, module), module, *given, parts)
         except WeightLoadError as error:
             raise RequestError(str(error)) from None
         except OSError as error:
@@ -341,6 +341,13 @@ class AdapterReader:
     ) -> None:
         """Compare the shapes of A and B with the model before any memory is allocated."""
         rank = config.rank_of(module)
+        for letter, shape in zip("AB", (a_shape, b_shape), strict=True):
+            if 0 in shape:
+                raise RequestError(
+                    f"{path}: lora_{letter} of {module} is empty (its shape is {shape}). DeepSpeed "
+                    "ZeRO-3 writes such files if the weights are not gathered: save the adapter "
+                    "again with stage3_gather_16bit_weights_on_model_save"
+                )
         if self._layers.is_table(module):
             layer = self.adapted_layers.embedding
             assert layer is not None
