@@ -73,6 +73,12 @@ def auto_round(packing, key="packing_format"):
     return change
 
 
+def blocks_as_text(settings):
+    weights = settings["config_groups"]["group_0"]["weights"]
+    weights["block_structure"] = "x".join(map(str, weights["block_structure"]))
+    return settings
+
+
 DIALECTS = {
     "sparsity_config of a dense model": (
         "ct-w4a16",
@@ -110,6 +116,9 @@ DIALECTS = {
     ),
     "actorder weight": ("ct-w4a16", lambda s: with_order(s, "weight"), {}),
     "actorder static": ("ct-w4a16", lambda s: with_order(s, "static"), {}),
+    "actorder true": ("ct-w4a16-asym-order", lambda s: with_order(s, True), {}),
+    "a kernel as the version": ("awq", lambda s: s | {"version": "exllama"}, {}),
+    "blocks as a text": ("ct-fp8-block", blocks_as_text, {}),
 }
 
 

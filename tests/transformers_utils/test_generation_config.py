@@ -126,6 +126,12 @@ def test_a_misspelt_override_is_an_error(folder):
         load(folder, override_generation_config={"temprature": 1})
 
 
+def test_an_override_of_what_changes_no_sampling_is_warned_of(folder, caplog):
+    given = {"attn_temperature_tuning": True, "use_cache": True}
+    assert load(folder, override_generation_config=given) == load(folder)
+    assert [r.args[0] for r in caplog.records if "has no effect" in r.message] == [*given]
+
+
 def test_taken_defaults_are_logged_once(tmp_path, capsys):
     model = write(tmp_path / "model", {"temperature": 0.123, "eos_token_id": 1})
     load(model)

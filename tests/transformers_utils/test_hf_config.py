@@ -66,6 +66,16 @@ def test_null_is_the_same_as_an_absent_key(tmp_path, key):
     assert found == want
 
 
+@pytest.mark.skipif(is_version_4(), reason="its configs do not name the types of their fields")
+def test_sizes_that_are_null_mean_what_they_did_in_older_releases(tmp_path):
+    config = tiny_config("mistral").to_dict() | {"architectures": ["MistralForCausalLM"]}
+    config |= {"num_key_value_heads": None}
+    assert load(write(tmp_path, config))["num_key_value_heads"] == config["num_attention_heads"]
+    config = tiny_config("qwen3").to_dict() | {"architectures": ["Qwen3ForCausalLM"]}
+    found = load(write(tmp_path, config | {"max_window_layers": None}))
+    assert found["max_window_layers"] == CONFIG_MAPPING["qwen3"]().max_window_layers
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "glm4_moe"])
 def test_a_rotary_base_may_be_null_in_every_family(tmp_path, family):
     config = tiny_config(family).to_dict()

@@ -24,6 +24,14 @@ _INTEGERS = {"top_k", "max_tokens"}
 _NO_TOKEN = -1
 # `do_sample` is ignored: for greedy decoding, a request sets temperature to 0.
 _ALSO_IN_OVERRIDES = {"max_tokens", "eos_token_id", "bos_token_id", "pad_token_id", "do_sample"}
+_CONFIG_SAYS = "config.json has it; hf_overrides changes it there"
+_OF_CACHE = "the engine always has a KV cache of its own"
+_WITHOUT_EFFECT = {
+    "attn_temperature_tuning": _CONFIG_SAYS,  # the command of Llama 4 has it here
+    **dict.fromkeys(("use_cache", "cache_implementation", "cache_config"), _OF_CACHE),
+    **dict.fromkeys(("_from_model_config", "transformers_version"), "it tells who wrote the file"),
+}
+"""Keys of generation_config.json that change no sampling -> why they have no effect."""
 
 
 def load_generation_defaults(model_config: ModelConfig) -> dict[str, Any]:
@@ -69,7 +77,11 @@ def _read_file(folder: Path) -> dict[str, Any]:
 def _check_override_names(overrides: Mapping[str, Any]) -> None:
     known = _SAMPLING.keys() | _ALSO_IN_OVERRIDES
     for name in overrides:
-        if name not in known:
+        if name in _WITHOUT_EFFECT:
+            logger.warning(
+                "override_generation_config: %r has no effect: %s", name, _WITHOUT_EFFECT[name]
+            )
+        elif name not in known:
             raise ConfigError(
                 f"override_generation_config: {name!r} is not one of {', '.join(sorted(known))}"
             )

@@ -230,6 +230,13 @@ _TYPE_NAMES: Mapping[Any, str] = {
 """Types of the fields of configs in transformers, as a message names them."""
 
 
+_UNUSED_SIZES = {
+    *("max_window_layers", "original_max_position_embeddings", "pretraining_tp"),
+    *("num_logits_to_keep", "num_nextn_predict_layers", "bos_token_id", "pad_token_id"),
+}
+"""Integers that may be null, because they only matter with other settings, or in training."""
+
+
 def _has_type(value: object, types: Collection[Any]) -> bool:
     """Return whether transformers accepts a value, either its type or a similar number."""
     if isinstance(value, list):
@@ -257,9 +264,13 @@ def _with_usual_types(raw: Mapping[str, Any], config_class: type[Any]) -> dict[s
             continue
         value, types = usual[field.name], get_args(field.type) or (field.type,)
         is_size = int in types and float not in types
-        if value is None and NoneType not in types and Any not in types and not is_size:
-            del usual[field.name]
-            continue
+        if value is None and NoneType not in types and Any not in types:
+            if field.name == "num_key_value_heads" and "num_attention_heads" in usual:
+                usual[field.name] = usual["num_attention_heads"]  # as transformers 4 reads it
+                continue
+            if not is_size or field.name in _UNUSED_SIZES:
+                del usual[field.name]
+                continue
         if set(types) <= _TYPE_NAMES.keys() and not _has_type(value, types):
             accepted = " or ".join(dict.fromkeys(_TYPE_NAMES[each] for each in types))
             raise ConfigError(

@@ -27,6 +27,8 @@ from vllm.ops.stored_weight import GroupedWeight, StoredWeight, unpack_bits
 
 _BITS = 4
 _PER_WORD = WORD_BITS // _BITS
+_LAYOUT_OF = dict.fromkeys(("exllama", "exllamav2", "ipex"), "gemm")
+"""Kernels that AutoAWQ names as `version`, and that read another layout -> that layout."""
 
 
 class AWQ(CheckpointFormat[GroupLayout]):
@@ -42,7 +44,7 @@ class AWQ(CheckpointFormat[GroupLayout]):
         settings = {old_names.get(key, key): value for key, value in settings.items()}
         version = settings.get("version", "gemm")
         if isinstance(version, str):
-            settings["version"] = version.lower()
+            settings["version"] = _LAYOUT_OF.get(version.lower(), version.lower())
         self.version = choice(settings, "version", ("gemm", "gemv"), "gemm")
         self.layout = GroupLayout(
             bits=choice(settings, "bits", (_BITS,)),

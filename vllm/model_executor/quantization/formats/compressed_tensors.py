@@ -202,8 +202,9 @@ class _Scheme:
                 "config_groups.weights.symmetric", False, f"true, with the format {self.format}"
             )
         self.group_size = group_size_of(weights) if strategy == "group" else -1
-        order = choice(weights, "actorder", ("group", "weight", "static", "dynamic", False), False)
-        self.has_order = order in ("group", "dynamic")
+        orders = ("group", "weight", "static", "dynamic", True, False)
+        order = choice(weights, "actorder", orders, False)
+        self.has_order = order in ("group", "dynamic", True)
         self.block = block_of(weights, "block_structure") if strategy == "block" else None
         of_inputs = partial(choice, inputs, within="config_groups.*.input_activations.")
         is_dynamic = of_inputs("dynamic", (True, False, "local"), True)

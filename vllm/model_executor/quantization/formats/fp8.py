@@ -7,6 +7,7 @@ activation scales; devices that do not quantize inputs ignore it. An output head
 checkpoint has scales for it.
 """
 
+import re
 from math import gcd
 from typing import Any
 
@@ -120,6 +121,8 @@ def block_of(settings: Settings, key: str) -> tuple[int, int] | None:
     block = settings.get(key)
     if block is None:
         return None
+    if isinstance(block, str) and re.fullmatch(r"[0-9]{1,6}x[0-9]{1,6}", block):
+        block = [int(size) for size in block.split("x")]  # as older releases wrote it
     is_pair = isinstance(block, list) and len(block) == 2
     if not is_pair or not all(type(n) is int and 0 < n <= MAX_GROUP for n in block):
         raise wrong(key, block, f"two numbers from 1 to {MAX_GROUP}")
