@@ -174,12 +174,15 @@ def compatibility() -> Iterator[str]:
 
 def _compat_section() -> Iterator[str]:
     yield ""
-    yield "## Arguments of the vLLM 0.9 Gaudi fork"
+    yield "## Arguments of the vLLM 0.9 Gaudi fork and of newer releases"
     yield ""
     yield "`rope_scaling` and `rope_theta` are accepted as parts of `hf_overrides`. These are"
     yield "accepted as parts of `speculative_config`: `speculative_model`,"
     yield "`num_speculative_tokens`, `ngram_prompt_lookup_max`, `ngram_prompt_lookup_min` and"
-    yield "`speculative_disable_by_batch_size`."
+    yield "`speculative_disable_by_batch_size`. The keys of `structured_outputs_config` are"
+    yield "accepted as arguments of their own, `pooler_config` as `override_pooler_config`, and"
+    yield "`language_model_only` as a limit of no images, sounds and videos."
+    yield "`--flag.key value` is one key of a flag that takes a JSON object."
     accepted = [a for a in COMPAT_ARGUMENTS.values() if a.available]
     missing = [a for a in COMPAT_ARGUMENTS.values() if not a.available]
     yield ""

@@ -1,6 +1,7 @@
-"""Test the arguments of the Gaudi fork that are not fields of our configs."""
+"""Test arguments of the Gaudi fork, and of newer releases, that are not fields of our configs."""
 
 import json
+import shlex
 from collections import namedtuple
 
 import pytest
@@ -27,6 +28,7 @@ MISSING = [name for name, argument in COMPAT_ARGUMENTS.items() if not argument.a
 
 VALUES = {
     "compilation_config": {"level": 3, "use_cudagraph": True},
+    "model_loader_extra_config": {"enable_multithread_load": True},
 }
 """Values for arguments that accept only some values."""
 
@@ -114,6 +116,93 @@ def test_flags_of_the_fork_are_accepted(capsys):
 def test_flags_of_missing_features_are_refused(flags):
     with pytest.raises(ConfigError, match="not available in this version"):
         parse(*flags)
+
+
+NEWER: dict[str, dict[str, object]] = {
+    "--structured-outputs-config.backend xgrammar": {"guided_decoding_backend": "xgrammar"},
+    """--structured-outputs-config '{"backend": "guidance", "disable_any_whitespace": true}'""": {
+        "guided_decoding_backend": "guidance",
+        "guided_decoding_disable_any_whitespace": True,
+    },
+    "--guided-decoding-backend auto --structured-outputs-config.disable_fallback true": {
+        "guided_decoding_disable_fallback": True
+    },
+    """--pooler-config '{"pooling_type": "LAST"}'""": {
+        "override_pooler_config": {"pooling_type": "LAST"}
+    },
+    "--kv-cache-memory 10G": {"kv_cache_memory_bytes": 10 * 2**30},
+    "--language-model-only": {"limit_mm_per_prompt": {"image": 0, "audio": 0, "video": 0}},
+    "--no-language-model-only": {},
+    "--limit-mm-per-prompt.video 0 --limit-mm-per-prompt.image=2": {
+        "limit_mm_per_prompt": {"video": 0, "image": 2}
+    },
+    """--speculative-config '{"method": "mtp"}' --speculative_config.num_speculative_tokens 3""": {
+        "speculative_config": {"method": "mtp", "num_speculative_tokens": 3}
+    },
+    "--hf-overrides.text_config.rope_parameters.factor 4.0": {
+        "hf_overrides": {"text_config": {"rope_parameters": {"factor": 4.0}}}
+    },
+    "--max-model-len auto": {},
+    "--max-model-len -1": {},
+    "--load-format runai_streamer": {"load_format": "safetensors"},
+    "--load-format fastsafetensors": {"load_format": "safetensors"},
+    "--tokenizer-mode hf": {},
+    "--prefix-caching-hash-algo sha256_cbor": {},
+    "--tokenizer_mode mistral --config_format mistral --load_format mistral": {
+        "tokenizer_mode": "mistral",
+        "load_format": "mistral",
+    },
+}
+"""Flags of newer releases that mean other flags, or nothing, and what they mean."""
+
+
+@loop_over("flags", NEWER)
+def test_flags_of_newer_releases_are_translated(flags, capsys):
+    assert parse(*shlex.split(flags)) == EngineArgs(**NEWER[flags])
+    assert capsys.readouterr().err == ""
+
+
+@loop_over(
+    "flags",
+    [
+        "--mamba-ssm-cache-dtype float32",
+        "--mm-encoder-tp-mode data --stream-interval 20",
+        "--enable-eplb --eplb-config.window_size 1000",
+        "--attention-config.backend FLASH_ATTN --moe-backend triton",
+        "-O.mode=3",
+        "-cc.cudagraph_mode=FULL_AND_PIECEWISE -cc.pass_config.fuse_allreduce_rms true",
+        "--cudagraph-capture-sizes 1 2 4",
+        """--model-loader-extra-config '{"enable_multithread_load": true}'""",
+    ],
+)
+def test_flags_of_newer_releases_without_effect_do_not_stop_a_start(flags, capsys):
+    assert parse(*shlex.split(flags)) == EngineArgs()
+    assert "has no effect" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"structured_outputs_config": {"backnd": 1}},
+            "has the key 'backnd'; accepted are backend",
+        ),
+        ({"structured_outputs_config": {"enable_in_reasoning": True}}, "must be false or empty"),
+        ({"structured_outputs_config": "xgrammar"}, "must be a JSON object"),
+        ({"model_loader_extra_config": {"pattern": "x"}}, "has the key 'pattern', which chooses"),
+        ({"logprobs_mode": "processed_logprobs"}, "follow from the logits before temperature"),
+        ({"default_mm_loras": {"audio": "x"}}, "only the language model has adapters"),
+    ],
+)
+def test_arguments_of_newer_releases_that_change_results_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineArgs(**settings)
+
+
+def test_a_key_of_a_flag_needs_a_value(capsys):
+    with pytest.raises(SystemExit):
+        parse("--speculative-config.method")
+    assert "--speculative-config.method must be followed by a value" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--num-scheduler-steps", "--num-scheduler-seqs"])

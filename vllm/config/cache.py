@@ -10,6 +10,10 @@ from vllm.errors import ConfigError
 CacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"]
 
 
+_OTHER_HASHES = dict.fromkeys(("sha256_cbor", "xxhash", "xxhash_cbor"), "sha256")
+"""Hash functions of newer releases. Outputs do not depend on the function."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """Settings for the blocks and memory of the KV cache."""
@@ -42,7 +46,9 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     """Keep the KV cache of finished requests, and reuse it for requests with the same prefix."""
 
-    prefix_caching_hash_algo: Literal["sha256", "builtin"] = "sha256"
+    prefix_caching_hash_algo: Literal["sha256", "builtin"] = field(
+        default="sha256", metadata={"same_as": _OTHER_HASHES}
+    )
     """Hash function of the prefix cache. builtin also means sha256, because collisions of Python's
     own hash can be provoked."""
 

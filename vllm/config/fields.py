@@ -2,8 +2,9 @@
 
 The command-line flags, the keywords of `EngineArgs` and the reference in docs/ are generated from
 them. A field is included unless its metadata has `{"cli": False}`. `{"auto": True}` marks a field
-that the platform decides if it is not given; `{"aliases": ("-x",)}` adds other flags. Independent
-of argparse and the engine.
+that the platform decides if it is not given; `{"aliases": ("-x",)}` adds other flags;
+`{"same_as": {"hf": "auto"}}` accepts values of newer releases. Independent of argparse and the
+engine.
 """
 
 import ast
@@ -16,6 +17,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
+from dataclasses import field as dataclass_field
 from functools import cache
 from typing import Any, Literal, Protocol
 
@@ -51,6 +53,8 @@ class ConfigField:
     """Whether the platform decides if the value is not given."""
     aliases: tuple[str, ...] = ()
     """Names of further flags."""
+    same_as: Mapping[str, object] = dataclass_field(default_factory=dict)
+    """Values of newer releases, as text -> what they mean here; None: the default."""
     is_shown: bool = True
     """Whether the value may be printed with the settings. False: it is a secret."""
 
@@ -66,6 +70,8 @@ class ConfigField:
         Raises:
             ConfigError: the value has another type. Ranges are checked by the config class.
         """
+        if type(value) in (str, int):
+            value = self.same_as.get(str(value).strip(), value)
         value = self.default if value is None else value
         if value is None:
             return None
@@ -112,6 +118,7 @@ def _read_field(field: "Field[object]", annotation: object, help: str) -> Config
         choices=choices,
         auto=auto,
         aliases=field.metadata.get("aliases", ()),
+        same_as=field.metadata.get("same_as", {}),
         is_shown=field.repr,
     )
 

@@ -12,11 +12,18 @@ LoadFormat = Literal[
 ]
 
 
+_OTHER_READERS = {
+    "hf": "auto",
+    **dict.fromkeys(("runai_streamer", "fastsafetensors"), "safetensors"),
+}
+"""Formats of newer releases that read the same files in other ways."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadConfig:
     """Source and format of the weights."""
 
-    load_format: LoadFormat = "auto"
+    load_format: LoadFormat = field(default="auto", metadata={"same_as": _OTHER_READERS})
     """Format of the weight files. auto: the first of these that the folder has: safetensors, .bin
     (read with weights_only), GGUF, mistral. mistral: consolidated*.safetensors with params.json, as
     Mistral AI publishes them. dummy: random weights, to measure without a checkpoint.

@@ -51,7 +51,7 @@ class ModelConfig:
     tokenizer: str | None = None
     """Folder or name of the tokenizer. Default: the value of --model."""
 
-    tokenizer_mode: TokenizerMode = "auto"
+    tokenizer_mode: TokenizerMode = field(default="auto", metadata={"same_as": {"hf": "auto"}})
     """How the tokenizer is loaded. auto: the fast tokenizer (tokenizer.json), or tekken.json if the
     model has no other file. slow: always the Python tokenizer. mistral: tekken.json."""
 
@@ -94,9 +94,11 @@ class ModelConfig:
     seed: int = 0
     """Random seed for sampling, for requests that give no seed."""
 
-    max_model_len: int | None = None
-    """Maximum number of tokens of a request, prompt and output together. Default: the maximum in
-    the model's config.json. A smaller value needs less memory."""
+    max_model_len: int | None = field(
+        default=None, metadata={"same_as": {"auto": None, "-1": None}}
+    )
+    """Maximum number of tokens of a request, prompt and output together. Default, auto or -1: the
+    maximum in the model's config.json. A smaller value needs less memory."""
 
     disable_sliding_window: bool = False
     """Use full attention in all layers of a model with sliding windows. max_model_len must then be

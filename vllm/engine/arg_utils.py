@@ -19,6 +19,7 @@ from vllm.engine.resolve.compat_args import (
     CompatArgument,
     accept,
 )
+from vllm.engine.resolve.newer_args import OBJECTS, RENAMED, TEXT_ONLY, is_newer, with_own_names
 from vllm.errors import ConfigError
 from vllm.utils.arguments import flag_of
 
@@ -101,7 +102,7 @@ class EngineArgs:
         def __setattr__(self, name: str, value: Any) -> None: ...
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
-        settings["model"] = model
+        settings = with_own_names({**settings, "model": model})
         # In the fork, an empty value means "not given".
         if task := _task_of(settings):
             settings["task"] = task
@@ -145,6 +146,7 @@ class EngineArgs:
             parser.add_argument(flag_of(name), choices=list(words), help=help, default=help)
         for argument in COMPAT_ARGUMENTS.values():
             add_compat_flag(parser, argument)
+        _add_newer_flags(parser)
         return parser
 
     @classmethod
@@ -153,7 +155,8 @@ class EngineArgs:
         ignored.
         """
         known = _FIELDS.keys() | _PARTS.keys() | _TASK_WORDS.keys() | COMPAT_ARGUMENTS.keys()
-        return cls(**{name: value for name, value in vars(args).items() if name in known})
+        given = vars(args).items()
+        return cls(**{name: value for name, value in given if name in known or is_newer(name)})
 
     def create_engine_config(self, platform: "Platform | None" = None) -> VllmConfig:
         """Create the complete config of the engine: read the model's config, ask the platform,
@@ -224,7 +227,7 @@ def _task_of(settings: dict[str, Any]) -> str | None:
 
 
 def _unknown(name: str) -> str:
-    names = [*_FIELDS, *_PARTS, *COMPAT_ARGUMENTS]
+    names = [*_FIELDS, *_PARTS, *COMPAT_ARGUMENTS, *RENAMED, *OBJECTS, TEXT_ONLY]
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown engine argument {name!r}{hint}"
@@ -247,6 +250,8 @@ def add_flag(group: argparse._ArgumentGroup, config_field: ConfigField) -> None:
         options["action"] = argparse.BooleanOptionalAction
     elif config_field.choices:
         options["choices"] = config_field.choices
+        if config_field.same_as:
+            options["type"] = lambda text: config_field.same_as.get(text, text)
     elif config_field.kind == "str_or_bool":
         options.update(nargs="?", const=True, metavar="TEXT")
     elif config_field.kind == "strings":
@@ -287,6 +292,18 @@ def add_compat_flag(parser: argparse.ArgumentParser, argument: CompatArgument) -
     elif off is not None:
         options["type"] = type(off)
     parser.add_argument(argument.flag, *argument.aliases, **options).help = argparse.SUPPRESS
+
+
+def _add_newer_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of newer releases that are other flags here. `--help` does not list them."""
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    for name, own in RENAMED.items():
+        parser.add_argument(flag_of(name), type=_checked(_FIELDS[own].convert, own), **options)
+    read = _checked(_FIELDS["hf_overrides"].convert, "hf_overrides")
+    for name in OBJECTS:
+        parser.add_argument(flag_of(name), type=read, **options)
+    action = argparse.BooleanOptionalAction
+    parser.add_argument(flag_of(TEXT_ONLY), action=action, **options).help = argparse.SUPPRESS
 
 
 def _checked(convert: Callable[[str], object], name: str = "") -> Callable[[str], object]:

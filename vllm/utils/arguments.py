@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -109,6 +110,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     An error message has two lines and no usage, because with dozens of flags the usage would hide
     the error. Flags cannot be abbreviated, because a new flag would make an old command line
     ambiguous. A boolean flag may be followed by true or false: `--flag=false` is `--no-flag`.
+    `--flag.key value` is one key of a flag that takes a JSON object.
     """
 
     def __init__(self, *args: Any, add_help: bool = True, **kwargs: Any) -> None:
@@ -123,6 +125,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         flags.
         """
         tokens = _with_dashes(sys.argv[1:] if args is None else args)
+        tokens = self._with_objects(tokens)
         return super().parse_known_args(self._without_booleans(tokens), namespace)
 
     def parse_args(  # type: ignore[override]
@@ -145,6 +148,42 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             elif any(flag.startswith("--") for flag in action.option_strings):
                 names.add(action.dest)
         return names
+
+    def _with_objects(self, tokens: Sequence[str]) -> list[str]:
+        """Rewrite `--flag.a.b value` as `--flag '{"a": {"b": value}}'`.
+
+        Several keys of a flag, and an object given to the flag itself, become one object.
+        """
+        end = tokens.index("--") if "--" in tokens else len(tokens)
+        result: list[str] = []
+        objects: dict[str, dict[str, Any]] = {}
+        at = 0
+        while at < end:
+            token, at = tokens[at], at + 1
+            name, equals, value = token.partition("=")
+            flag, dot, keys = name.partition(".")
+            if not (dot and flag.startswith("-") and flag in self._option_string_actions):
+                result.append(token)
+                continue
+            if not equals:
+                if at == end:
+                    self.error(f"{name} must be followed by a value")
+                value, at = tokens[at], at + 1
+            inner = objects.setdefault(flag, {})
+            *parents, last = keys.replace("-", "_").split(".")
+            for key in parents:
+                inner = inner.setdefault(key, {})
+                if not isinstance(inner, dict):
+                    self.error(f"{name}: {key!r} was given a value, so it has no keys")
+            inner[last] = _json_or_text(value)
+        for flag, given in objects.items():
+            if flag in result[:-1]:
+                whole = _json_or_text(result[result.index(flag) + 1])
+                if isinstance(whole, dict):
+                    del result[(index := result.index(flag)) : index + 2]
+                    given = _merged(whole, given)
+            result.append(f"{flag}={json.dumps(given)}")
+        return [*result, *tokens[end:]]
 
     def _without_booleans(self, tokens: Sequence[str]) -> list[str]:
         """Rewrite `--flag=false` and `--flag false` as `--no-flag`, and `--flag=true` and `--flag
@@ -230,6 +269,33 @@ def _with_dashes(tokens: Iterable[str]) -> list[str]:
         verbatim = verbatim or token == "--"
         if token.startswith("--") and not verbatim:
             flag, equals, value = token.partition("=")
-            token = flag.replace("_", "-") + equals + value
+            flag, dot, keys = flag.partition(".")
+            token = flag.replace("_", "-") + dot + keys + equals + value
         result.append(token)
     return result
+
+
+def _json_or_text(value: str) -> Any:
+    """Return what a text means as JSON; the text itself if it is not JSON.
+
+    >>> _json_or_text("true"), _json_or_text("xgrammar")
+    (True, 'xgrammar')
+    """
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _merged(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Return two nested objects as one; a value of the second one counts.
+
+    >>> _merged({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}})
+    {'a': {'b': 1, 'c': 3}}
+    """
+    found = dict(whole)
+    for key, value in more.items():
+        old = found.get(key)
+        is_nested = isinstance(old, dict) and isinstance(value, dict)
+        found[key] = _merged(old, value) if is_nested and old is not None else value
+    return found

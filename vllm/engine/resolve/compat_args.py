@@ -1,13 +1,14 @@
-"""Handle engine arguments of the vLLM 0.9 Gaudi fork that are not fields of the configs.
+"""Handle engine arguments of the vLLM 0.9 Gaudi fork, and of newer releases of vLLM, that are not
+fields of the configs.
 
-Scripts for the fork should keep working as far as possible. An argument that only tunes something
-that this engine lacks, or does by itself, is accepted with a warning. An argument that requests a
-missing feature is an error, because without the feature the results would differ or there would be
-none.
+Scripts and commands of model cards should keep working as far as possible. An argument that only
+tunes something that this engine lacks, or does by itself, is accepted with a warning. An argument
+that requests a missing feature is an error, because without the feature the results would differ or
+there would be none.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True)
 class CompatArgument:
-    """One argument of the fork."""
+    """One argument of the fork, or of a newer release."""
 
     name: str
     off: Any
@@ -50,6 +51,16 @@ def _missing(name: str, off: Any, reason: str, **more: Any) -> CompatArgument:
     return CompatArgument(name, off, reason, available=False, **more)
 
 
+def _all_ignored(reason: str, off: Any, names: str) -> Iterator[CompatArgument]:
+    for name in names.split():
+        yield _ignored(name, off, reason)
+
+
+def _all_missing(reason: str, off: Any, names: str) -> Iterator[CompatArgument]:
+    for name in names.split():
+        yield _missing(name, off, reason)
+
+
 _V0_ONLY = "it belongs to the V0 scheduler, which this version does not have"
 _NO_CUDA_GRAPHS = "this version does not use CUDA graphs"
 _TOKENIZER_POOL = "tokenisation runs in the frontend, without a pool"
@@ -64,6 +75,15 @@ _DP_LOCAL = (
     "replicas on other machines are started there by `vllm serve --headless`, and their workers "
     "are in a Ray cluster with --distributed-executor-backend ray, see docs/data_parallel.md"
 )
+_DEVICE = "the device decides which kernels run, and what is compiled and recorded"
+_EXPERTS = "the engine decides how experts are divided over ranks; outputs are the same"
+_RANKS = "the engine decides how ranks work together; outputs are the same"
+_STATES = "recurrent states are always float32, and the engine decides how they are stored"
+_MACHINES = (
+    "ranks on other machines are placed by Ray (--distributed-executor-backend ray), see "
+    "docs/data_parallel.md"
+)
+_OF_DECODER = "only the language model has adapters, which each request names"
 _MERGE = (
     "adapters are given with enable_lora and lora_modules, or with each request; the model may be "
     "quantized while it is loaded (quantization)"
@@ -84,6 +104,26 @@ def _read_compilation(given: Any) -> Any:
         level = getattr(content, "level", content)
     if level is not None and (type(level) is not int or not 0 <= level <= 3):
         raise ConfigError(f'must be a level from 0 to 3 or {{"level": 3, ...}}, got {given!r}')
+    return given
+
+
+_LOADER_KEYS = ("pattern", "qlora_adapter_name_or_path", "tensorizer_uri")
+"""Settings of loaders that choose which weights are read."""
+
+
+def _read_loader(given: Any) -> Any:
+    """Check the settings of a loader, as a dict or JSON: settings of speed have no effect."""
+    try:
+        content = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        content = None
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"must be a JSON object, got {given!r}")
+    if found := [key for key in _LOADER_KEYS if content.get(key)]:
+        raise ConfigError(
+            f"has the key {found[0]!r}, which chooses other weights: not available in this "
+            "version. Leave it out"
+        )
     return given
 
 
@@ -113,7 +153,7 @@ _ARGUMENTS = (
         "compilation_config",
         None,
         "the device decides what is compiled and recorded; enforce_eager turns both off",
-        aliases=("-O",),
+        aliases=("-O", "-cc"),
         read=_read_compilation,
     ),
     _ignored("additional_config", {}, "no device of this version uses it"),
@@ -174,15 +214,94 @@ _ARGUMENTS = (
     _missing(
         "config_format",
         "auto",
-        "a model is described by a config.json as transformers writes it; hf_config_path names one "
-        "outside the model's folder",
-        also_off=("hf",),
+        "a model is described by a config.json as transformers writes it, or by the params.json of "
+        "Mistral AI; hf_config_path names one outside the model's folder",
+        also_off=("hf", "mistral"),
     ),
-    _missing(
+    _ignored(
         "model_loader_extra_config",
         {},
-        "the loaders that load_format names have no settings",
+        "weights are read one tensor at a time",
+        read=_read_loader,
     ),
+    # Newer releases:
+    *_all_ignored(_DEVICE, {}, "attention_config kernel_config profiler_config"),
+    *_all_ignored(
+        _DEVICE, None, "moe_backend mamba_backend mm_encoder_attn_backend optimization_level"
+    ),
+    *_all_ignored(_DEVICE, None, "performance_mode max_cudagraph_capture_size"),
+    *_all_ignored(_DEVICE, (), "cudagraph_capture_sizes"),
+    *_all_ignored(_DEVICE, False, "enable_flashinfer_autotune enable_layerwise_nvtx_tracing"),
+    *_all_ignored(_EXPERTS, False, "enable_eplb"),
+    *_all_ignored(_EXPERTS, {}, "eplb_config"),
+    *_all_ignored(
+        _EXPERTS, None, "num_redundant_experts expert_placement_strategy all2all_backend"
+    ),
+    *_all_ignored(_RANKS, False, "enable_dbo disable_nccl_for_dp_synchronization"),
+    *_all_ignored(
+        _RANKS,
+        None,
+        "dbo_decode_token_threshold dbo_prefill_token_threshold ubatch_size "
+        "decode_context_parallel_size prefill_context_parallel_size "
+        "dcp_kv_cache_interleave_size cp_kv_cache_interleave_size",
+    ),
+    *_all_ignored(
+        _STATES,
+        None,
+        "mamba_cache_dtype mamba_ssm_cache_dtype mamba_cache_mode mamba_block_size",
+    ),
+    *_all_ignored(_STATES, False, "enable_mamba_cache_stochastic_rounding"),
+    *_all_ignored(_ENCODER_WHOLE, None, "mm_encoder_tp_mode"),
+    *_all_ignored(
+        "processed images are cached in the memory of the server",
+        None,
+        "mm_processor_cache_type mm_shm_cache_max_object_size_mb renderer_num_workers",
+    ),
+    *_all_ignored("a token is sent as soon as it is generated", None, "stream_interval"),
+    *_all_ignored("weights are read one tensor at a time", None, "safetensors_load_strategy"),
+    *_all_ignored(
+        "kv_transfer_config chooses where KV blocks are kept outside of the cache",
+        None,
+        "kv_offloading_size kv_offloading_backend",
+    ),
+    *_all_ignored("cpu_offload_gb keeps weights in host memory", None, "offload_backend"),
+    *_all_ignored(
+        "the engine decides which layers an adapter changes in a step",
+        False,
+        "specialize_active_lora",
+    ),
+    *_all_ignored("each engine writes one line of statistics", False, "aggregate_engine_logging"),
+    *_all_ignored(
+        "no quantization of this version is deprecated", False, "allow_deprecated_quantization"
+    ),
+    *_all_ignored("unknown variables are a warning", False, "fail_on_environ_validation"),
+    *_all_ignored("the reasoning parser knows the markers of thoughts", {}, "reasoning_config"),
+    *_all_ignored(
+        "a long prompt waits until its first part fits", False, "scheduler_reserve_full_isl"
+    ),
+    _missing(
+        "logprobs_mode",
+        "raw_logprobs",
+        "log-probabilities follow from the logits before temperature and penalties",
+    ),
+    *_all_missing(
+        "requests name logits processors, see --logits-processor-pattern",
+        (),
+        "logits_processors",
+    ),
+    *_all_missing(_OF_DECODER, {}, "default_mm_loras"),
+    *_all_missing(_OF_DECODER, False, "enable_tower_connector_lora"),
+    *_all_missing("the model gets all tokens of a video", None, "video_pruning_rate"),
+    *_all_missing("images stand where the chat template puts them", False, "interleave_mm_strings"),
+    *_all_missing(_DP_LOCAL, False, "data_parallel_hybrid_lb data_parallel_external_lb"),
+    _missing("nnodes", 1, _MACHINES),
+    *_all_missing(_MACHINES, None, "node_rank master_addr master_port"),
+    *_all_missing("weights are read once, when the engine starts", {}, "weight_transfer_config"),
+    *_all_missing("the encoder runs in the engine itself", {}, "ec_transfer_config"),
+    *_all_missing("the encoder runs in the engine itself", False, "mm_encoder_only"),
+    *_all_missing("outputs do not name experts", False, "enable_return_routed_experts"),
+    *_all_missing("the number of ranks is fixed while an engine runs", False, "enable_elastic_ep"),
+    *_all_missing("prompts and outputs are as the API defines them", None, "io_processor_plugin"),
     _missing("qlora_adapter_name_or_path", None, _MERGE),
     _missing(
         "enable_prompt_adapter",

@@ -15,6 +15,7 @@ from vllm import envs
 from vllm.config.fields import ConfigField, config_fields
 from vllm.engine.arg_utils import EngineArgs, add_compat_flag, add_flag, describe_default
 from vllm.engine.resolve.compat_args import CompatArgument, describe_refusal
+from vllm.engine.resolve.newer_args import with_own_names
 from vllm.entrypoints.shared.server_args import ServerArgs, from_settings
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
@@ -23,6 +24,19 @@ from vllm.utils import FlexibleArgumentParser
 logger = init_logger(__name__)
 
 _ONE_API_PROCESS = "one API process serves all requests"
+_LIMITS = "the server has limits of its own for the headers of a request"
+_H11 = ("h11_max_header_count", "h11_max_incomplete_event_size")
+_SWITCHES = (
+    ("enable_tokenizer_info_endpoint", "there is no route /tokenizer_info"),
+    ("enable_log_outputs", "only requests can be logged, with --log-requests"),
+    ("enable_log_deltas", "only requests can be logged, with --log-requests"),
+    ("log_error_stack", "the stack of an unexpected error is always logged"),
+    ("trust_request_chat_template", "a request may always bring a chat template"),
+    (
+        "exclude_tools_when_tool_choice_none",
+        "the tools of a request with tool_choice 'none' are never in its prompt",
+    ),
+)
 SERVER_COMPAT: Mapping[str, CompatArgument] = {
     argument.name: argument
     for argument in (
@@ -38,6 +52,20 @@ SERVER_COMPAT: Mapping[str, CompatArgument] = {
             False,
             "requests in progress are always counted",
             available=True,
+        ),
+        *(CompatArgument(name, False, reason, available=True) for name, reason in _SWITCHES),
+        *(CompatArgument(name, None, _LIMITS, available=True) for name in _H11),
+        CompatArgument(
+            "disable_access_log_for_endpoints",
+            None,
+            "--disable-uvicorn-access-log turns the log of requests off",
+            available=True,
+        ),
+        CompatArgument(
+            "tool_server",
+            None,
+            "the server runs no tools; it returns the calls of the model to the client",
+            available=False,
         ),
     )
 }
@@ -98,6 +126,7 @@ def read_args(args: argparse.Namespace) -> tuple[EngineArgs, ServerArgs]:
         if model != model_tag:
             raise ConfigError(f"the model is given twice: {model_tag!r}, and --model {model!r}")
         given["model"] = model_tag
+    given = with_own_names(given)
     for name, argument in SERVER_COMPAT.items():
         _take_compat(argument, given.pop(name, None))
     server = {name: given.pop(name) for name in _SERVER_FIELDS if name in given}
