@@ -75,7 +75,7 @@ class CPUOps(NativeOps):
     def __init__(self) -> None:
         library = load_cpu_kernels()
         self._kernels: dict[torch.dtype, Any] = {} if library is None else library.of
-        self._plain = None if library is None else library.plain
+        self._plain: Any = None if library is None else library.plain
         self._max_top_k = 0 if library is None else int(library.plain.kMaxTopK)
         self._max_groups = 0 if library is None else int(library.plain.kMaxExpertGroups)
         self._row_operations = {d: RowOperations(kernels) for d, kernels in self._kernels.items()}
