@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -134,8 +135,11 @@ def _pass_on_what_torch_logs() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def engines_share_the_process_that_compiles_grammars() -> Iterator[None]:
+def engines_share_the_process_that_compiles_grammars(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[None]:
     """Let all engines use one process for grammars, because its start takes over two seconds."""
+    from tests.late_grammars import LATE_GRAMMARS, run_first
     from vllm.structured_output import compiler
     from vllm.utils.process import deadline_worker
     from vllm.utils.process.fork_server import ForkServer
@@ -156,7 +160,33 @@ def engines_share_the_process_that_compiles_grammars() -> Iterator[None]:
         patch.setattr(compiler, "make_server", make_kept_server)
         # Start it with the first grammar: most engines compile none.
         patch.setattr(compiler.GrammarCompiler, "start", lambda *args, **kwargs: None)
+        folder = tmp_path_factory.mktemp("late-grammars")
+        for name, value in run_first(LATE_GRAMMARS, folder).items():
+            patch.setenv(name, value)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def programs_of_engines_are_forks() -> Iterator[None]:
+    """Let engines start their processes as forks of one process, because a new interpreter imports
+    modules for two seconds.
+    """
+    from tests.forked_programs import FORKS, start_programs_with
+
+    start_programs_with(FORKS)
+    yield
+    FORKS.close()
+    start_programs_with(subprocess.Popen)
+
+
+@pytest.fixture
+def new_interpreters() -> Iterator[None]:
+    """Start the processes of engines as users do, in new interpreters."""
+    from tests.forked_programs import FORKS, start_programs_with
+
+    start_programs_with(subprocess.Popen)
+    yield
+    start_programs_with(FORKS)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -44,7 +44,7 @@ def chat_server() -> Iterator[Server]:
     """Run a live server for the official clients, one for all modules; no request may run between
     two tests.
     """
-    with start_server(*CHAT_FLAGS, compiles_early=True) as server:
+    with start_server(*CHAT_FLAGS, compiles_early=True, is_fork=False) as server:
         yield server
 
 

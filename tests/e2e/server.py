@@ -18,6 +18,9 @@ from typing import Any
 
 import psutil
 
+from tests.forked_programs import FORKS, Fork
+from tests.late_grammars import EARLY, LATE_GRAMMARS, run_first
+
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 300
 END_TIMEOUT_S = 120
@@ -28,29 +31,6 @@ KEY = "secret"
 
 _PORTS = range(20_000, 32_000)
 """Below the ports that the system gives to connections."""
-
-_LATE_GRAMMARS = """
-import importlib.abc, importlib.util, sys
-
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != "vllm.structured_output.compiler":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        run = spec.loader.exec_module
-
-        def run_and_change(module):
-            run(module)
-            module.GrammarCompiler.start = lambda *args, **kwargs: None
-
-        spec.loader.exec_module = run_and_change
-        return spec
-
-sys.meta_path.insert(0, Finder())
-"""
-"""Python runs this first in each process of a server: the processes that compile grammars start
-with the first grammar. A start takes two seconds of processor time."""
 
 _HOLD_ENGINE = """
 import os, sys, time
@@ -72,7 +52,7 @@ class Server:
     """
 
     def __init__(
-        self, process: "subprocess.Popen[bytes]", port: int, log: Path, scratch: Path
+        self, process: "subprocess.Popen[bytes] | Fork", port: int, log: Path, scratch: Path
     ) -> None:
         self.process = process
         self.port = port
@@ -235,20 +215,11 @@ class EngineHold:
 
     def __init__(self, folder: Path) -> None:
         self._go = folder / "go"
-        self.variables = _run_first(_LATE_GRAMMARS + _HOLD_ENGINE, folder)
+        self.variables = run_first(LATE_GRAMMARS + _HOLD_ENGINE, folder)
 
     def release(self) -> None:
         """Let the engine processes start."""
         self._go.touch()
-
-
-def _run_first(code: str, folder: Path) -> dict[str, str]:
-    """Return environment variables with which Python runs this code, in a file of this folder,
-    when it starts.
-    """
-    (folder / "sitecustomize.py").write_text(code)
-    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 @contextlib.contextmanager
@@ -257,6 +228,7 @@ def start_server(
     variables: dict[str, str] | None = None,
     is_awaited: bool = True,
     compiles_early: bool = False,
+    is_fork: bool = True,
 ) -> Iterator[Server]:
     """Run `vllm serve` with flags, and with the bundled model unless the flags name another one.
 
@@ -269,15 +241,17 @@ def start_server(
         is_awaited: wait until it is ready.
         compiles_early: start the processes that compile grammars with the server, as users do.
             By default they start with the first grammar.
+        is_fork: fork the processes of the server from one that has imported their modules. False:
+            start new interpreters, as users do; it takes four seconds more of processor time.
     """
     with tempfile.TemporaryDirectory(prefix="serve-") as folder:
         log, port = Path(folder) / "log", free_port()
         scratch = Path(folder) / "tmp"
         scratch.mkdir()
-        late = {} if compiles_early else _run_first(_LATE_GRAMMARS, Path(folder))
+        late = {EARLY: "1"} if compiles_early else run_first(LATE_GRAMMARS, Path(folder))
         environment = {**os.environ, **late, **(variables or {}), "TMPDIR": str(scratch)}
         with log.open("wb") as output:
-            process = subprocess.Popen(
+            process = (FORKS if is_fork else subprocess.Popen)(
                 [*serve_command(), "--host", "127.0.0.1", "--port", str(port), *flags],
                 cwd=ROOT,
                 env=environment,

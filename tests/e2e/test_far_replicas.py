@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 
@@ -15,6 +14,7 @@ import pytest
 
 from tests.e2e.server import START_TIMEOUT_S, free_port, start_server, wait_until
 from tests.exhaustive import exhaustive
+from tests.forked_programs import FORKS
 
 pytestmark = pytest.mark.e2e
 
@@ -28,7 +28,7 @@ def machine(port: int, *flags: str, log):
     command += [*FLAGS, "--data-parallel-size-local", "1", "--data-parallel-start-rank", "1"]
     command += ["--data-parallel-rpc-port", str(port), *flags]
     with log.open("ab") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
+        process = FORKS(command, stdout=output, stderr=output)
         try:
             yield process
         finally:
@@ -76,7 +76,11 @@ def test_a_server_has_replicas_on_another_machine_which_may_be_lost_and_return(
                 thread.join()
             assert [status for status, _, _ in answers] == [200] * 6
             assert len({body.split(b'"text":')[1].split(b",")[0] for _, _, body in answers}) == 1
-            (core,) = psutil.Process(far.pid).children()
+            (core,) = (
+                each
+                for each in psutil.Process(far.pid).children()
+                if "vllm.engine.process.core_process" in each.cmdline()
+            )
             assert core.cpu_times().user > 0
             # Exhaustive: tests/engine/test_core_replicas.py starts a lost core again.
             if loses_core:

@@ -76,7 +76,7 @@ def flags(folder, tmp_path_factory):
 def server(folder, flags):
     (folder / "file.png").write_bytes(FILE)
     local = ("--allowed-local-media-path", str(folder))
-    with start_server(*flags, *local, "--enable-log-requests") as server:
+    with start_server(*flags, *local, "--enable-log-requests", is_fork=False) as server:
         yield server
 
 

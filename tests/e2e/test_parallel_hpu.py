@@ -126,6 +126,7 @@ def test_blocks_of_fp8_may_be_on_two_cards(family, tmp_path, monkeypatch):
         ),
     ],
 )
+@pytest.mark.usefixtures("new_interpreters")
 def test_stages_on_cards_give_the_tokens_of_the_cpu(name, settings, mode, tmp_path, monkeypatch):
     settings = {"pipeline_parallel_size": 2} | settings
     assert_cards_are_the_cpu(name, settings, mode, tmp_path, monkeypatch)

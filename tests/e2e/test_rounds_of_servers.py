@@ -178,7 +178,9 @@ def test_nothing_is_left_of_a_server(way):
     if way is restart_after_a_killed_rank:
         flags += ["--restart-engine", "1"]
     is_awaited = way is not end_in_the_start
-    with start_server(*flags, variables={MARK: mark}, is_awaited=is_awaited) as server:
+    with start_server(
+        *flags, variables={MARK: mark}, is_awaited=is_awaited, is_fork=False
+    ) as server:
         way(server)
         server.wait_for_exit()
         wait_until(lambda: not processes_of(mark))

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.e2e.server import ROOT
+from tests.forked_programs import FORKS
 
 pytestmark = pytest.mark.e2e
 
@@ -30,7 +31,7 @@ def start_batch(folder, *flags):
     command += ["-i", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl"), *flags]
     log = (folder / "log").open("wb")
     with log:
-        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        return FORKS(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
 
 
 def read_records(folder):

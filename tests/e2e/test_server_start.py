@@ -55,7 +55,9 @@ def engine_hold(tmp_path):
 def test_early_requests_wait_for_the_engine_and_a_signal_lets_running_ones_end(engine_hold, signum):
     """One server is used from start to end, because each start costs seconds of processor time."""
     variables = engine_hold.variables
-    with start_server("--shutdown-timeout", "300", is_awaited=False, variables=variables) as server:
+    with start_server(
+        "--shutdown-timeout", "300", is_awaited=False, variables=variables, is_fork=False
+    ) as server:
         server.wait_for("/livez")
         status, _, body = server.request("GET", "/readyz")
         assert status == 503 and json.loads(body)["status"] == "starting"

@@ -122,6 +122,7 @@ def test_a_rank_that_cannot_load_is_one_error_that_names_it(folder):
     assert_nothing_left(sorted(left), files)
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_a_rank_that_is_stopped_is_named_when_time_is_up(folder):
     files = named_files()
     # With bfloat16 weights a forward pass is one call into C++, which has to return when a rank

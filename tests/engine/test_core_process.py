@@ -45,6 +45,7 @@ async def generate(engine, request_id, **fields) -> list[int]:
     ]
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_it_computes_what_the_engine_in_process_does_and_leaves_nothing():
     from vllm import LLM
 
