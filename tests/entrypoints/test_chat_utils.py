@@ -5,6 +5,7 @@ import copy
 import pytest
 
 from tests.engine.tokenizers_for_tests import byte_level, metaspace
+from tests.loops import loop_over
 from vllm.entrypoints.chat_utils import ChatOptions, render_chat
 from vllm.entrypoints.conversation.messages import read_messages
 from vllm.errors import RequestError
@@ -63,6 +64,28 @@ def test_the_messages_of_the_caller_are_not_changed():
     before = copy.deepcopy(messages)
     render(messages, PARTS_TEMPLATE)
     assert messages == before
+
+
+@loop_over(
+    "content, text",
+    [
+        ("a", "a"),
+        ([], ""),
+        ({"a": "é"}, '{"a": "é"}'),
+        ([{"a": 1}, 2], '[{"a": 1}, 2]'),
+        (3, "3"),
+        (False, "false"),
+        ([{"text": "a", "score": 1}], '[{"text": "a", "score": 1}]'),
+        ({"type": "rain", "mm": 2}, '{"type": "rain", "mm": 2}'),
+        (["a", {"type": "text", "text": "b"}], "a\nb"),
+        ({"type": "text", "text": "b"}, "b"),
+        ([{"text": "b"}], "b"),
+    ],
+)
+def test_any_result_of_a_tool_is_text_for_the_model(content, text):
+    for message in ({"role": "tool", "tool_call_id": "1"}, {"role": "function", "name": "f"}):
+        template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+        assert render([USER, {**message, "content": content}], template) == "hi" + text
 
 
 @pytest.mark.parametrize(

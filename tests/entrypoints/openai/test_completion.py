@@ -49,6 +49,11 @@ def complete(client, **body):
     return response.json()
 
 
+def test_no_log_probabilities_may_also_be_false(client):
+    logprobs = [complete(client, logprobs=given)["choices"][0]["logprobs"] for given in (False, 0)]
+    assert logprobs[0] is None and logprobs[1]["tokens"]
+
+
 def test_a_text_is_continued(client, engine):
     body = complete(client, max_tokens=100)
     assert body["id"].startswith("cmpl-")

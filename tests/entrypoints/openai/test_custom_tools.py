@@ -260,15 +260,19 @@ def test_what_cannot_be_is_refused_by_its_name(fields, param, message):
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_only_the_allowed_tools_are_known_to_the_model(mode):
     allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "wait"}}, NAMED]}
-    body = ChatCompletionRequest.model_validate(
-        {
-            "messages": [{"role": "user", "content": "hi"}],
-            "tools": [*TOOLS, custom()],
-            "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed},
-        }
-    )
-    assert body.tool_choice == mode
-    assert [tool.function.name for tool in body.function_tools] == ["wait", "sql"]
+    flat = [{"type": "function", "name": "wait"}, {"type": "custom", "name": "sql"}]
+    # In the form of the chat API and of the Responses API, both in both routes.
+    for choice in ({"allowed_tools": allowed}, {"mode": mode, "tools": flat}):
+        choice = {"type": "allowed_tools", **choice}
+        tools = [*TOOLS, custom()]
+        chat_body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools}
+        of_chat = ChatCompletionRequest.model_validate({**chat_body, "tool_choice": choice})
+        response = ResponsesRequest.model_validate(
+            {"input": "hi", "tools": tools, "tool_choice": choice}
+        )
+        for body in (of_chat, as_chat_request(response, chat_body["messages"])):
+            assert body.tool_choice == mode
+            assert [tool.function.name for tool in body.function_tools] == ["wait", "sql"]
 
 
 def test_a_conversation_with_a_custom_call_goes_on():

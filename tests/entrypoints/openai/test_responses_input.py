@@ -69,6 +69,40 @@ def assistant(content="", **others):
             [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}],
             [assistant("no")],
         ),
+        (  # messages of the chat API
+            [
+                {"role": "user", "content": ["a", {"type": "text", "text": "b"}]},
+                {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]},
+                {"role": "tool", "tool_call_id": "c1", "content": ["2"]},
+                {"role": "assistant", "content": "two", "tool_calls": None},
+            ],
+            [
+                {"role": "user", "content": "a\nb"},
+                assistant(tool_calls=[TOOL_CALL]),
+                TOOL_MESSAGE,
+                assistant("two"),
+            ],
+        ),
+        (
+            [
+                assistant(
+                    "so",
+                    tool_calls=[
+                        {"id": "c1", "type": "custom", "custom": {"name": "p", "input": "x"}}
+                    ],
+                ),
+                {"role": "tool", "tool_call_id": "c1", "content": "2"},
+            ],
+            [
+                assistant(
+                    "so",
+                    tool_calls=[
+                        {"id": "c1", "type": "custom", "custom": {"name": "p", "input": "x"}}
+                    ],
+                ),
+                {**TOOL_MESSAGE, "name": "p"},
+            ],
+        ),
         (  # as some clients send back what was empty or an object
             [
                 {"role": "assistant", "content": None},
@@ -153,8 +187,15 @@ def test_places_are_those_of_the_request_that_continues_another():
         ([{"type": "item_reference"}], "input[0].id"),
         ([{"type": "shell_call", "call_id": 7}], "input[0].call_id"),
         ([{"type": ["message"]}], "input[0].type"),
-        ([{"role": "tool", "content": "a"}], "input[0].role"),
         ([{"role": "user"}], "input[0].content"),
+        ([{"role": "human", "content": "a"}], "input[0].role"),
+        ([{"role": "tool", "content": "a"}], "input[0].tool_call_id"),
+        ([{"role": "assistant", "tool_calls": [5]}], "input[0].tool_calls[0]"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "input[0].tool_calls[0].id"),
+        (
+            [{"role": "assistant", "tool_calls": [{"id": "c1"}]}],
+            "input[0].tool_calls[0].function.name",
+        ),
         ([{"role": "user", "content": 7}], "input[0].content"),
         ([{"role": "user", "content": [7]}], "input[0].content[0]"),
         (

@@ -50,6 +50,14 @@ def convert(**fields):
         ({"tool_choice": "auto"}, "tool_choice", "none"),
         ({"tools": [tool("f")]}, "tool_choice", "auto"),
         ({"tools": [tool("f")], "tool_choice": "required"}, "tool_choice", "required"),
+        # As clients write it that also use the chat API.
+        ({"max_tokens": 7}, "max_completion_tokens", 7),
+        ({"max_completion_tokens": 7, "max_output_tokens": 8}, "max_completion_tokens", 8),
+        ({"reasoning_effort": "low"}, "chat_template_kwargs", {"reasoning_effort": "low"}),
+        ({"tools": [tool("f")], "tool_choice": "any"}, "tool_choice", "required"),
+        ({"tools": [tool("f")], "tool_choice": {"type": "auto"}}, "tool_choice", "auto"),
+        ({"input": None, "messages": [{"role": "user", "content": "x"}]}, "n", 1),
+        ({"service_tier": "fast"}, "n", 1),
     ],
 )
 def test_a_field_of_a_response_is_one_of_a_chat(fields, name, wanted):
@@ -60,6 +68,25 @@ def test_a_schema_becomes_the_response_format():
     form = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
     wanted = convert(text={"format": form}).response_format
     assert (wanted.type, wanted.json_schema.json_schema) == ("json_schema", SCHEMA)
+
+
+def test_tools_choices_and_formats_may_have_the_form_of_the_chat_api():
+    function = {"name": "f", "parameters": SCHEMA}
+    grammar = {"syntax": "regex", "definition": "a+"}
+    body = convert(
+        tools=[
+            {"type": "function", "function": function},
+            {
+                "type": "custom",
+                "custom": {"name": "p", "format": {"type": "grammar", "grammar": grammar}},
+            },
+        ],
+        tool_choice={"type": "function", "function": {"name": "f"}},
+        response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}},
+    )
+    assert [each.function.name for each in body.function_tools] == ["f", "p"]
+    assert body.custom_tools["p"].grammar.definition == "a+" and body.named_tool == "f"
+    assert body.response_format.given_schema == SCHEMA
 
 
 def test_a_named_function_has_to_be_called():

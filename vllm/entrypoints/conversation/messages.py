@@ -12,6 +12,7 @@ In this form:
 Independent of the template.
 """
 
+import json
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -36,7 +37,8 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 """Type of a content part -> the key of its text."""
 _THOUGHT_PARTS = {"thinking": "thinking", "reasoning": "text"}
 """Type of a content part that is a thought, in other APIs -> the key of its text."""
-_MAY_BE_SILENT = ("assistant", "tool", "function")
+_RESULT_ROLES = ("tool", "function")
+_MAY_BE_SILENT = ("assistant", *_RESULT_ROLES)
 """Roles whose messages may have no content: a call needs none, and a tool may return nothing."""
 
 
@@ -97,6 +99,8 @@ def _read_message(where: str, given: Any, media: MediaParts) -> Message:
             )
     if role == "assistant" and isinstance(message.get("content"), list):
         _take_thoughts(message)
+    if role in _RESULT_ROLES and "content" in message:
+        message["content"] = _result_content(message["content"])
     if "content" in message:
         message["content"] = _read_content(f"{where}.content", message["content"], media)
     elif role in _MAY_BE_SILENT:
@@ -177,7 +181,7 @@ def link_results(conversation: Sequence[Message]) -> None:
             waiting[call["id"]] = None
             for name in (None, call["function"]["name"]):
                 by_name[name].append(call["id"])
-        if message["role"] not in ("tool", "function"):
+        if message["role"] not in _RESULT_ROLES:
             continue
         message["role"] = "tool"
         call_id = message.get("tool_call_id")
@@ -204,6 +208,26 @@ def join_texts(parts: Sequence[Part]) -> Content:
     if all(part["type"] == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)
     return list(parts)
+
+
+def _result_content(content: Any) -> Any:
+    """Return the content of a tool's result. A result that is neither text nor parts becomes JSON
+    text, because clients send what their function returned.
+    """
+    if isinstance(content, str) or content == []:
+        return content
+    if isinstance(content, list):
+        is_parts = all(isinstance(part, str) or _is_part(part) for part in content)
+    else:
+        is_parts = _is_part(content) and content.get("type") in _TEXT_PARTS
+        content = [content] if is_parts else content
+    return content if is_parts else json.dumps(content, ensure_ascii=False)
+
+
+def _is_part(given: Any) -> bool:
+    if not isinstance(given, Mapping):
+        return False
+    return isinstance(given.get("type", media_type(given)), str) or given.keys() == {"text"}
 
 
 def _read_content(where: str, content: Any, media: MediaParts) -> Content:

@@ -60,7 +60,7 @@ _RAISED = ("value_error", "assertion_error")
 """Codes of exceptions that a validator has raised; their text is the message."""
 _MEANT = {
     "messages": ("prompt", "input"),
-    "prompt": ("messages", "input", "text", "inputs"),
+    "prompt": ("messages", "input", "text", "inputs", "content"),
     "input": ("messages", "prompt", "inputs", "texts", "text", "content", "documents"),
     "documents": ("texts", "passages", "docs", "input"),
     "query": ("queries", "text", "input"),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from vllm.entrypoints.http.request_limits import (
     PROMPTS,
@@ -127,6 +127,12 @@ class CompletionRequest(SamplingFields):
         for name in ("echo", "use_beam_search"):
             if getattr(self, name):
                 raise field_error(name, "not available with prompt_embeds, which has no tokens")
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _read_logprobs(cls, logprobs: Any) -> Any:
+        """Read false as no log-probabilities, as in the chat API. As a number it would be 0."""
+        return None if logprobs is False else logprobs
 
     def _check_suffix(self) -> None:
         for name in ("prompt_embeds", "echo", "use_beam_search", "truncate_prompt_tokens"):

@@ -37,7 +37,7 @@ class PoolingFields(RequestBody):
     """Fields that all requests to pooling models share."""
 
     model: str | None = None
-    user: str | None = None
+    user: Json = None
     truncate_prompt_tokens: Truncation | None = None
     additional_data: Json | None = None
     priority: Int64 = 0

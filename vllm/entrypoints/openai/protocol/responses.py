@@ -4,7 +4,7 @@ read.
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from vllm.entrypoints.http.request_limits import STOP, TOOLS, Limit, Limits
 from vllm.entrypoints.openai.protocol.accepts import accepts
@@ -16,8 +16,10 @@ from vllm.entrypoints.openai.protocol.base import (
     ListOf,
     RequestBody,
     RequestModel,
+    read_other_names,
 )
 from vllm.entrypoints.openai.protocol.sampling import BoundedNumberFields, StopStrings
+from vllm.entrypoints.openai.protocol.tools import CHOICE_WORDS
 from vllm.errors import RequestError
 
 MetadataKey = Annotated[str, StringConstraints(max_length=64)]
@@ -92,7 +94,7 @@ class ResponsesRequest(BoundedNumberFields, RequestBody):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    service_tier: str | None = None
 
     conversation: Json = None
     moderation: Json = None
@@ -107,10 +109,37 @@ class ResponsesRequest(BoundedNumberFields, RequestBody):
 
     LIMITS: ClassVar[Limits] = {
         "input": (Limit("max_messages", "items"),),
+        "messages": (Limit("max_messages", "messages"),),
         "tools": TOOLS,
         "stop": STOP,
         "include": (Limit("max_request_values", "names"),),
     }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_dialects(cls, data: Any) -> Any:
+        """Read fields under the names that they have in the chat API."""
+        names = dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens")
+        data = read_other_names(data, {"messages": "input", **names})
+        if not isinstance(data, dict):
+            return data
+        wanted, text = data.get("response_format"), data.get("text") or {}
+        if isinstance(wanted, dict) and isinstance(text, dict) and not text.get("format"):
+            nested = wanted.get("json_schema")
+            nested = nested if isinstance(nested, dict) else {}
+            data = {**data, "text": {**text, "format": {**wanted, **nested}}}
+            del data["response_format"]
+        if data.get("reasoning_effort") and not data.get("reasoning"):
+            data = {**data, "reasoning": {"effort": data["reasoning_effort"]}}
+            del data["reasoning_effort"]
+        return data
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _read_choice(cls, choice: Any) -> Any:
+        """Read a choice in another form: `any`, or an object instead of a word."""
+        kind = choice.get("type") if isinstance(choice, dict) else choice
+        return CHOICE_WORDS.get(kind, choice) if isinstance(kind, str) else choice
 
     def response_format(self) -> dict[str, Any] | None:
         """Return the format of the answer as `response_format` of the chat API; None: any text.

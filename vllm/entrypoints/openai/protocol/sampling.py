@@ -225,7 +225,7 @@ class SamplingFields(NumberFields, GuidedFields, RequestBody):
     length_penalty: float | None = 1.0
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    user: Json = None
     echo: bool | None = False
     priority: Int32 | None = 0
     request_id: RequestId = Field(default_factory=random_id)

@@ -233,7 +233,7 @@ ToolChoice = Annotated[
     ),
 ]
 _CHOICE_TYPES = (*_OWN_TYPES, "allowed_tools")
-_CHOICE_WORDS = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
+CHOICE_WORDS = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
 """Type of a tool choice that is a word -> the word of the chat API."""
 PlainChoice = Literal["none", "auto", "required"] | ChatCompletionNamedToolChoiceParam
 
@@ -248,12 +248,15 @@ def read_choice(choice: Any) -> Any:
     if not isinstance(choice, dict):
         return "required" if choice == "any" else choice
     kind, name = choice.get("type"), choice.get("name")
-    if isinstance(kind, str) and kind in _CHOICE_WORDS and name is None:
-        return _CHOICE_WORDS[kind]
+    if isinstance(kind, str) and kind in CHOICE_WORDS and name is None:
+        return CHOICE_WORDS[kind]
     if kind == "tool" and isinstance(name, str):
         return {"type": "function", "function": {"name": name}}
-    if kind in _OWN_TYPES and isinstance(name, str) and kind not in choice:
-        return {"type": kind, kind: {"name": name}}
+    if kind in _OWN_TYPES:
+        return _nested(choice)
+    if kind == "allowed_tools" and isinstance(choice.get("tools"), list):
+        own = {"mode": choice.get("mode"), "tools": list(map(_nested, choice["tools"]))}
+        return {"type": kind, "allowed_tools": own}
     if isinstance(kind, str) and kind not in _CHOICE_TYPES:
         raise field_error(
             "type",
@@ -261,6 +264,14 @@ def read_choice(choice: Any) -> Any:
             "not run",
         )
     return choice
+
+
+def _nested(tool: Any) -> Any:
+    """Return the name of a tool in the form of the chat API. In the Responses API it is flat."""
+    if not isinstance(tool, dict) or tool.get("type") not in _OWN_TYPES:
+        return tool
+    kind, name = tool["type"], tool.get("name")
+    return {"type": kind, kind: {"name": name}} if name and kind not in tool else tool
 
 
 ReadTools = tuple[list[ChatCompletionToolsParam], dict[str, CustomToolDefinition]]

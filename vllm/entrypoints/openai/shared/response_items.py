@@ -38,6 +38,8 @@ _CLIENT_CALLS = {
 """Type of a call of a tool that the client runs -> name of the tool, key of the arguments."""
 _CLIENT_OUTPUTS = tuple(f"{kind}_output" for kind in _CLIENT_CALLS)
 _ROLES = ("user", "assistant", "system", "developer")
+_OUTPUT_ROLES = ("tool", "function")
+"""Roles of messages of the chat API that are outputs of calls."""
 _TEXT_PARTS = {
     "input_text": "text",
     "output_text": "text",
@@ -48,6 +50,8 @@ _TEXT_PARTS = {
 }
 """Type of a content part -> the key of its text."""
 _IMAGE_PART = "input_image"
+_IMAGE_KINDS = (_IMAGE_PART, "image_url")
+"""Types of image parts; the second one is the type of the chat API."""
 _AUDIO_PART = "input_audio"
 _MAX_ID_LENGTH = 256
 
@@ -62,7 +66,7 @@ def read_input(given: str | Sequence[Any]) -> list[Item]:
 
     Args:
         given: the text of one user message, or a list of items. Content may be a string or text
-            parts.
+            parts. Messages of the chat API, their calls and outputs are also read.
 
     Raises:
         RequestError: an item is malformed or its kind is not supported; names its position.
@@ -71,7 +75,11 @@ def read_input(given: str | Sequence[Any]) -> list[Item]:
         return [_message_item(new_id("msg"), "user", [{"type": "input_text", "text": given}])]
     if not given:
         raise RequestError("input must not be empty", param="input")
-    return [_read_item(f"input[{i}]", item) for i, item in enumerate(given)]
+    return [
+        _read_item(f"input[{i}]", item)
+        for i, message in enumerate(given)
+        for item in _items_of_message(f"input[{i}]", message)
+    ]
 
 
 def as_messages(
@@ -315,6 +323,36 @@ class _Conversation:
         return last
 
 
+def _items_of_message(where: str, given: Any) -> list[Any]:
+    """Return the items that are equal to a message of the chat API; an item itself otherwise."""
+    if not isinstance(given, Mapping) or given.get("type") not in (None, "message"):
+        return [given]
+    if given.get("role") in _OUTPUT_ROLES:
+        key = "tool_call_id" if given["role"] == "tool" else "name"
+        output = {"type": "function_call_output", "call_id": read_string(where, given, key)}
+        return [{**output, "output": given.get("content")}]
+    calls = given.get("tool_calls")
+    if given.get("role") != "assistant" or not isinstance(calls, list) or not calls:
+        return [given]
+    message = {key: value for key, value in given.items() if key != "tool_calls"}
+    found = [message] if message.get("content") else []
+    return [*found, *(_item_of_call(f"{where}.tool_calls[{i}]", c) for i, c in enumerate(calls))]
+
+
+def _item_of_call(where: str, call: Any) -> Item:
+    if not isinstance(call, Mapping):
+        raise RequestError(f"{where} must be an object, got {show_value(call)}", param=where)
+    kind = "custom" if call.get("type") == "custom" else "function"
+    details = call.get(kind)
+    details = details if isinstance(details, Mapping) else {}
+    return {
+        "type": "custom_tool_call" if kind == "custom" else "function_call",
+        "call_id": read_string(where, call, "id"),
+        **details,
+        "name": read_string(f"{where}.{kind}", details, "name"),
+    }
+
+
 def _read_item(where: str, given: Any) -> Item:
     if not isinstance(given, Mapping):
         raise RequestError(f"{where} must be an object, got {show_value(given)}", param=where)
@@ -410,7 +448,7 @@ def _read_input_parts(where: str, given: Any) -> list[Part]:
     parts: list[Part] = []
     for i, part in enumerate(_as_parts(where, given)):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == _IMAGE_PART:
+        if kind in _IMAGE_KINDS:
             parts.append(_read_image(f"{where}[{i}]", part))
         elif kind == _AUDIO_PART:
             parts.append({"type": kind, kind: part.get(kind)})
@@ -434,9 +472,11 @@ def _as_parts(where: str, given: Any) -> Sequence[Any]:
 
 
 def _read_text(where: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str):
-        raise RequestError(f"{where} must be an object with a type", param=where)
+        raise RequestError(f"{where} must be a string or an object with a type", param=where)
     if kind not in _TEXT_PARTS:
         raise RequestError(
             f"{where}.type must be input_text, or input_image or input_audio in a message of the "
