@@ -65,10 +65,10 @@ def test_an_empty_value_means_not_set(name):
     ("name", "value", "accepted"),
     [
         ("VLLM_CPU_KERNELS", "maybe", "0, 1, true or false"),
-        ("VLLM_CPU_KVCACHE_SPACE", "4GB", "a number"),
-        ("VLLM_CPU_KVCACHE_SPACE", "nan", "a number"),
-        ("VLLM_CPU_KVCACHE_SPACE", "inf", "a number"),
-        ("VLLM_CPU_KVCACHE_SPACE", "-1", "at least 0"),
+        ("VLLM_CPU_KVCACHE_SPACE", "4GB", "a number of at least 0"),
+        ("VLLM_CPU_KVCACHE_SPACE", "nan", "a number of at least 0"),
+        ("VLLM_CPU_KVCACHE_SPACE", "inf", "a number of at least 0"),
+        ("VLLM_CPU_KVCACHE_SPACE", "-1", "a number of at least 0"),
         ("VLLM_TARGET_DEVICE", "cuda", "one of hpu, cpu"),
         ("VLLM_LOGGING_LEVEL", "LOUD", "one of DEBUG, INFO, WARNING, ERROR, CRITICAL"),
     ],
@@ -82,11 +82,25 @@ def test_a_bad_value_names_variable_value_and_accepted_form(name, value, accepte
 @pytest.mark.parametrize(
     ("name", "value", "accepted"),
     [
-        ("VLLM_GRAPH_RESERVED_MEM", "1.5", "at most 1"),
-        ("VLLM_GRAPH_PROMPT_RATIO", "-0.1", "at least 0"),
-        ("VLLM_DECODE_BS_BUCKET_STEP", "0", "at least 1"),
-        ("VLLM_GC_THR_GEN1", "1e3", "an integer"),
-        ("VLLM_GC_THR_GEN1", "9" * 20, "at most 2147483647"),
+        ("VLLM_GRAPH_RESERVED_MEM", "100.5", "a number from 0 to 1$"),
+        (
+            "VLLM_GRAPH_RESERVED_MEM",
+            "10%",
+            "a number from 0 to 1. It is a fraction: write 10 % as 0.1",
+        ),
+        (
+            "VLLM_GRAPH_PROMPT_RATIO",
+            "30",
+            "a number from 0 to 1. It is a fraction: write 30 % as 0.3",
+        ),
+        ("VLLM_GRAPH_PROMPT_RATIO", "-0.1", "a number from 0 to 1$"),
+        ("VLLM_GRAPH_PROMPT_RATIO", "'0.3'", "a number from 0 to 1. Remove the quotation marks"),
+        ("VLLM_SKIP_WARMUP", '"true"', "0, 1, true or false. Remove the quotation marks"),
+        ("VLLM_SKIP_WARMUP", "true # for now", "0, 1, true or false. Remove the comment"),
+        ("VLLM_TARGET_DEVICE", "'hpu'", "one of hpu, cpu. Remove the quotation marks"),
+        ("VLLM_DECODE_BS_BUCKET_STEP", "0", "an integer of at least 1"),
+        ("VLLM_GC_THR_GEN1", "1e3", "an integer of at least 0$"),
+        ("VLLM_GC_THR_GEN1", "9" * 20, "an integer from 0 to 2147483647"),
         (
             "VLLM_BUCKETING_STRATEGY",
             "even",
@@ -124,6 +138,41 @@ def test_unknown_names_are_reported_with_the_nearest_known_one():
         "VLLM_CPU_KERNEL": "VLLM_CPU_KERNELS",
         "VLLM_QUITE_ELSE": None,
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("PT_HPU_LAZYMODE", "PT_HPU_LAZY_MODE"),
+        ("PT_HPU_RECIPE_CACHE_CONF", "PT_HPU_RECIPE_CACHE_CONFIG"),
+        ("PT_HPU_GRAPH_DISABLE_TENSOR_CACHE", "PT_HPUGRAPH_DISABLE_TENSOR_CACHE"),
+        ("HABANA_VISIBLE_MODULE", "HABANA_VISIBLE_MODULES"),
+        ("QUANT_CONFIGS", "QUANT_CONFIG"),
+        ("PT_HPU_METRICS_FILE", None),  # the bridge has many more than this package knows
+        ("PT_HPU_LAZY_MODE", None),
+        ("OTHER_PT_HPU_LAZYMODE", None),
+    ],
+)
+def test_a_misspelt_name_of_other_software_is_reported(name, nearest):
+    assert envs.misspelt({name: "1"}) == ({} if nearest is None else {name: nearest})
+
+
+def test_variables_of_kubernetes_services_are_not_taken_for_settings():
+    """A pod has them for each service; ours in examples/kubernetes is called vllm."""
+    environ = {
+        "VLLM_SERVICE_HOST": "10.0.0.1",
+        "VLLM_SERVICE_PORT": "80",
+        "VLLM_SERVICE_PORT_HTTP": "80",
+        "VLLM_PORT": "tcp://10.0.0.1:80",
+        "VLLM_PORT_80_TCP": "tcp://10.0.0.1:80",
+        "VLLM_PORT_80_TCP_ADDR": "10.0.0.1",
+        "VLLM_LLAMA_8B_SERVICE_HOST": "10.0.0.2",
+        "VLLM_LLAMA_8B_PORT_8000_TCP_PROTO": "tcp",
+    }
+    assert envs.unknown(environ) == {} and envs.without_effect(environ) == []
+    del environ["VLLM_SERVICE_HOST"], environ["VLLM_LLAMA_8B_SERVICE_HOST"]
+    assert len(envs.unknown(environ)) == 5
+    assert [variable.name for variable in envs.without_effect(environ)] == ["VLLM_PORT"]
 
 
 def test_a_report_shows_settings_and_hides_secrets():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from transformers import WhisperFeatureExtractor
@@ -74,6 +75,8 @@ def make_tiny_audio(family: str, folder: Path, *, seed: int = 0, **text: Any) ->
     """
     made = FAMILIES[family]
     tokenizer = make_tokenizer(made.token, *made.others, chat_image=made.in_text)
+    if not hasattr(transformers, made.architecture):
+        pytest.skip(f"this transformers has no {made.architecture}")
     model_class = getattr(transformers, made.architecture)
     config = model_class.config_class(
         text_config=spelled({**TEXT, **made.text, "vocab_size": len(tokenizer), **text}),

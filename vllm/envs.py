@@ -11,6 +11,7 @@ bridge.
 
 import difflib
 import os
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -360,8 +361,9 @@ class Envs:
     )
     PT_HPU_LAZY_MODE: bool | None = _execution(
         None,
-        "1: lazy mode (HPU graphs). 0: eager mode (torch.compile). Read by the Habana bridge. "
-        "Default: the default of the bridge; 0 on a simulated card.",
+        "1: lazy mode (HPU graphs). 0: eager mode (torch.compile). Read by the Habana bridge, to "
+        "which another word, such as true, is passed on as 1 or 0. Default: the default of the "
+        "bridge; 0 on a simulated card.",
     )
     PT_HPUGRAPH_DISABLE_TENSOR_CACHE: bool | None = _execution(
         None,
@@ -638,8 +640,12 @@ BRIDGE_SETTINGS_MARK = "_VLLM_BRIDGE_SETTINGS"
 processes inherit them, and could not tell them from the user's."""
 
 
+_SPELT_AS_NUMBERS = ("PT_HPU_LAZY_MODE", "PT_HPU_METRICS_GC_DETAILS")
+
+
 def export_bridge_settings(is_lazy: bool | None = None) -> list[BridgeSetting]:
-    """Set the variables of `BRIDGE_SETTINGS` that are not set yet, or empty.
+    """Set the variables of `BRIDGE_SETTINGS` that are not set yet, or empty, and spell the switches
+    of the bridge as it documents them: a value such as `true` becomes 1.
 
     Args:
         is_lazy: the mode that the bridge reports; None: not known yet, so PT_HPU_LAZY_MODE decides,
@@ -648,6 +654,9 @@ def export_bridge_settings(is_lazy: bool | None = None) -> list[BridgeSetting]:
     Returns:
         The settings that were set now.
     """
+    for name in _SPELT_AS_NUMBERS:
+        if (is_on := WORDS.get(os.environ.get(name, "").strip().lower())) is not None:
+            os.environ[name] = str(int(is_on))
     if is_lazy is None:
         is_lazy = _said_mode()
     made = [setting for setting in bridge_settings(is_lazy) if not os.environ.get(setting.name)]
@@ -753,13 +762,11 @@ def aliases_of(name: str) -> tuple[str, ...]:
 
 def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
     """Return unknown `VLLM_*` variables that are set, each with the most similar known name or
-    None.
+    None. Variables that Kubernetes sets for a service called vllm or vllm-... are left out.
     """
     environ = os.environ if environ is None else environ
-    declared = _declared()
-    known = declared | COMPAT_VARIABLES.keys()
-    known |= {alias for name in declared for alias in aliases_of(name)}
-    known |= {name for reader in OTHER_READERS for name in reader.names}
+    known, declared = _known(), _declared()
+    known |= _of_services(environ)
     candidates = [n.removeprefix(_PREFIX) for n in sorted(declared) if n.startswith(_PREFIX)]
     nearest: dict[str, str | None] = {}
     for name in sorted(environ):
@@ -769,6 +776,50 @@ def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
             near = difflib.get_close_matches(short, candidates, n=1, cutoff=0.7)
             nearest[name] = _PREFIX + near[0] if near else None
     return nearest
+
+
+def misspelt(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables that are set, do not begin with `VLLM_` and are nearly the name of a
+    known variable, each with that name.
+
+    Other names are not reported: other software may read them.
+    """
+    environ = os.environ if environ is None else environ
+    known = _known()
+    candidates = [name for name in known if name.startswith(_MISSPELT_PREFIXES)]
+    found: dict[str, str] = {}
+    for name in sorted(environ):
+        if name.startswith(_MISSPELT_PREFIXES) and name not in known:
+            for near in difflib.get_close_matches(name, candidates, n=1, cutoff=0.93):
+                found[name] = near
+    return found
+
+
+_MISSPELT_PREFIXES = ("PT_HPU", "HABANA_VISIBLE", "QUANT_")
+
+
+def _known() -> set[str]:
+    """Return the names of all variables that this package lists, for itself or other software."""
+    declared = _declared()
+    known = declared | COMPAT_VARIABLES.keys()
+    known |= {alias for name in declared for alias in aliases_of(name)}
+    return known | {name for reader in OTHER_READERS for name in reader.names}
+
+
+_SERVICE_HOST = "_SERVICE_HOST"
+
+
+def _of_services(environ: Mapping[str, str]) -> set[str]:
+    """Return the variables that Kubernetes sets in a pod for each service, such as
+    VLLM_SERVICE_HOST and VLLM_PORT_80_TCP for the service vllm.
+    """
+    services = [
+        name.removesuffix(_SERVICE_HOST)
+        for name in environ
+        if name.startswith(_PREFIX) and name.endswith(_SERVICE_HOST)
+    ]
+    forms = [rf"{re.escape(s)}_(SERVICE_(HOST|PORT)|PORT$|PORT_\d+_)" for s in services]
+    return {name for name in environ if any(re.match(form, name) for form in forms)}
 
 
 def without_effect(environ: Mapping[str, str] | None = None) -> list[CompatVariable]:
@@ -785,7 +836,12 @@ def refused(environ: Mapping[str, str] | None = None) -> list[CompatVariable]:
 
 def _asked(environ: Mapping[str, str] | None) -> list[CompatVariable]:
     environ = os.environ if environ is None else environ
-    values = ((variable, environ.get(name, "")) for name, variable in COMPAT_VARIABLES.items())
+    of_services = _of_services(environ)
+    values = (
+        (variable, environ.get(name, ""))
+        for name, variable in COMPAT_VARIABLES.items()
+        if name not in of_services
+    )
     return [v for v, raw in values if (word := raw.strip().lower()) and not _is_same(v, word)]
 
 

@@ -122,6 +122,8 @@ def _configure() -> None:
     for name, nearest in envs.unknown().items():
         hint = f"; did you mean {nearest}?" if nearest else ""
         root.warning("environment variable %s is not known and has no effect%s", name, hint)
+    for name, nearest in envs.misspelt().items():
+        root.warning("environment variable %s is not known; did you mean %s?", name, nearest)
 
 
 def configure_again(log_format: str) -> None:

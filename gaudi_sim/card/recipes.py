@@ -10,14 +10,13 @@ import hashlib
 import os
 from pathlib import Path
 
-from vllm.errors import ConfigError
+from vllm.env.recipe_folder import RecipeFolder
 from vllm.logger import init_logger
 from vllm.utils.files.whole_file import write_whole
 
 logger = init_logger(f"vllm.{__name__}")  # the log shows loggers of `vllm` only
 
 _VARIABLE = "PT_HPU_RECIPE_CACHE_CONFIG"
-_DEFAULT_MAX_BYTES = 1024 * 2**20
 _SUFFIX = ".recipe"
 
 
@@ -27,37 +26,24 @@ class RecipeCache:
     Any number of processes may use a folder at the same time.
     """
 
-    def __init__(self, folder: Path, *, max_bytes: int = _DEFAULT_MAX_BYTES) -> None:
+    def __init__(self, folder: Path, *, max_bytes: int = 2**30) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
         self._has_failed = False
 
     @classmethod
     def from_config(cls, config: str) -> "RecipeCache | None":
-        """Parse `path,delete at start,size in MB[,on NFS]`; None if it has no path.
-
-        Everything after the path may be left out; the NFS setting has no effect.
+        """Open the folder that PT_HPU_RECIPE_CACHE_CONFIG describes; None if it names none.
 
         Raises:
             ConfigError: the text has another format, or the folder cannot be created.
         """
-        path, *options = [part.strip() for part in config.split(",")]
-        delete, size, nfs, *rest = [*options, "", "", ""]
-        flags = {"true": True, "1": True, "false": False, "0": False, "": False}
-        is_size = size == "" or (size.isdecimal() and int(size) > 0)
-        if any(rest) or not is_size or not {delete.lower(), nfs.lower()} <= flags.keys():
-            raise ConfigError(
-                f"{_VARIABLE}={config!r} is not `path,delete at start,size in MB`, "
-                f"such as /tmp/recipes,false,1024"
-            )
-        if not path:
+        folder = RecipeFolder.parse(config)
+        if folder is None:
             return None
-        cache = cls(Path(path), max_bytes=int(size) * 2**20 if size else _DEFAULT_MAX_BYTES)
-        try:
-            cache._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{_VARIABLE}={config!r}: {error}") from error
-        if flags[delete.lower()]:
+        folder.make()
+        cache = cls(folder.path, max_bytes=folder.max_bytes)
+        if folder.is_emptied:
             cache.clear()
         return cache
 

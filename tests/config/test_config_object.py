@@ -15,6 +15,15 @@ def model_config(folder) -> ModelConfig:
     return ModelConfig(model=str(folder), arch=ModelArch.from_hf(completed))
 
 
+def reads_what_it_writes(config):
+    """Return whether transformers accepts the values of a config; older releases refuse DBRX's."""
+    try:
+        type(config).from_dict(config.to_dict())
+    except ValueError:
+        return False
+    return True
+
+
 def test_the_object_of_each_family_is_the_one_of_transformers(tmp_path):
     for family in ALL_FAMILIES:
         written = tiny_config(family)
@@ -24,6 +33,8 @@ def test_the_object_of_each_family_is_the_one_of_transformers(tmp_path):
         written.architectures = [name]
         written.save_pretrained(tmp_path)
         wanted = transformers.AutoConfig.from_pretrained(tmp_path)
+        if not reads_what_it_writes(wanted):
+            continue
         config = model_config(tmp_path)
         found = config.hf_config
         assert type(found) is type(wanted), family
@@ -37,7 +48,9 @@ def test_the_object_of_a_model_with_images_has_both_parts(tmp_path, kind):
     text = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
     text |= {"num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 100}
     names = {"Qwen2VLConfig": "Qwen2VLForConditionalGeneration"}
-    written = getattr(transformers, kind)(text_config=text)
+    kind_class = getattr(transformers, kind)
+    has_text_part = "text_config" in kind_class.sub_configs  # not in older releases
+    written = kind_class(**({"text_config": text} if has_text_part else text))
     written.architectures = [
         names.get(kind, kind.replace("Config", "ForConditionalGeneration")),
     ]

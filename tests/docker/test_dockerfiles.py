@@ -132,13 +132,17 @@ def test_the_image_starts_with_the_entry_script_and_serves_by_default(instructio
         (["/models/a"], ["serve", "/models/a"]),
         (["sh", "-c", "vllm generate --chat"], ["generate", "--chat"]),
         (["/bin/sh", "-c", "vllm serve"], ["serve"]),
+        (["ray", "start", "--head"], ["ray", "start", "--head"]),
+        (["pip", "list"], ["pip", "list"]),
     ],
 )
 def test_flags_alone_start_the_server_and_a_subcommand_is_run(tmp_path, arguments, command):
     """Check which command `docker run IMAGE ARGUMENTS` runs."""
-    program = tmp_path / "vllm"
-    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    program.chmod(0o755)
+    for name in ("vllm", "ray", "pip"):
+        program = tmp_path / name
+        first = "" if name == "vllm" else f"printf '%s\\n' {name}\n"
+        program.write_text(f'#!/bin/sh\n{first}printf "%s\\n" "$@"\n')
+        program.chmod(0o755)
     done = subprocess.run(
         ["sh", ROOT / "tools" / "image_entrypoint.sh", *arguments],
         env={"PATH": f"{tmp_path}:/usr/bin:/bin"},

@@ -1,5 +1,6 @@
 """Test how a client sees the process of a core, without a core."""
 
+import errno
 import os
 import socket
 import subprocess
@@ -47,6 +48,15 @@ def test_a_core_that_does_not_end_does_not_hold_up_the_event_loop(monkeypatch, c
     client.process.released.set()
     reaper.join()
     assert client.process.stdin.closed
+
+
+def test_a_machine_without_a_folder_for_temporary_files_is_an_error_of_one_line(monkeypatch):
+    def read_only(**options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(socket_folder.tempfile, "mkdtemp", read_only)
+    with pytest.raises(ConfigError, match=r"Read-only file system.* Set TMPDIR to a folder"):
+        socket_folder.make_address()
 
 
 def test_a_folder_of_a_socket_is_removed_with_the_socket():

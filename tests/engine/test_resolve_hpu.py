@@ -106,7 +106,8 @@ def test_decode_reads_a_slice_where_blocks_can_be_kept_together(
         ("sparse", "1", "exponential", 1),
         ("exp", "0", "linear", 1),
         ("exp", "1", "exponential", 0),
-        ("lin", "1", "exponential", 0),
+        ("lin", "1", "exponential", 1),
+        ("", "1", "exponential", 0),
     ],
 )
 def test_the_older_switch_of_the_strategy_wins(

@@ -156,6 +156,19 @@ def test_saved_rates_of_a_simulated_card_are_near_the_cost_model(
         assert measured.slowness(name) == pytest.approx(1, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"), [("", "it is a folder"), ("none/card.json", "its folder does not exist")]
+)
+def test_a_file_of_rates_is_tried_before_the_checks(
+    environment, monkeypatch, capsys, tmp_path, name, reason
+):
+    environment(LAZY)
+    monkeypatch.setattr(run, "CHECKS", {"memory": None})  # would fail if it ran
+    path = tmp_path / name
+    assert main(["hpu-check", "--save", str(path)]) == 2
+    assert f"--save {path} cannot be written: {reason}" in capsys.readouterr().err
+
+
 def test_a_triton_that_breaks_the_compiler_of_torch_is_found(monkeypatch):
     assert device.check_triton().status == "pass"
     monkeypatch.setitem(sys.modules, "torch._inductor.freezing", None)

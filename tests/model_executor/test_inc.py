@@ -1,6 +1,7 @@
 """Test FP8 with the files of Intel Neural Compressor: scales, files, and refused values."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from vllm.model_executor.quantization.inc.files import (
     Node,
     find_file,
     merged,
+    missing_file,
     read_file,
     write_file,
 )
@@ -184,6 +186,8 @@ def test_inputs_are_rounded_with_the_scale(table, limit, scale):
         ({"fp8_config": "E5M2"}, "fp8_config is 'E5M2'; supported: E4M3"),
         ({"scale_method": "maxabs_hv"}, "scale_method is 'maxabs_hv'; supported: unit_scale, "),
         ({"scale_metod": "maxabs_hw"}, "scale_metod is .*; did you mean 'scale_method'"),
+        ({"input_backoff": 0.5}, 'write it as "scale_params": {"input_backoff": ...}'),
+        ({"my_note": "x"}, "my_note is 'x'; remove the key. Known keys: allowlist, "),
         ({"scale_method": "maxabs_pcs_pow2"}, "with dynamic_quantization=false it must be one of"),
         ({"dynamic_quantization": "yes"}, "dynamic_quantization is 'yes'; it must be true or fal"),
         ({"blocklist": ["lm_head"]}, "blocklist is .*; it must be {"),
@@ -261,7 +265,7 @@ def test_files_of_optimum_for_habana_are_read(tmp_path):
     older |= {"blacklist": content["blocklist"]}
     assert read_inc_config(str(write(tmp_path / "quant.json", older))) == config
     both = content | {"allowlist": {"names": ["mlp"]}}
-    with pytest.raises(ConfigError, match=r"whitelist is .*; known keys: allowlist"):
+    with pytest.raises(ConfigError, match=r"whitelist is .*; it is the old name of allowlist"):
         read_inc_config(str(write(tmp_path / "quant.json", both)))
 
 
@@ -346,7 +350,10 @@ O_PROJ = "model.layers.1.self_attn.o_proj"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: None, "inc_output_hooks_maxabs_0_1.json does not exist. Measure the model"),
+        (
+            lambda c: None,
+            "inc_output_hooks_maxabs_0_1.json does not exist. dump_stats_path of that file",
+        ),
         (lambda c: "{", "the measurement file .* is not valid JSON"),
         (lambda c: {**c, "Nodes": {}}, "Nodes must be an object with the modules of the model"),
         (lambda c: {**c, "Mode": "Scale"}, "Mode must be 'DynamicRange', got 'Scale'"),
@@ -435,6 +442,39 @@ def test_files_of_more_ranks_are_not_taken_for_one(measured, tmp_path):
         write(tmp_path / f"inc_output_hooks_maxabs_{rank}_4.json", content)
     with pytest.raises(ConfigError, match="There are files for 4 ranks: run with"):
         quantize(folder, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "rank", "world_size", "advice"),
+    [
+        (
+            ["old/stats_hooks_maxabs_0_4.json"],
+            0,
+            2,
+            "--step unify --unify-ranks 2 --tensor-par.* 4",
+        ),
+        (["old/stats_hooks_maxabs_0_1.json"], 1, 2, "--step expand --expand-ranks 2 --ten.* 1`"),
+        (["old/stats_hooks_maxabs_0_3.json"], 0, 2, "with --tensor-parallel-size 3$"),
+        (
+            ["old/stats_hooks_maxabs_0_2.json"],
+            1,
+            2,
+            "other ranks of these 2: copy the files of all",
+        ),
+        (["new/g2/stats_hooks_maxabs_0_1.json"], 0, 1, "There is .*: set .* to .*new/g2/stats$"),
+        (["new/stats_hooks_maxabs_0_1.json"], 0, 1, "There is .*: set .* to .*new/stats$"),
+        ([], 0, 1, "if the files were moved, as into a container"),
+    ],
+)
+def test_missing_measurements_say_what_is_there_instead(tmp_path, files, rank, world_size, advice):
+    """`new` has the file of QUANT_CONFIG, whose dump_stats_path is the folder `old`."""
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).touch()
+    config = tmp_path / "new" / "quant.json"
+    error = missing_file(str(config), str(tmp_path / "old" / "stats"), rank, world_size)
+    assert f"stats_hooks_maxabs_{rank}_{world_size}.json does not exist. " in str(error)
+    assert re.search(advice, str(error))
 
 
 def test_scales_of_a_wider_range_than_the_device_has_are_refused(monkeypatch, tmp_path):

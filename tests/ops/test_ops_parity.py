@@ -468,7 +468,9 @@ def test_reference_norms_and_activation_are_those_of_hugging_face(dtype):
     torch.nn.init.normal_(norm.weight)
     x = torch.randn(13, 96, dtype=dtype)
     with torch.no_grad():
-        assert torch.equal(NATIVE.rms_norm(x, norm.weight, 1e-5), norm(x))
+        ours = NATIVE.rms_norm(x, norm.weight, 1e-5)
+        # In float32, because older releases round before they multiply by the weight.
+        assert torch.equal(ours, norm.float()(x.float()).to(dtype))
     by_head = CohereLayerNorm((4, 24), eps=1e-5).to(dtype)
     torch.nn.init.normal_(by_head.weight)
     heads = x.unflatten(1, (4, 24))

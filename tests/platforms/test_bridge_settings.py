@@ -88,6 +88,15 @@ def test_a_value_of_the_user_stays(environment, card, vendor, monkeypatch, name)
     }
 
 
+@pytest.mark.parametrize(("word", "passed"), [("true", "1"), (" Off ", "0"), ("2", "2")])
+def test_the_bridge_gets_its_mode_as_a_number(monkeypatch, word, passed):
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", word)
+    for name in (*NAMES, envs.BRIDGE_SETTINGS_MARK):
+        monkeypatch.setenv(name, "")
+    envs.export_bridge_settings()
+    assert os.environ["PT_HPU_LAZY_MODE"] == passed
+
+
 def test_an_empty_value_is_none(environment, card, vendor, monkeypatch):
     SimBridge("gaudi2")
     open_card(environment, monkeypatch, PT_HPU_WEIGHT_SHARING="")

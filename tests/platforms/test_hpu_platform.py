@@ -119,12 +119,21 @@ def test_a_bridge_that_cannot_be_loaded_is_an_error_of_one_line(
 
 @pytest.mark.parametrize(
     ("visible", "advice"),
-    [("", "of its own)"), ("2,3", "of its own, and HABANA_VISIBLE_MODULES=2,3 allows no other)")],
+    [
+        ("", "of its own)"),
+        (
+            "2,3",
+            "of its own, and HABANA_VISIBLE_MODULES=2,3 allows no other (the cards here are the "
+            "modules 0))",
+        ),
+    ],
 )
 def test_a_card_that_is_taken_is_an_error_of_one_line(
-    environment, card, vendor, monkeypatch, visible, advice
+    environment, card, vendor, tmp_path, monkeypatch, visible, advice
 ):
     environment()
+    (tmp_path / "accel0" / "device").mkdir(parents=True)
+    (tmp_path / "accel0" / "device" / "module_id").write_text("0\n")
     monkeypatch.setenv("HABANA_VISIBLE_MODULES", visible)
     error = RuntimeError("synStatus=8 [Device not found] Device acquire failed.\n#0 libc")
     module = importlib.import_module("habana_frameworks.torch.hpu")
@@ -134,6 +143,45 @@ def test_a_card_that_is_taken_is_an_error_of_one_line(
     text = str(failure.value)
     assert "\n" not in text and advice in text
     assert "opened: synStatus=8 [Device not found] Device acquire failed. Another pro" in text
+
+
+def test_too_few_cards_name_all_sizes_that_need_them(environment, card, vendor):
+    environment()
+    with pytest.raises(ConfigError) as failure:
+        create_hpu_platform().set_rank(3, 4)
+    assert (
+        "needs 4 cards of this machine (tensor_parallel_size * pipeline_parallel_size is 4), but "
+        "there are only 1. Lower one of the two" in str(failure.value)
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{}/recipes,false,8GB", "expected `path,delete at start,size in MB`"),
+        ('"{}/recipes,false,8"', "expected `path,delete at start,size in MB`"),
+        ("{}/recipes,8192,false", "expected `path,delete at start,size in MB`"),
+        ("{}/file/recipes", r"file/recipes cannot be created: Not a directory\. Name a folder"),
+    ],
+)
+def test_a_card_is_not_opened_without_the_folder_of_recipes(
+    environment, card, vendor, tmp_path, config, message
+):
+    (tmp_path / "file").touch()
+    environment(PT_HPU_RECIPE_CACHE_CONFIG=config.format(tmp_path))
+    with pytest.raises(ConfigError, match=message):
+        _ = create_hpu_platform().bridge
+    assert vendor.calls == []
+
+
+def test_recipes_of_a_volume_that_is_read_only_are_used_with_a_warning(
+    environment, card, vendor, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("vllm.env.recipe_folder.os.access", lambda path, mode: False)
+    environment(PT_HPU_RECIPE_CACHE_CONFIG=f"{tmp_path},false,8")
+    with captured_log() as log:
+        _ = create_hpu_platform().bridge
+    assert any("recipes that it compiles are not kept" in line for line in log)
 
 
 def test_a_card_of_another_kind_is_refused_and_a_variant_is_not(
@@ -210,6 +258,29 @@ def test_an_accelerator_of_another_vendor_is_no_card(
             (device / "driver").symlink_to(tmp_path / "drivers" / driver)
     assert hpu.num_cards() == num_cards
     assert detect_device() == ("hpu" if num_cards else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("devices", "modules", "is_warned"),
+    [
+        ("1", "", True),
+        ("0,1", "", False),  # the container runtime has made these two visible
+        ("1", "1", False),
+        ("all", "", False),
+        ("", "", False),
+    ],
+)
+def test_a_choice_of_cards_that_only_containers_know_is_reported(
+    environment, card, tmp_path, monkeypatch, devices, modules, is_warned
+):
+    environment()
+    (tmp_path / "accel" / "accel1").touch()
+    monkeypatch.setenv("HABANA_VISIBLE_DEVICES", devices)
+    monkeypatch.setenv("HABANA_VISIBLE_MODULES", modules)
+    with captured_log() as log:
+        create_hpu_platform()
+    text = "HABANA_VISIBLE_DEVICES=1 has no effect outside of a container, and 2 cards are visible"
+    assert any(text in line for line in log) == is_warned
 
 
 def test_nodes_of_older_drivers_are_cards(tmp_path, monkeypatch):

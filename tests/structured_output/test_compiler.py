@@ -12,10 +12,11 @@ import pytest
 
 from vllm.assets import BUNDLED_MODEL
 from vllm.config import StructuredOutputConfig
-from vllm.errors import CapacityError, RequestError
+from vllm.errors import CapacityError, ConfigError, RequestError
 from vllm.sampling_params import GuidedDecodingParams
 from vllm.structured_output import compiler as compiler_module
 from vllm.structured_output.compiler import GrammarCompiler
+from vllm.structured_output.spec import make_spec
 from vllm.transformers_utils.tokenizer import get_tokenizer
 from vllm.utils.process.deadline_worker import (
     DeadlineExceeded,
@@ -235,6 +236,16 @@ def test_hostile_grammars_end_in_time_and_do_not_hold_up_others():
         assert max(times) < 120
     assert compiler.compile(GuidedDecodingParams(regex="x+")).backend == "llguidance"
     compiler.close()
+
+
+def test_options_may_follow_the_library_of_the_engine():
+    """So did scripts of the fork write the settings that are flags of their own today."""
+    config = StructuredOutputConfig(guided_decoding_backend="xgrammar:no-fallback")
+    spec = make_spec(GuidedDecodingParams(json=OBJECT), config)
+    assert (spec.backend, spec.may_fall_back, spec.any_whitespace) == ("xgrammar", False, True)
+    for wrong in ("xgrammar:fallback", "best"):
+        with pytest.raises(ConfigError, match="guided_decoding_backend must be one of auto, xgr"):
+            StructuredOutputConfig(guided_decoding_backend=wrong)
 
 
 def test_equal_requests_are_compiled_once(monkeypatch):

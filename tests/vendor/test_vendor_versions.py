@@ -240,6 +240,18 @@ def test_operators_of_a_card_make_nothing_with_defaults_that_torch_2_10_does_not
     assert not found
 
 
+def test_a_named_tuple_has_no_other_base_which_python_3_10_refuses():
+    found = [
+        f"{path}:{node.lineno}"
+        for path, tree in sources("", pattern="NamedTuple")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and len(node.bases) > 1
+        and "NamedTuple" in [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+    ]
+    assert not found, f"{found}: use a frozen dataclass"
+
+
 def test_no_name_is_used_that_torch_2_6_lacks():
     found = [
         f"{path}:{node.lineno}: {node.attr}, use {NEWER_THAN_2_6[node.attr]}"

@@ -1,24 +1,56 @@
 """Define settings of structured output: library, strictness, and limits for compiling grammars."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any
 
-from vllm.config.fields import check_at_least, check_one_of
+from vllm.config.fields import check_at_least
 from vllm.errors import ConfigError
 
-GuidedDecodingBackend = Literal[
-    "auto", "xgrammar", "llguidance", "guidance", "outlines", "lm-format-enforcer"
-]
+_BACKENDS = {
+    "auto": "auto",
+    "xgrammar": "xgrammar",
+    "llguidance": "llguidance",
+    "guidance": "llguidance",
+    "outlines": "auto",
+    "lm-format-enforcer": "auto",
+}
+"""Name in a request -> our name. The last two libraries are not used here; the others enforce the
+same."""
+_OPTIONS = {
+    "no-fallback": "disable_fallback",
+    "disable-any-whitespace": "disable_any_whitespace",
+    "no-additional-properties": "disable_additional_properties",
+}
+"""An older way to set fields: "xgrammar:no-fallback,disable-any-whitespace"."""
+
+
+def parse_backend(name: Any) -> tuple[str, set[str]]:
+    """Return this package's name for a backend, and the options after its colon, as in
+    "xgrammar:no-fallback".
+
+    Raises:
+        ValueError: it has no such form; the message begins after the name of the setting.
+    """
+    word, _, rest = name.partition(":") if isinstance(name, str) else ("", "", "")
+    options = [option.strip() for option in rest.split(",") if option.strip()]
+    if word not in _BACKENDS or not all(option in _OPTIONS for option in options):
+        raise ValueError(
+            f"must be one of {', '.join(_BACKENDS)}, optionally with the options "
+            f"{', '.join(_OPTIONS)} after a colon; got {name!r:.200}"
+        )
+    return _BACKENDS[word], {_OPTIONS[option] for option in options}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputConfig:
     """Defaults and limits of structured output."""
 
-    guided_decoding_backend: GuidedDecodingBackend = "auto"
-    """Library that makes outputs follow JSON schemas, regular expressions and grammars. auto: the
-    engine chooses for each request. guidance means llguidance; outlines and lm-format-enforcer mean
-    auto. A request may name another one."""
+    guided_decoding_backend: str = "auto"
+    """Library that makes outputs follow JSON schemas, regular expressions and grammars: xgrammar or
+    llguidance. auto: the engine chooses for each request. guidance means llguidance; outlines and
+    lm-format-enforcer mean auto. The next three settings may follow as options, as in
+    xgrammar:no-fallback,disable-any-whitespace,no-additional-properties. A request may name another
+    library."""
 
     guided_decoding_disable_fallback: bool = False
     """Refuse a request if the chosen library does not support its constraint. False: use the other
@@ -39,7 +71,10 @@ class StructuredOutputConfig:
     """Size in bytes of the cache of compiled grammars."""
 
     def __post_init__(self) -> None:
-        check_one_of(self, "guided_decoding_backend", get_args(GuidedDecodingBackend))
+        try:
+            parse_backend(self.guided_decoding_backend)
+        except ValueError as error:
+            raise ConfigError(f"guided_decoding_backend {error}") from None
         check_at_least(self, 0, "grammar_cache_bytes")
         if not 0 < self.grammar_compile_timeout <= 3600:
             raise ConfigError(

@@ -112,6 +112,10 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         _family(("PROMPT_BS", "PROMPT_SEQ", "DECODE_BS", "DECODE_BLOCK"), "LIMIT"),
     ),
     *_ignored("set VLLM_GRAPH_RESERVED_MEM instead", "VLLM_GRAPH_MEM_MARGIN"),
+    *_ignored(
+        "the bridge reads PT_HPU_RECIPE_CACHE_CONFIG instead",
+        "PT_RECIPE_CACHE_PATH PT_CACHE_FOLDER_SIZE_MB PT_CACHE_FOLDER_DELETE",
+    ),
     *_ignored(_DEFRAGMENTED, "VLLM_DEFRAG", same_as=True),
     *_ignored(_DEFRAGMENTED, "VLLM_DEFRAG_THRESHOLD VLLM_DEFRAG_WITH_GRAPHS"),
     # Attention and execution:
@@ -156,6 +160,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     ),
     *_ignored("weights are read one tensor at a time", "VLLM_WEIGHT_LOAD_FORCE_SYNC"),
     *_ignored("set PT_HPU_LAZY_MODE instead", "VLLM_BRIDGE_MODE"),
+    *_ignored("prompts and decodes of a step run in separate forward passes", "VLLM_UNIFIED_ATTN"),
     *_ignored("set the argument enable_prefix_caching instead", "VLLM_PREFIX_CACHING"),
     *_ignored(_DETECTED, "VLLM_HW VLLM_BUILD VLLM_ENGINE_VERSION VLLM_MODEL_TYPE"),
     *_ignored(_NO_UNLOCKING, "VLLM_DEVELOPER_MODE VLLM_ENABLE_EXPERIMENTAL_FLAGS"),

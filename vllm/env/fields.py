@@ -63,22 +63,55 @@ def parse(name: str, raw: str, annotation: Any, metadata: Mapping[str, Any]) -> 
         for choice in choices:
             if text.lower() == choice.lower():
                 return choice
-        raise ConfigError(f"{name}={raw!r}: expected one of {', '.join(choices)}")
+        raise _refusal(name, raw, f"one of {', '.join(choices)}")
     if type_ is str:
         return raw  # not stripped: a prefix may end with a space
+    at_least, at_most = metadata["at_least"], metadata["at_most"]
+    accepted = _accepted(type_, at_least, at_most)
     try:
         words = {**WORDS, **dict.fromkeys(metadata["means_true"], True)}
         value = words[text.lower()] if type_ is bool else type_(text)
         if type_ is float and not math.isfinite(value):
             raise ValueError
     except (KeyError, ValueError):
-        accepted = {bool: "0, 1, true or false", int: "an integer", float: "a number"}[type_]
-        raise ConfigError(f"{name}={raw!r}: expected {accepted}") from None
-    at_least, at_most = metadata["at_least"], metadata["at_most"]
-    if at_most is None and type_ is int:
-        at_most = LARGEST
-    if at_least is not None and value < at_least:
-        raise ConfigError(f"{name}={raw!r}: expected at least {at_least}")
-    if at_most is not None and value > at_most:
-        raise ConfigError(f"{name}={raw!r}: expected at most {at_most}")
+        raise _refusal(name, raw, accepted, is_fraction=at_most == 1) from None
+    if type_ is int and at_most is None and value > LARGEST:
+        raise _refusal(name, raw, _accepted(type_, at_least, LARGEST))
+    if (at_least is not None and value < at_least) or (at_most is not None and value > at_most):
+        raise _refusal(name, raw, accepted, is_fraction=at_most == 1)
     return value
+
+
+def _accepted(type_: type, at_least: float | None, at_most: float | None) -> str:
+    """Describe the accepted values of a variable that is not text."""
+    if type_ is bool:
+        return "0, 1, true or false"
+    noun = "an integer" if type_ is int else "a number"
+    if at_least is not None and at_most is not None:
+        return f"{noun} from {at_least} to {at_most}"
+    if at_least is not None:
+        return f"{noun} of at least {at_least}"
+    return noun if at_most is None else f"{noun} of at most {at_most}"
+
+
+def _refusal(name: str, raw: str, accepted: str, *, is_fraction: bool = False) -> ConfigError:
+    """Return the error of a wrong value, with advice about how such a value often arises."""
+    text = raw.strip()
+    advice = ""
+    if text[:1] in ("'", '"') or text[-1:] in ("'", '"'):
+        advice = ". Remove the quotation marks: a file for `docker run --env-file` needs none"
+    elif "#" in text:
+        advice = ". Remove the comment: it is a part of the value"
+    elif is_fraction and (share := _share(text)) is not None:
+        advice = f". It is a fraction: write {share:g} % as {share / 100:g}"
+    return ConfigError(f"{name}={raw!r}: expected {accepted}{advice}")
+
+
+def _share(text: str) -> float | None:
+    """Return the number of a percentage above 1 and up to 100, with or without its sign; None if it
+    is none."""
+    try:
+        share = float(text.removesuffix("%"))
+    except ValueError:
+        return None
+    return share if 1 < share <= 100 else None

@@ -12,6 +12,7 @@ from vllm import envs
 from vllm.config.cache import CacheDType
 from vllm.env import ranks as env_ranks
 from vllm.env.bridge import has_vendor_library
+from vllm.env.recipe_folder import RecipeFolder
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform
@@ -130,12 +131,13 @@ class HPUPlatform(Platform):
         num_local = world_size if num_local_ranks is None else num_local_ranks
         if simulated_card() is None and num_cards() < num_local:
             raise ConfigError(
-                f"tensor_parallel_size={world_size}: this machine has only {num_cards()} cards. "
-                "Lower tensor_parallel_size"
+                f"the engine needs {num_local} cards of this machine (tensor_parallel_size * "
+                f"pipeline_parallel_size is {world_size}), but there are only {num_cards()}. Lower "
+                f"one of the two sizes. In a container, HABANA_VISIBLE_DEVICES chooses the cards"
             )
         if "bridge" in self.__dict__ and not _wants_lazy_collectives(envs.get()):
             raise ConfigError(
-                f"tensor_parallel_size={world_size}: this process has opened its card for an "
+                f"the engine needs {world_size} cards, but this process has opened its card for an "
                 f"engine of one card already. Start this engine in a process of its own, or set "
                 f"PT_HPU_ENABLE_LAZY_COLLECTIVES=true before the first one"
             )
@@ -353,6 +355,7 @@ def _make_bridge_settings() -> None:
     """Set environment variables that the bridge reads during its import, unless the user has set
     them (`env/bridge`, and the modules of the cards).
     """
+    _warn_of_visible_devices()
     env_ranks.export_modules(card_modules())
     is_imported = "habana_frameworks.torch" in sys.modules
     made = envs.export_bridge_settings()
@@ -364,10 +367,28 @@ def _make_bridge_settings() -> None:
         )
 
 
+def _warn_of_visible_devices() -> None:
+    """Warn if HABANA_VISIBLE_DEVICES names fewer cards than there are: then no container runtime
+    has read it, and nothing else does.
+    """
+    devices = envs.of_launcher("HABANA_VISIBLE_DEVICES") or ""
+    names = [name.strip() for name in devices.split(",") if name.strip()]
+    is_read = len(names) >= num_cards() or not all(name.isdecimal() for name in names)
+    if names and not is_read and not envs.is_child() and not envs.is_set("HABANA_VISIBLE_MODULES"):
+        logger.warning(
+            "HABANA_VISIBLE_DEVICES=%s has no effect outside of a container, and %d cards are "
+            "visible. To choose cards here, set HABANA_VISIBLE_MODULES to their modules "
+            "(`hl-smi -Q index,module_id -f csv` lists them)",
+            *(devices, num_cards()),
+        )
+
+
 def _open_card() -> "HabanaBridge":
     _check_card()
     env_ranks.named_modules()  # checks their variable
     settings = envs.get()
+    if (folder := RecipeFolder.parse(settings.PT_HPU_RECIPE_CACHE_CONFIG)) is not None:
+        folder.make()
     # Set both variables before the import: the library reads them while it is imported.
     if _wants_lazy_collectives(settings):
         envs.export("PT_HPU_ENABLE_LAZY_COLLECTIVES", "true")
@@ -422,6 +443,9 @@ def _take_card(bridge: "HabanaBridge") -> None:
     except (RuntimeError, AssertionError) as error:
         visible = env_ranks.named_modules()
         chosen = f", and HABANA_VISIBLE_MODULES={','.join(visible)} allows no other" * bool(visible)
+        found = card_modules()
+        if found and not {int(module) for module in visible} <= set(found):
+            chosen += f" (the cards here are the modules {', '.join(map(str, found))})"
         raise ConfigError(
             f"no Gaudi card can be opened: {_own_words(error)}. Another process may use the card "
             f"(`hl-smi` lists processes; each needs a card of its own{chosen}), or the driver is "

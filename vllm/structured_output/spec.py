@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from vllm.config import StructuredOutputConfig
+from vllm.config.structured_output import parse_backend
 from vllm.errors import RequestError
 from vllm.guided_decoding_params import KINDS, GuidedDecodingParams
 from vllm.utils.text.json_words import show_value
@@ -16,22 +17,6 @@ MAX_TEXT_BYTES = 256 * 2**10
 """Maximum size of a schema, grammar, tag or list of choices, as JSON or text."""
 MAX_REGEX_BYTES = 32 * 2**10
 
-_BACKENDS = {
-    "auto": "auto",
-    "xgrammar": "xgrammar",
-    "llguidance": "llguidance",
-    "guidance": "llguidance",
-    "outlines": "auto",
-    "lm-format-enforcer": "auto",
-}
-"""Name in a request -> our name. The last two libraries are not used here; the others enforce the
-same."""
-_OPTIONS = {
-    "no-fallback": "disable_fallback",
-    "disable-any-whitespace": "disable_any_whitespace",
-    "no-additional-properties": "disable_additional_properties",
-}
-"""An older way to set fields: "xgrammar:no-fallback,disable-any-whitespace"."""
 _WHITESPACE_ONLY = re.compile(r"(?:\\[nrts ]|[ \n\r\t\[\](){}*+?|,]|(?<=[{,\d])\d)*")
 _GROUPS = ("guided_decoding", "structured_outputs")
 """Objects with all that a constraint has; of other requests each part is a field of its own."""
@@ -129,15 +114,10 @@ def make_spec(params: GuidedDecodingParams, config: StructuredOutputConfig) -> G
 
 def _backend(name: Any, field: str) -> tuple[str, set[str]]:
     """Return this package's name for a backend, and the options after its colon."""
-    word, _, rest = name.partition(":") if isinstance(name, str) else ("", "", "")
-    options = [option.strip() for option in rest.split(",") if option.strip()]
-    if word not in _BACKENDS or not all(option in _OPTIONS for option in options):
-        raise RequestError(
-            f"{field} must be one of {', '.join(_BACKENDS)}, optionally with the options "
-            f"{', '.join(_OPTIONS)} after a colon; got {name!r:.200}",
-            param=field,
-        )
-    return _BACKENDS[word], {_OPTIONS[option] for option in options}
+    try:
+        return parse_backend(name)
+    except ValueError as error:
+        raise RequestError(f"{field} {error}", param=field) from None
 
 
 def _text(params: GuidedDecodingParams, field: str) -> tuple[str, str]:

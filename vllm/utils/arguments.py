@@ -100,7 +100,10 @@ def check_smallest(values: object, **smallest: int) -> None:
 
 
 _ON_OR_OFF = (argparse.BooleanOptionalAction, argparse._StoreTrueAction)
-_BOOLEANS = {"true": True, "false": False}
+_BOOLEANS = {
+    **dict.fromkeys(("true", "1", "yes", "on"), True),
+    **dict.fromkeys(("false", "0", "no", "off"), False),
+}
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
@@ -109,8 +112,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
     An error message has two lines and no usage, because with dozens of flags the usage would hide
     the error. Flags cannot be abbreviated, because a new flag would make an old command line
-    ambiguous. A boolean flag may be followed by true or false: `--flag=false` is `--no-flag`.
-    `--flag.key value` is one key of a flag that takes a JSON object.
+    ambiguous. A boolean flag may be followed by true or false, or another word of `_BOOLEANS`:
+    `--flag=false` is `--no-flag`. `--flag.key value` is one key of a flag that takes a JSON object.
     """
 
     def __init__(self, *args: Any, add_help: bool = True, **kwargs: Any) -> None:

@@ -110,7 +110,14 @@ def test_every_flag_that_is_on_or_off_takes_true_and_false(capsys):
     flags = [flag for flag in known if f"--no-{flag[2:]}" in known]
     assert "--multi-step-stream-outputs" in flags and len(flags) > 50
     for flag in flags:
-        for words, plain in (([flag, "false"], [f"--no-{flag[2:]}"]), ([f"{flag}=true"], [flag])):
+        off = [f"--no-{flag[2:]}"]
+        for words, plain in (
+            ([flag, "false"], off),
+            ([flag, "0"], off),
+            ([f"{flag}=No"], off),
+            ([f"{flag}=true"], [flag]),
+            ([flag, "on"], [flag]),
+        ):
             assert parser.parse_args(words) == parser.parse_args(plain)
         with pytest.raises(SystemExit):
             parser.parse_args([f"{flag}=nope"])

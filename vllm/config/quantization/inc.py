@@ -151,9 +151,7 @@ def read_inc_config(path: str) -> IncConfig:
     reader = _Reader(path, given)
     for key in given:
         if key not in _KNOWN:
-            near = difflib.get_close_matches(key, _KNOWN, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(_sorted())}"
-            raise reader.wrong(key, hint)
+            raise reader.wrong(key, _advice_for_key(key))
     mode = reader.choice("mode", ("MEASURE", "QUANTIZE"), "QUANTIZE")
     reader.choice("observer", ("maxabs",), "maxabs")
     reader.choice("fp8_config", ("E4M3",), "E4M3")
@@ -235,8 +233,15 @@ def read_json_object(path: str | Path, what: str, advice: str) -> dict[str, Any]
     return given
 
 
-def _sorted() -> list[str]:
-    return sorted(_KNOWN)
+def _advice_for_key(key: str) -> str:
+    """Say what to do about a key that is not known."""
+    if key in _OLD_NAMES:
+        return f"it is the old name of {_OLD_NAMES[key]}, which the file has as well. Remove one"
+    if key in _SCALE_PARAMS:
+        return f'write it as "scale_params": {{"{key}": ...}}'
+    if near := difflib.get_close_matches(key, _KNOWN, n=1):
+        return f"did you mean {near[0]!r}?"
+    return f"remove the key. Known keys: {', '.join(sorted(_KNOWN))}"
 
 
 class _Reader:

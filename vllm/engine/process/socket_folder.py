@@ -8,6 +8,8 @@ import contextlib
 import tempfile
 from pathlib import Path
 
+from vllm.errors import ConfigError
+
 _PREFIX = "vllm-core-"
 _SOCKET = "core"
 _SCHEME = "ipc://"
@@ -17,11 +19,22 @@ _MAX_SOCKET_PATH = 100
 
 
 def make_address() -> str:
-    """Create a folder and return the address of a socket in it, which is not bound yet."""
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    if len(bytes(folder / _SOCKET)) > _MAX_SOCKET_PATH:
-        folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
+    """Create a folder and return the address of a socket in it, which is not bound yet.
+
+    Raises:
+        ConfigError: there is no folder for temporary files that can be written.
+    """
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        if len(bytes(folder / _SOCKET)) > _MAX_SOCKET_PATH:
+            folder.rmdir()
+            folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
+    except OSError as error:
+        raise ConfigError(
+            f"no folder for temporary files can be written: {error.strerror or error}. The engine "
+            f"process needs one for its socket. Set TMPDIR to a folder that can be written; in a "
+            f"container with a read-only file system, mount a volume at /tmp"
+        ) from None
     return f"{_SCHEME}{folder / _SOCKET}"
 
 

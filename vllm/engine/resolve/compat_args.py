@@ -304,6 +304,12 @@ _ARGUMENTS = (
     *_all_missing("prompts and outputs are as the API defines them", None, "io_processor_plugin"),
     _missing("qlora_adapter_name_or_path", None, _MERGE),
     _missing(
+        "quantization_param_path",
+        None,
+        "scales of an FP8 KV cache are read from the checkpoint (k_scale, v_scale) or, with "
+        "quantization inc, from the files of QUANT_CONFIG",
+    ),
+    _missing(
         "enable_prompt_adapter",
         False,
         "prompt adapters are not supported; put instructions into a system prompt",

@@ -18,6 +18,7 @@ from vllm.config.hpu import (
     StepLog,
 )
 from vllm.env.fields import LARGEST
+from vllm.env.recipe_folder import RecipeFolder
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.platforms.hpu import HPUPlatform
@@ -44,6 +45,7 @@ def resolve_hpu_config(asked: HPUConfig, *, has_slices: bool = True) -> HPUConfi
     """
     refuse_variables()
     settings = envs.get()
+    RecipeFolder.parse(settings.PT_HPU_RECIPE_CACHE_CONFIG)  # checks it
     contiguous_pa = settings.VLLM_CONTIGUOUS_PA
     as_they_are = {
         f.name: getattr(settings, f.metadata[VARIABLE])
@@ -260,7 +262,7 @@ def _strategy(settings: envs.Envs, traffic: str | None) -> BucketingStrategy:
     if settings.VLLM_EXPONENTIAL_BUCKETING is None:
         return strategy
     asked: BucketingStrategy = "exponential" if settings.VLLM_EXPONENTIAL_BUCKETING else "linear"
-    if strategy not in ("linear", asked):
+    if strategy != asked and envs.is_set("VLLM_BUCKETING_STRATEGY"):
         logger.warning(
             "VLLM_EXPONENTIAL_BUCKETING=%d overrides VLLM_BUCKETING_STRATEGY=%s",
             settings.VLLM_EXPONENTIAL_BUCKETING,

@@ -4,6 +4,7 @@ needs.
 
 import argparse
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -88,6 +89,9 @@ def run(args: argparse.Namespace) -> int:
             sys.stderr.write(_HOW_TO_INSTALL)
         return 2
 
+    if args.save is not None:
+        _check_target(Path(args.save))  # now, because the checks take minutes
+
     from vllm.hpu_check import run_checks
 
     platform = create_hpu_platform()
@@ -101,6 +105,17 @@ def run(args: argparse.Namespace) -> int:
         links = {name: rate for result in done for name, rate in result.rates.items()}
         _save(Path(args.save), platform.bridge, links, is_simulated=model is not None)
     return 1 if any(result.status == "fail" for result in done) else 0
+
+
+def _check_target(path: Path) -> None:
+    """Check that `--save` names a file that can be written.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        reason = "it is a folder" if path.is_dir() else "its folder does not exist or is read-only"
+        raise ConfigError(f"--save {path} cannot be written: {reason}. Name another file")
 
 
 def _save(

@@ -1,5 +1,5 @@
 """Kill what is left of a local Ray cluster after the process that started it has exited: `python
-ray_caretaker.py PID:START ...`, with a pipe to that process as standard input.
+caretaker.py PID:START ...`, with a pipe to that process as standard input.
 
 Ray's agents notice the end of their cluster only after half a minute. Imports nothing of this
 package, to stay small.

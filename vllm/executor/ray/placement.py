@@ -109,7 +109,8 @@ def _reserve(ray: Any, bundles: list[dict[str, float]], strategy: str, timeout_s
     Raises:
         ConfigError: the resources are not free in time.
     """
-    wanted = f"{len(bundles)} times {bundles[0]}"
+    each = ", ".join(f"{count:g} {name}" for name, count in bundles[0].items())
+    wanted = f"{len(bundles)} times {each}"
     group = ray.util.placement_group(bundles, strategy=strategy)
     quiet_s = min(_QUIET_S, max(0.0, timeout_s))
     if group.wait(quiet_s):

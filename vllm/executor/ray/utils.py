@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import psutil
 from vllm import envs
 from vllm.config import ParallelConfig
 from vllm.errors import ConfigError
+from vllm.executor.ray import caretaker
 
 _CONNECT_TIMEOUT_S = 10.0
 """Seconds to wait for the head of a cluster to accept a connection. Ray itself tries for up to 15
@@ -69,10 +71,14 @@ def initialize_ray_cluster(
             f"--head`, and set RAY_ADDRESS if it runs on another machine"
         ) from error
     if cluster := _processes_below() - before:
-        program = Path(__file__).with_name("ray_caretaker.py")
-        names = [f"{each.pid}:{each.create_time()}" for each in cluster]
-        command = [sys.executable, str(program), *names]
-        _caretakers.append(subprocess.Popen(command, stdin=subprocess.PIPE))
+        _caretakers.append(start_caretaker(cluster))
+
+
+def start_caretaker(cluster: Iterable[psutil.Process]) -> subprocess.Popen[bytes]:
+    """Start the process that kills what is left of a cluster when this process has exited."""
+    names = [f"{each.pid}:{each.create_time()}" for each in cluster]
+    command = [sys.executable, caretaker.__file__, *names]
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
 def _check_address(ray_address: str | None) -> None:

@@ -3,8 +3,9 @@
 A forward pass, or a whole step of decodes, is one C++ call if the model supports it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -69,11 +70,15 @@ class RaggedOutput(NamedTuple):
 FusedT = TypeVar("FusedT")
 
 
-class ByItems(NamedTuple, Generic[FusedT]):
+@dataclass(frozen=True)
+class ByItems(Generic[FusedT]):
     """Two versions of a program: without items for cross-attention, and with such items."""
 
     without: FusedT | None
     reading: FusedT | None
+
+    def __iter__(self) -> Iterator[FusedT | None]:
+        yield from (self.without, self.reading)
 
     def of(self, items: object | None) -> FusedT | None:
         """Return the version for a forward pass; None if there is none.

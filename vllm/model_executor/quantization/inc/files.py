@@ -9,6 +9,7 @@ the other is a pickled object. The name of a file for one rank may lack the numb
 Independent of layers and torch.
 """
 
+import glob
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -99,17 +100,48 @@ def find_file(prefix: str, rank: int, world_size: int, method: str | None = None
 
 
 def missing_file(config_path: str, prefix: str, rank: int, world_size: int) -> ConfigError:
-    """Create the error about a rank without measurements; it lists the files that exist."""
+    """Create the error about a rank without measurements, with the files that exist instead."""
     path = file_path(prefix, rank, world_size)
     others = sorted(path.parent.glob(f"{Path(prefix).name}_hooks_maxabs_*_*.json"))
     sizes = sorted({found for other in others if (found := _world_size(other)) is not None})
-    hint = "Measure the model with `vllm calibrate`"
-    if sizes:
-        hint = (
-            f"There are files for {' and '.join(map(str, sizes))} ranks: run with "
-            f"--tensor-parallel-size {sizes[0]}, or unify them with `vllm calibrate --step unify`"
-        )
+    hint = _other_sizes(sizes, world_size) or _other_folder(config_path, path)
     return ConfigError(f"QUANT_CONFIG {config_path}: {path} does not exist. {hint}")
+
+
+def _other_sizes(sizes: Sequence[int], wanted: int) -> str | None:
+    """Say how to use files for these numbers of ranks with another number; None without any."""
+    if not sizes:
+        return None
+    if wanted in sizes:
+        return (
+            f"There are files for other ranks of these {wanted}: copy the files of all ranks, or "
+            f"measure the model again with `vllm calibrate`"
+        )
+    found = (
+        f"There are files for {' and '.join(map(str, sizes))} ranks: run with "
+        f"--tensor-parallel-size {sizes[0]}"
+    )
+    for size in sizes:
+        step = "unify" if size > wanted else "expand"
+        if max(size, wanted) % min(size, wanted) == 0:
+            return (
+                f"{found}, or make files for {wanted} with `vllm calibrate --step {step} "
+                f"--{step}-ranks {wanted} --tensor-parallel-size {size}`"
+            )
+    return found
+
+
+def _other_folder(config_path: str, path: Path) -> str:
+    """Say where a file is that was moved together with the file of QUANT_CONFIG."""
+    folder = Path(config_path).expanduser().parent
+    prefix = path.name.partition("_hooks_maxabs_")[0]
+    name = glob.escape(path.name)
+    for moved in sorted((*folder.glob(name), *folder.glob(f"*/{name}"))):
+        return f"There is {moved}: set dump_stats_path to {moved.parent / prefix}"
+    return (
+        "dump_stats_path of that file is the beginning of this path: change it if the files were "
+        "moved, as into a container. If there are none, measure the model with `vllm calibrate`"
+    )
 
 
 def _world_size(path: Path) -> int | None:

@@ -14,6 +14,7 @@ import torch
 
 from vllm.bucketing import Bucket, Phase
 from vllm.config import VllmConfig
+from vllm.env.recipe_folder import RecipeFolder
 from vllm.logger import init_logger
 from vllm.utils.files.whole_file import write_whole
 from vllm.version import __version__
@@ -94,10 +95,9 @@ class RecipeManifest:
             num_blocks: number of blocks of the KV cache, the null block included.
             rank: rank of this card.
         """
-        folder, _, options = (config.hpu.recipe_cache or "").partition(",")
-        is_deleted = options.partition(",")[0].strip().lower() in ("true", "1")
-        path = Path(folder.strip()) / FILE_NAME if folder.strip() else None
-        if path is not None and is_deleted and not rank:
+        folder = RecipeFolder.parse(config.hpu.recipe_cache)
+        path = None if folder is None else folder.path / FILE_NAME
+        if path is not None and folder is not None and folder.is_emptied and not rank:
             _delete(path)  # the bridge itself deletes the recipes in this folder
         model, limits = config.model, config.scheduler
         fields = {
