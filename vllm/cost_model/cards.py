@@ -22,7 +22,8 @@ class CardSpec:
     link_bytes_per_s: float
     """Bytes per second to the other cards of the box, all links together."""
     e4m3_max: float
-    """Largest number in FP8 with four bits of exponent."""
+    """Largest value of FP8 with four bits of exponent (e4m3). On Gaudi 2, the format has infinities
+    instead of the largest values of other e4m3 formats."""
 
 
 CARDS = {
