@@ -30,3 +30,6 @@ CARDS = {
     "gaudi2": CardSpec("GAUDI2", int(94.62 * GIB), 432e12, 865e12, 2.45e12, 32e9, 262.5e9, 240.0),
     "gaudi3": CardSpec("GAUDI3", int(126.5 * GIB), 1835e12, 1835e12, 3.67e12, 64e9, 525e9, 448.0),
 }
+
+NUMBERS_OF_CARDS = (1, 2, 4, 8)
+"""Numbers of cards that an engine is planned for. A box has eight cards."""
