@@ -22,10 +22,14 @@ class CardSpec:
     link_bytes_per_s: float
     """Bytes per second to the other cards of the box, all links together."""
     e4m3_max: float
-    """Largest number in FP8 with four bits of exponent."""
+    """Largest value of FP8 with four bits of exponent (e4m3). On Gaudi 2, the format has infinities
+    instead of the largest values of other e4m3 formats."""
 
 
 CARDS = {
     "gaudi2": CardSpec("GAUDI2", int(94.62 * GIB), 432e12, 865e12, 2.45e12, 32e9, 262.5e9, 240.0),
     "gaudi3": CardSpec("GAUDI3", int(126.5 * GIB), 1835e12, 1835e12, 3.67e12, 64e9, 525e9, 448.0),
 }
+
+NUMBERS_OF_CARDS = (1, 2, 4, 8)
+"""Numbers of cards that an engine is planned for. A box has eight cards."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.cost_model.cards import NUMBERS_OF_CARDS
 from vllm.cost_model.fitted import Fitted
 from vllm.errors import ConfigError
 from vllm.planning.engine_plan import EnginePlan, mode_setting
@@ -13,7 +14,6 @@ from vllm.planning.throughput.goals import Choice, Goals, search
 from vllm.planning.throughput.prediction import Lengths, Prediction
 from vllm.planning.throughput.table import as_lines, as_objects
 
-NUMBERS_OF_CARDS = (1, 2, 4, 8)
 MAX_REQUESTS = 1024
 """Maximum number of requests at a time. Published runs have up to 4,000, but each size of a batch
 needs its own buckets."""

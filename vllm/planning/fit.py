@@ -1,13 +1,11 @@
 """Describes why a model does not fit a device, and the nearest setting with which it does."""
 
 from vllm.bucketing import format_bytes
-from vllm.cost_model.cards import CARDS
+from vllm.cost_model.cards import CARDS, NUMBERS_OF_CARDS
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.planning.engine_plan import EnginePlan, make_engine_plan, weight_format, weights_bytes
 
-_CARD_COUNTS = (1, 2, 4, 8)
-"""A box has eight cards."""
 _MAX_WEIGHTS = 0.95
 """Largest fraction of a card for weights; forward passes and the KV cache need more than the
 rest."""
@@ -57,7 +55,7 @@ def excess(args: EngineArgs, device: str, num_cards: int) -> str | None:
 def _nearest(args: EngineArgs, device: str, num_cards: int) -> str:
     """Return advice for weights that do not fit: more cards, or FP8."""
     ways = []
-    for more in (count for count in _CARD_COUNTS if count > num_cards):
+    for more in (count for count in NUMBERS_OF_CARDS if count > num_cards):
         if _fits(args, device, more):
             ways.append(f"--num-cards {more}")
             break
@@ -65,7 +63,7 @@ def _nearest(args: EngineArgs, device: str, num_cards: int) -> str:
     if fp8 is not None and fp8 < _MAX_WEIGHTS * CARDS[device].pool_bytes:
         ways.append(f"an FP8 checkpoint ({format_bytes(fp8)})")
     if not ways:
-        return f"It fits on no number of cards up to {_CARD_COUNTS[-1]}. Use a smaller model"
+        return f"It fits on no number of cards up to {NUMBERS_OF_CARDS[-1]}. Use a smaller model"
     return f"Use {', or '.join(ways)}"
 
 

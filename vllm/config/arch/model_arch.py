@@ -22,6 +22,7 @@ from vllm.config.arch.sizes import (
     INTERMEDIATE_SIZE,
     MAX_POSITIONS,
     MAX_ROTATIONS,
+    NORM_EPS_KEYS,
     NUM_HEADS,
     NUM_KV_HEADS,
     NUM_LAYERS,
@@ -566,17 +567,10 @@ def _read_sections(given: Any, rotary_dim: int) -> tuple[int, ...]:
     return tuple(given)
 
 
-_NORM_EPS_KEYS = (
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "layer_norm_epsilon",
-    "norm_epsilon",
-    "norm_eps",
-)
 _DEFAULT_NORM_EPS = 1e-5
 """Also the default of torch: OPT has no such key."""
 
 
 def _read_norm_eps(config: Mapping[str, Any]) -> float:
-    given = (config[name] for name in _NORM_EPS_KEYS if config.get(name) is not None)
+    given = (config[name] for name in NORM_EPS_KEYS if config.get(name) is not None)
     return float(next(given, _DEFAULT_NORM_EPS))

@@ -157,10 +157,12 @@ _TEXTS = (
 )
 _LISTS_OF_TEXTS = ("layer_types", "layers_block_type", "mlp_layer_types")
 _LISTS_OF_LAYERS = ("attn_layer_indices", "full_attn_idxs", "mlp_only_layers", "moe_layers")
-_NOT_NEGATIVE = (
-    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
-    *("layernorm_epsilon", "final_logit_softcapping"),
+NORM_EPS_KEYS = (
+    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+    "norm_eps",
 )
+"""Keys of the constant that norms add to the variance. The first one that is set has effect."""
+_NOT_NEGATIVE = (*NORM_EPS_KEYS, "layernorm_epsilon", "final_logit_softcapping")
 _POSITIVE = (
     *("query_pre_attn_scalar", "logits_scaling", "attn_logit_softcapping"),
     *("dim_model_base", "floor_scale", "rope_local_base_freq", "rotary_emb_base"),

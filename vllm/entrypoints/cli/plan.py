@@ -365,7 +365,8 @@ def _search(
     Raises:
         ConfigError: a goal or a length is wrong, or no number of cards can hold the model.
     """
-    from vllm.planning.card_search import NUMBERS_OF_CARDS, search_cards
+    from vllm.cost_model.cards import NUMBERS_OF_CARDS
+    from vllm.planning.card_search import search_cards
     from vllm.planning.engine_plan import make_engine_plan
     from vllm.planning.fit import excess
     from vllm.planning.throughput.goals import KINDS

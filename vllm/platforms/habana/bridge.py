@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from vllm.cost_model.cards import CARDS
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 COMPILE_BACKEND = "hpu_backend"
 """Backend of `torch.compile`; only in eager mode."""
 
-KNOWN_CARDS = ("GAUDI2", "GAUDI3")
+KNOWN_CARDS = tuple(card.name for card in CARDS.values())
 """Names of the cards for which this engine was written."""
 
 OUT_OF_MEMORY_TEXT = "Allocation failed for size::"

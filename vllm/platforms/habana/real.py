@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vllm.cost_model.cards import CARDS
 from vllm.logger import init_logger
 from vllm.platforms.habana.bridge import (
     COMPILE_BACKEND,
@@ -29,10 +30,8 @@ from vllm.platforms.habana.trials import Runner, find_fault
 
 logger = init_logger(__name__)
 
-_FP8_MAX = 448.0
-_FP8_MAX_OF_GAUDI2 = 240.0
-"""Largest value of e4m3 on Gaudi 2, whose format has infinities instead of the largest values of
-other e4m3 formats."""
+_FP8_MAX = CARDS["gaudi3"].e4m3_max
+"""Largest value of e4m3 on cards that `CARDS` does not list."""
 
 
 class RealBridge:
@@ -74,7 +73,8 @@ class RealBridge:
 
     @property
     def fp8_max(self) -> float:
-        return _FP8_MAX_OF_GAUDI2 if self.device_name == "GAUDI2" else _FP8_MAX
+        name = self.device_name
+        return next((card.e4m3_max for card in CARDS.values() if card.name == name), _FP8_MAX)
 
     @property
     def is_lazy(self) -> bool:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from vllm.config.quantization.inc import Rounding, ScaleMethod
+from vllm.cost_model.cards import CARDS
 from vllm.ops.stored_weight import Fp8Weight
 
-RANGES = {"GAUDI2": 240.0, "GAUDI3": 448.0}
+RANGES = {card.name: card.e4m3_max for card in CARDS.values()}
 """Largest value of e4m3 on each card."""
 
-_HW_EXPONENTS = {240.0: (-8, -4, 0, 4), 448.0: tuple(range(-55, 8))}
+_HW_EXPONENTS = {RANGES["GAUDI2"]: (-8, -4, 0, 4), RANGES["GAUDI3"]: tuple(range(-55, 8))}
 """Range -> exponents of the scales that cost nothing."""
 
 _SEARCHED = range(-3, 4)
