@@ -179,6 +179,14 @@ def programs_of_engines_are_forks() -> Iterator[None]:
     start_programs_with(subprocess.Popen)
 
 
+@pytest.fixture(scope="session")
+def preloaded() -> None:
+    """Start the process that forks programs before a test that looks for new processes."""
+    from tests.forked_programs import FORKS
+
+    FORKS.preload()
+
+
 @pytest.fixture
 def new_interpreters() -> Iterator[None]:
     """Start the processes of engines as users do, in new interpreters."""

@@ -50,12 +50,13 @@ PROGRAMS = (
     "vllm.engine.process.core_process",
     "vllm.executor.ranks.rank_process",
     *_WITH_ENGINES,
+    "tests.e2e.test_external_launcher",
 )
 """Modules whose commands become forks."""
 
 _PRELOADED = (
     "torch",
-    *PROGRAMS,
+    *PROGRAMS[:-1],
     "vllm.executor.ranks.rank_server",
     "vllm.worker.cpu.worker",
     "vllm.worker.hpu.worker",
@@ -228,8 +229,7 @@ class ForkingPopen:
     def _start(self, message: bytes, descriptors: Sequence[int]) -> int:
         prctl = ctypes.CDLL(None).prctl
         with self._lock:
-            if self._control is None:
-                self._preload()
+            self._preload()
             assert self._control is not None
             prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             try:
@@ -240,7 +240,14 @@ class ForkingPopen:
                 prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         return pid
 
+    def preload(self) -> None:
+        """Start the preloaded process, unless it runs. For tests that look for new processes."""
+        with self._lock:
+            self._preload()
+
     def _preload(self) -> None:
+        if self._control is not None:
+            return
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -344,7 +351,7 @@ def _run(job: dict[str, Any]) -> socket.socket | None:
     envs.get.cache_clear()
     logging.getLogger("vllm").handlers.clear()
     logger._configure.cache_clear()
-    del sys.modules[module]
+    sys.modules.pop(module, None)
     code = 0
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -4,7 +4,6 @@ outputs.
 
 import json
 import os
-import subprocess
 import sys
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import pytest
 
 from tests.e2e import ranks
 from tests.e2e.server import ROOT, free_port
+from tests.forked_programs import FORKS
 from vllm import LLM
 from vllm.assets import BUNDLED_MODEL
 from vllm.config import ParallelConfig
@@ -67,7 +67,7 @@ def test_every_process_gets_the_outputs_of_one_device(tensor, stages, method, tm
     processes = []
     with ExitStack() as stack:
         for rank, (out, log) in enumerate(files):
-            process = subprocess.Popen(
+            process = FORKS(
                 command,
                 cwd=ROOT,
                 env=shared | {"RANK": str(rank), "WORLD_SIZE": str(count)},

@@ -39,6 +39,8 @@ from vllm import LLM
 from vllm.env import ranks as env_ranks
 from vllm.errors import ConfigError, EngineDeadError
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 FAILING = "tests.executor.failing_workers"
 ENGINE: dict[str, Any] = SMALL_ENGINE | {
     "skip_tokenizer_init": True,

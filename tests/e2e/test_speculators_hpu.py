@@ -39,9 +39,11 @@ def with_speculator(made: Made, mode: str, **more) -> LLM:
     return LLM(str(made.target), speculative_config=config, **settings)
 
 
-def run(llm: LLM) -> list[list[int]]:
-    params = [PARAMS[index % 4 == 3] for index in range(len(PROMPTS))]
-    return [list(o.outputs[0].token_ids) for o in llm.generate(prompts(), params, use_tqdm=False)]
+def run(llm: LLM, count: int = len(PROMPTS)) -> list[list[int]]:
+    """Return the tokens of the first prompts."""
+    params = [PARAMS[index % 4 == 3] for index in range(count)]
+    outputs = llm.generate(prompts()[:count], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def check_ledger(llm: LLM) -> None:
@@ -74,7 +76,7 @@ def test_outputs_are_the_same_and_right_guesses_are_taken(mode, method, tmp_path
         before = bridge.counters().compilations
         copies = bridge.counters().cache_copies
         assert run(llm) == expected
-        assert run(llm) == expected, "with a prefix cache"
+        assert run(llm, 4) == expected[:4], "with a prefix cache"
         stats = stats_of(llm)
         assert stats.num_preemptions and stats.num_prefix_hits
         assert 0 < sum(stats.drafts.accepted) < stats.drafts.num_draft_tokens

@@ -5,6 +5,7 @@ no resources.
 import gc
 import os
 import signal
+import subprocess
 import time
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from tests.e2e.ranks import ENGINE
+from tests.forked_programs import FORKS, start_programs_with
 from tests.shared_memory import assert_no_new_files, named_files
 from tests.tiny_models import make_tiny_model
 from vllm.config import VllmConfig
@@ -85,11 +87,13 @@ def fail_to_start(config: VllmConfig) -> None:
 
 def give_up_the_start(config: VllmConfig) -> None:
     """End the ranks before they have imported torch, which takes no time."""
+    start_programs_with(subprocess.Popen)  # a fork has imported it
     rendezvous = Rendezvous.create(config.parallel)
     ranks = RankGroup(config, rendezvous, rendezvous.abort)
     ranks.end(RankError("the start was given up"))
     ranks.close()
     rendezvous.close()
+    start_programs_with(FORKS)
 
 
 WHOLE: list[Any] = [start_and_lose_a_rank, fail_to_start, start_and_stop]

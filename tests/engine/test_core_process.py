@@ -22,7 +22,7 @@ from vllm.errors import ConfigError, EngineDeadError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.worker.hpu.warmup.recipe_manifest import FILE_NAME
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("two_layers")]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("two_layers", "preloaded")]
 
 SMALL = {"max_model_len": 256, "num_gpu_blocks_override": 200}
 
