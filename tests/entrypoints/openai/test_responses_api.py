@@ -330,6 +330,7 @@ def test_truncation_leaves_out_the_oldest_turns_but_not_the_system_message():
         ({"tools": [TOOL]}, 400, "--tool-call-parser"),
         ({"conversation": "c"}, 400, "conversation"),
         ({"previous_response_id": "resp_x"}, 404, "resp_x"),
+        ({"previous_response_id": "", "max_output_tokens": 10**9}, 400, "context length"),
         ({"max_output_tokens": 0}, 400, "max_output_tokens"),
         ({"max_output_tokens": 10**9}, 400, "context length"),
         ({"max_output_tokens": 10**30}, 400, "max_output_tokens"),
@@ -350,7 +351,10 @@ def test_a_bad_request_is_refused_with_a_status(fields, status, text, stream):
     engine = ScriptedEngine("yes")
     answer = post(make_client(engine), **fields, stream=stream)
     assert answer.status_code == status
-    assert text in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert text in error["message"]
+    if fields.get("previous_response_id"):
+        assert error["param"] == "previous_response_id"
     assert not engine.requests
 
 

@@ -267,9 +267,9 @@ def _begin_in_background(
 
 def _read_history(body: ResponsesRequest, store: ResponseStore, owner: bytes) -> list[Item]:
     """Return the earlier items of the conversation that the request continues."""
-    if body.previous_response_id is None:
+    if not body.previous_response_id:
         return []
-    previous = store.get(body.previous_response_id, owner)
+    previous = store.get(body.previous_response_id, owner, param="previous_response_id")
     if previous.is_running:
         raise RequestError(
             "previous_response_id: this response has not finished yet", param="previous_response_id"

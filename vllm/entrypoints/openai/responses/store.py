@@ -114,8 +114,13 @@ class ResponseStore:
         if self._running.pop(entry.response["id"], None) is not None:
             self._keep(entry)
 
-    def get(self, response_id: str, owner: bytes) -> StoredResponse:
+    def get(self, response_id: str, owner: bytes, *, param: str = "response_id") -> StoredResponse:
         """Return a response of this owner, and extend its time in the store.
+
+        Args:
+            response_id: id of the response.
+            owner: owner that asks for it.
+            param: field of the request that has the id, for errors.
 
         Raises:
             NotFoundError: it is unknown, expired, or belongs to another owner.
@@ -126,7 +131,7 @@ class ResponseStore:
             raise NotFoundError(
                 f"Response with id {response_id!r:.100} not found: it was not stored, has been "
                 f"deleted, or is too old",
-                param="response_id",
+                param=param,
             )
         if response_id in self._finished:
             self._touch(entry)
