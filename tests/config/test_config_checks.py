@@ -141,7 +141,7 @@ REFUSED = [
         "tokenizer_mode must be one of auto, slow, mistral, got 'fast'",
     ),
     (ModelConfig, {"max_model_len": 0}, "max_model_len must be an integer of at least 1, got 0"),
-    (ModelConfig, {"max_logprobs": -1}, "max_logprobs must be an integer of at least 0, got -1"),
+    (ModelConfig, {"max_logprobs": -2}, "max_logprobs must be an integer of at least 0, got -2"),
     (
         ParallelConfig,
         {"tensor_parallel_size": 0},

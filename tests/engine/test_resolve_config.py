@@ -69,10 +69,9 @@ def test_the_files_of_a_multimodal_model_decide_if_its_head_is_tied(
         "tie_word_embeddings": whole,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    head = {"language_model.lm_head.weight": torch.ones(1)} if has_head else {}
-    save_file(
-        {"language_model.model.norm.weight": torch.ones(1), **head}, tmp_path / "model.safetensors"
-    )
+    head = {"language_model.lm_head.weight": torch.zeros(1)} if has_head else {}
+    table = {"language_model.model.embed_tokens.weight": torch.ones(1)}
+    save_file(table | head, tmp_path / "model.safetensors")
     arch = resolve(model=str(tmp_path), skip_tokenizer_init=True).model.resolved_arch
     assert arch.tie_word_embeddings == is_tied
 
@@ -319,6 +318,11 @@ def test_what_cannot_start_is_one_line_that_names_it(settings, message):
         resolve(**settings)
     assert message in str(failure.value)
     assert "\n" not in str(failure.value)
+
+
+def test_as_many_log_probabilities_as_tokens_may_be_allowed():
+    config = resolve(max_logprobs=-1)
+    assert config.model.max_logprobs == config.model.resolved_arch.vocab_size
 
 
 def test_rope_scaling_makes_the_model_longer():

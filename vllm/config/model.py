@@ -105,7 +105,8 @@ class ModelConfig:
     at most the size of the window."""
 
     max_logprobs: int = 20
-    """Maximum number of log-probabilities per token that a request may ask for."""
+    """Maximum number of log-probabilities per token that a request may ask for. -1: the size of the
+    vocabulary."""
 
     enable_prompt_embeds: bool = False
     """Accept embeddings as prompts instead of tokens (`prompt_embeds`)."""
@@ -159,7 +160,8 @@ class ModelConfig:
         check_one_of(self, "task", get_args(ModelTask))
         if self.max_model_len is not None:
             check_at_least(self, 1, "max_model_len")
-        check_at_least(self, 0, "max_logprobs")
+        if self.max_logprobs != -1:
+            check_at_least(self, 0, "max_logprobs")
         if self.logits_processor_pattern is not None:
             try:
                 compile_pattern(self.logits_processor_pattern)

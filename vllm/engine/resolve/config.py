@@ -403,6 +403,7 @@ def _resolve_model(
         tokenizer=_resolve_tokenizer(asked, load, folder),
         dtype=_resolve_dtype(asked, arch),
         max_model_len=max_model_len,
+        max_logprobs=arch.vocab_size if asked.max_logprobs == -1 else asked.max_logprobs,
         arch=arch.for_length(max_model_len),
         pooler=pooler,
         hf_config_path=None if other is None else str(config_folder),
