@@ -678,6 +678,18 @@ RARE_FAMILIES = (
 """Families whose costly settings are for the exhaustive run, as other families have the same
 mechanisms."""
 
+SIBLINGS = (
+    *("llama3", "llama_linear", "llama_yarn", "granite_code", "mistral", "qwen2", "opt_post_norm"),
+    *("phi", "phi3_long", "phi3_short", "gptj", "gpt_neox_sequential", "gpt_bigcode_multi_head"),
+    *("stablelm_head_norms", "stablelm_parallel", "cohere_head_norms", "cohere2", "glm", "glm4"),
+    *("falcon_7b", "falcon_rw", "mpt", "starcoder2", "gemma", "olmo2", "olmo3", "deepseek_v2"),
+    *("deepseek_v2_lite", "qwen3_moe", "granite_moe", "olmoe", "granite_hybrid_dense", "mamba2"),
+    *("falcon_h1_norms", "nemotron_h_latent", "lfm2_moe", "qwen3_5", "qwen3_5_moe"),
+    *("granite_hybrid", "zamba2", "falcon_h1", "jamba"),
+)
+"""Families that compute and round where another one does, so the exhaustive run has their ranks,
+stages and bfloat16. The default run compares their logits with and without programs."""
+
 NOT_SAVED = frozenset({"Zamba2ForCausalLM"} if is_version_4() else ())
 """Architectures whose tiny models transformers cannot save: version 4 refuses shared weights."""
 

@@ -22,12 +22,6 @@ SMALL = ["--max-model-len", "256", "--num-gpu-blocks-override", "64"]
 GREEDY = ["--temperature", "0", "--max-tokens", "4", *SMALL]
 
 
-def run_vllm(*args: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [*COMMAND, *args], cwd=ROOT, input="", capture_output=True, text=True, timeout=300
-    )
-
-
 def test_a_program_without_standard_streams_gives_its_processes_some():
     """A supervisor may start a program without them. Then sockets would get their numbers."""
     code = (
@@ -142,14 +136,14 @@ def test_an_interrupt_is_quiet_and_130(tmp_path):
 
 
 @pytest.mark.e2e
-def test_generate_prints_prompts_texts_and_speed():
-    result = run_vllm("generate", "--prompt", "import os", "--prompt", "class Queue:", *GREEDY)
-    assert result.returncode == 0, result.stderr
-    assert "--- 1 of 2\nimport os" in result.stdout
-    assert "--- 2 of 2\nclass Queue:" in result.stdout
+def test_generate_prints_prompts_texts_and_speed(capsys):
+    assert main(["generate", "--prompt", "import os", "--prompt", "class Queue:", *GREEDY]) == 0
+    printed = capsys.readouterr().out
+    assert "--- 1 of 2\nimport os" in printed
+    assert "--- 2 of 2\nclass Queue:" in printed
     assert re.fullmatch(
         r"2 prompts, \d+ prompt tokens, 8 output tokens in [\d.]+ s: [\d.]+ tokens/s",
-        result.stdout.splitlines()[-1],
+        printed.splitlines()[-1],
     )
 
 

@@ -398,7 +398,7 @@ def test_without_a_card_it_says_what_is_missing(environment, capsys, tmp_path, h
     assert report["missing"][0] == PACKAGE and len(report["missing"]) == 2 - has_node
 
 
-# Exhaustive: tests/platforms/test_sim_collectives.py tests the collectives of cards.
+# Exhaustive: tests/e2e/test_parallel_hpu_faults.py uses the collectives of cards in every run.
 @pytest.mark.exhaustive
 @needs_simulated_device
 def test_collectives_over_two_simulated_cards(monkeypatch):

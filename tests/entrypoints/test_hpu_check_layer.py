@@ -1,5 +1,5 @@
 """Test the checks of `vllm hpu-check` for a decoder layer, sampling, FP8 and experts, on cards with
-faults.
+faults. test_hpu_check.py tests that a card without faults passes.
 """
 
 import re
@@ -33,7 +33,7 @@ KERNEL_ROWS = (
     "uint4 matmul",
 )
 SAMPLING_ROWS = tuple(name for name in CHECKS if name.startswith("sampling"))
-STEP_ROWS = ("decode attention", "prefill attention", "prefill with context", *SAMPLING_ROWS)
+STEP_ROWS = ("decode attention", "prefill attention", "prefill with context", SAMPLING_ROWS[0])
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +95,6 @@ def test_a_layer_with_a_fault_is_found(bridge, monkeypatch):
         assert result.status == "fail", (name, result.detail)
         return result.detail
 
-    assert result_of(bridge, "layer eager").status == "pass"
     for row in LAYER_ROWS:
         assert "max error" in failure(hpu_attn, "write_kv_cache", store_nothing, row)
     detail = failure(SimBridge, "counters", fallback_at_each_reading())
@@ -250,7 +249,6 @@ def test_a_kind_of_sampling_with_a_fault_is_found(bridge, monkeypatch):
     }
     assert tuple(faults) == SAMPLING_ROWS
     for row, fault in faults.items():
-        assert result_of(bridge, row).status == "pass"
         with monkeypatch.context() as patch:
             patch.setattr(*fault)
             result = result_of(bridge, row)

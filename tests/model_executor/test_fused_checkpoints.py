@@ -76,7 +76,7 @@ BY_ROWS += ("torchao-int4-tiles", "hqq-4-axis-0")
 """Formats whose tensors all have a row for each output feature."""
 FEW: dict[str, tuple[str, ...]] = {
     "phi3": FORMATS + BY_ROWS,
-    "falcon_40b": FORMATS,
+    "falcon_40b": ("fp8-static", "fp8-block", "gptq-4-order", "gptq-8", "awq"),
     "deepseek_v3": ("fp8-block", "awq"),
     "glm4_moe": ("ct-fp8-dynamic",),
     "minimax_m2": ("fp8-block",),

@@ -20,7 +20,13 @@ from tests.model_executor.test_fusion import (
     bind_caches,
     run_fused,
 )
-from tests.tiny_models import ALL_FAMILIES, RARE_FAMILIES, VOCAB_SIZE, WITHOUT_PROGRAM
+from tests.tiny_models import (
+    ALL_FAMILIES,
+    RARE_FAMILIES,
+    SIBLINGS,
+    VOCAB_SIZE,
+    WITHOUT_PROGRAM,
+)
 from vllm.attention import LaunchContext, share_context
 from vllm.config import ParallelConfig
 from vllm.distributed import Rendezvous, TPGroup
@@ -150,15 +156,16 @@ def assert_ranks_are_one(ranks: Ranks, one: Ranks) -> None:
     assert [head and head.width for head in heads] == [VOCAB_SIZE] * ranks.size
 
 
+SPARED = (*RARE_FAMILIES, *SIBLINGS)
 HERE = [family for family in ALL_FAMILIES if family not in NOT_HERE]
 ON_FOUR = ("llama", "qwen2", "opt", "gemma3", "falcon_7b", "gpt_bigcode", "mixtral", "gpt_oss")
 CASES = [
-    *((family, 2, "bfloat16") for family in HERE if family not in RARE_FAMILIES),
+    *((family, 2, "bfloat16") for family in HERE if family not in SPARED),
     *((family, 4, "float32") for family in HERE if family in ON_FOUR),
     *(
         pytest.param(family, 2, "bfloat16", marks=pytest.mark.exhaustive)
         for family in HERE
-        if family in RARE_FAMILIES
+        if family in SPARED
     ),
     *(
         pytest.param(family, 4, "float32", marks=pytest.mark.exhaustive)

@@ -14,7 +14,14 @@ from tests.model_executor.test_fusion import (
     run_head,
 )
 from tests.model_executor.test_fusion_parallel import launches
-from tests.tiny_models import ALL_FAMILIES, ONE_STAGE, RARE_FAMILIES, VOCAB_SIZE, WITHOUT_PROGRAM
+from tests.tiny_models import (
+    ALL_FAMILIES,
+    ONE_STAGE,
+    RARE_FAMILIES,
+    SIBLINGS,
+    VOCAB_SIZE,
+    WITHOUT_PROGRAM,
+)
 from vllm.attention import LaunchContext, share_context
 from vllm.distributed import Stage, TPGroup
 from vllm.model_executor.fusion import fuse, fuse_head
@@ -28,6 +35,7 @@ pytestmark = [
     pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built"),
 ]
 
+SPARED = (*RARE_FAMILIES, *SIBLINGS)
 FAMILIES = [family for family in ALL_FAMILIES if family not in (*WITHOUT_PROGRAM, *ONE_STAGE)]
 
 
@@ -43,11 +51,11 @@ def load(folder, dtype: str, index: int = 0, count: int = 1) -> CausalLM:
 
 
 CASES = [
-    *((family, 2, "bfloat16") for family in FAMILIES if family not in RARE_FAMILIES),
+    *((family, 2, "bfloat16") for family in FAMILIES if family not in SPARED),
     *(
         pytest.param(family, 2, "bfloat16", marks=pytest.mark.exhaustive)
         for family in FAMILIES
-        if family in RARE_FAMILIES
+        if family in SPARED
     ),
     # With three stages, the second stage is neither the first nor the last.
     ("llama", 3, "float32"),

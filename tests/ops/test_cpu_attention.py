@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.attention.options import operator_options
+from tests.exhaustive import exhaustive
 from tests.isas import InstructionSets
 from tests.loops import loop_over
 from vllm.ops.attention_options import FP8_DTYPES
@@ -281,7 +282,7 @@ def test_prefill_has_the_same_bits_in_any_chunks_in_any_batch_on_any_threads(
     options = options_of(option, 2 * group)
     (whole,) = prompts.prefill(ops, [(0, 0, 300)], options)
     uneven, long, short = [1, 64, 65, 129, 200], [37, 100, 299], list(range(10, 90, 10))
-    for num_threads, cuts in [(1, uneven), (2, uneven), (3, uneven), (2, long), (3, short)]:
+    for num_threads, cuts in [(1, uneven), (2, uneven), (2, long), (3, short)]:
         torch.set_num_threads(num_threads)
         edges = [0, *cuts, 300]
         chunks = [(0, *edge) for edge in pairwise(edges)]
@@ -296,6 +297,15 @@ def last_keys_of(chunks: list[tuple[int, int, int]], last_keys: list[Tensor]) ->
     return torch.cat([*parts, torch.zeros(1)]).int().numpy()  # and a zero for a row of padding
 
 
+WITH_IMAGES = [
+    option
+    if option in ("plain", "window of 70", "all", "sinks and a window")
+    else exhaustive(option)
+    for option in OPTIONS[:-2]
+]
+"""One of each kind of option, and all together; the exhaustive run has the others."""
+
+
 def with_images(num_tokens: int, *images: tuple[int, int]) -> Tensor:
     """Return the last key that each token sees, where the tokens of each image (first, end) see
     each other."""
@@ -306,13 +316,13 @@ def with_images(num_tokens: int, *images: tuple[int, int]) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("option", OPTIONS[:-2])
+@pytest.mark.parametrize("option", WITH_IMAGES)
 def test_tokens_of_images_see_all_of_their_image_and_no_more(all_ops, option, dtype):
     assert_images_are_seen(all_ops, option, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("option", OPTIONS[:-2])
+@pytest.mark.parametrize("option", WITH_IMAGES)
 def test_the_reference_lets_tokens_of_images_see_all_of_their_image(option, dtype):
     assert_images_are_seen([NativeOps()], option, dtype)
 

@@ -42,7 +42,7 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("num_threads", "num_loops"), [(2, 200), (8, 100), (16, 100), (64, 50), (600, 1)]
+    ("num_threads", "num_loops"), [(2, 100), (8, 50), (16, 40), (64, 15), (600, 1)]
 )
 def test_each_index_is_visited_once_and_no_memory_is_raced_for(team, num_threads, num_loops):
     command = [str(team), str(num_threads), str(num_loops)]

@@ -66,6 +66,8 @@ def alone(tmp_path: Path) -> Iterator[None]:
         yield
 
 
+# Exhaustive: in every run, test_parallel_hpu_faults.py compares tokens of several cards and of one.
+@pytest.mark.exhaustive
 @needs_simulated_device
 def test_two_cards_sum_gather_and_broadcast(tmp_path):
     done = subprocess.run(

@@ -70,8 +70,8 @@ def assert_same(got, want) -> None:
 
 
 @loop_over("dtype", [torch.float32, torch.bfloat16])
-@loop_over("scale", [0.3, 2.0, 8.0])
-@loop_over("vocab_size", [301, 1000, 4096, 20000])
+@loop_over("scale", [0.3, 8.0])
+@loop_over("vocab_size", [301, 4096, 20000])
 def test_tokens_are_those_of_torch(vector_isa, vocab_size, scale, dtype):
     requests = mixed_requests(4 * len(MIXED), vocab_size)
     logits = random_logits(len(requests), vocab_size, scale).to(dtype)

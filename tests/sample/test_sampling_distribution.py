@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from tests.exhaustive import exhaustive
 from tests.sample.helpers import (
     draws,
     make_request,
@@ -50,8 +51,14 @@ def random_logits(vocab_size: int, seed: int = 0, scale: float = 1.5) -> torch.T
     return torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-@pytest.mark.parametrize("vocab_size", [50, 300])
-@pytest.mark.parametrize("params", PARAMS, ids=str)
+@pytest.mark.parametrize(
+    ("vocab_size", "params"),
+    [
+        *((50, params) for params in PARAMS),
+        *((300, params) if len(params) == 2 else exhaustive(300, params) for params in PARAMS),
+    ],
+    ids=str,
+)
 def test_tokens_come_as_often_as_the_distribution_says(params, vocab_size):
     logits = random_logits(vocab_size, seed=3)
     probs = reference_probs(logits, **params)

@@ -262,7 +262,7 @@ def test_every_step_is_reported_on_demand():
         "VLLM_HPU_LOG_STEP_CPU_FALLBACKS_ALL": 1,
     }
     with (
-        simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS, **variables),
+        simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS, **variables),
         captured_log() as log,
     ):
         llm = LLM(**SMALL_ENGINE)
@@ -281,7 +281,7 @@ def test_every_step_is_reported_on_demand():
 def test_only_steps_that_compile_are_reported_otherwise():
     variables = {"VLLM_HPU_LOG_STEP_GRAPH_COMPILATION": 1, "VLLM_SKIP_WARMUP": 1}
     with (
-        simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS, **variables),
+        simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS, **variables),
         captured_log() as log,
     ):
         llm = LLM(**SMALL_ENGINE)

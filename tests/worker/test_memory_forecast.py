@@ -159,7 +159,8 @@ def test_a_start_in_little_memory_fails_no_allocation_and_loses_no_bucket_that_f
 
 
 @pytest.mark.usefixtures("all_layers")
-@pytest.mark.parametrize("is_predicted", [True, False])
+# Exhaustive: that the same start fails without the forecast.
+@pytest.mark.parametrize("is_predicted", [True, exhaustive(False)])
 def test_slices_beyond_the_profiling_run_begin_with_the_smallest_and_end_before_a_failure(
     is_predicted,
 ):

@@ -232,7 +232,7 @@ def test_an_extreme_number_in_any_field_is_taken_or_refused(clients, path):
 
 @pytest.mark.parametrize("path", BODIES)
 def test_any_numbers_in_some_fields_are_taken_or_refused(clients, path):
-    @settings(max_examples=20)
+    @settings(max_examples=12)
     @given(st.data())
     def run(data: st.DataObject) -> None:
         kind, body = data.draw(st.sampled_from(BODIES[path]))

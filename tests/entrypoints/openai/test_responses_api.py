@@ -3,6 +3,7 @@ test.
 """
 
 import asyncio
+import itertools
 import json
 import time
 
@@ -500,12 +501,11 @@ def test_a_background_response_that_fails_says_so():
 # ---- fuzz ---------------------------------------------------------------------------------
 
 
-@loop_over("field", sorted(ResponsesRequest.model_fields))
-def test_any_value_of_a_field_is_taken_or_refused(field):
+def test_any_value_of_a_field_is_taken_or_refused():
     client = make_client(ScriptedEngine("a"))
-    for value in ODD_VALUES:
+    for field, value in itertools.product(sorted(ResponsesRequest.model_fields), ODD_VALUES):
         body = json.dumps({"input": "hi", "max_output_tokens": 2, field: value})
         answer = client.post(PATH, content=body, headers={"content-type": "application/json"})
-        assert answer.status_code in (200, 400, 404), (value, answer.text)
+        assert answer.status_code in (200, 400, 404), (field, value, answer.text)
         if answer.status_code == 400:
             assert len(answer.json()["error"]["message"]) < 4100

@@ -233,7 +233,7 @@ def _read(
     for quantization in formats:
         quantization.finish_model(model)
     model.check()
-    if device.type == "cpu" and has_values:
+    if device.type == "cpu" and has_values and num_bytes >= _MIN_HUGE_BYTES:
         storages = model_storages(model)
         move_to_huge_pages((storage.data_ptr(), storage.nbytes) for storage in storages)
     log_dequantized(model)
@@ -262,6 +262,9 @@ def log_dequantized(model: nn.Module) -> None:
         )
 
 
+_MIN_HUGE_BYTES = 8 << 20
+"""A processor keeps the addresses of about as much memory in small pages, so smaller models gain
+nothing from huge pages."""
 _LARGEST_RATIO = 64
 """Largest ratio of the memory of parameters to the size of files. Weights of 1.5 bits become at
 most float32."""
@@ -486,7 +489,10 @@ def _check_memory(
         build: builds another model like it; takes `has_values`.
         is_quantized_here: weights are quantized as they are loaded, a layer at a time.
     """
-    num_bytes, total = _parameter_bytes(model), machine_memory_bytes()
+    num_bytes = _parameter_bytes(model)
+    if num_bytes <= _SMALL_BYTES:
+        return
+    total = machine_memory_bytes()
     if num_bytes > total and is_quantized_here:
         loaded = build(has_values=False)
         # The memory is never written, so the system does not allocate pages for it.

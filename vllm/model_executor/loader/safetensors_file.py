@@ -44,6 +44,8 @@ bits: torch computes with neither."""
 _LENGTH = struct.Struct("<Q")
 _PART_BYTES = 8 << 20
 """Read at once by one thread; also the size of its buffer where a dtype is converted."""
+_SMALL_BYTES = 256 << 10
+"""Converting so many takes less time than handing them to another thread."""
 
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, CheckpointTensor]]:
@@ -179,7 +181,7 @@ class _TensorInFile:
                 part.copy_(buffer[in_rows])
 
         starts = range(0, len(rows), step)
-        if is_direct and len(starts) == 1:
+        if len(starts) == 1 and (is_direct or len(rows) * row_bytes <= _SMALL_BYTES):
             fill(0)
             return
         for _ in self.pool.map(fill, starts):  # iterating raises the errors of the threads

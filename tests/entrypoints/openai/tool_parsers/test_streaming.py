@@ -85,7 +85,7 @@ def test_half_of_a_header_of_gpt_oss_is_no_content(has_parser):
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(text=TEXTS, size=st.integers(1, 9))
 def test_any_text_is_taken_apart_and_nothing_is_lost_or_made_up(name, text, size):
     content, calls = found = extract(name, text)
@@ -104,7 +104,7 @@ def cut(text, size):
 
 
 @pytest.mark.parametrize("form", WRITERS)
-@settings(max_examples=14, deadline=None)
+@settings(max_examples=9, deadline=None)
 @given(
     calls=CALLS,
     before=st.sampled_from(["", "Sure.\n", "日本 <tool [ {"]),
