@@ -14,6 +14,7 @@ from vllm.attention.backends.flat_pa import (
 )
 from vllm.attention.backends.hpu_metadata import build_decode_metadata, count_decode_blocks
 from vllm.attention.backends.normalisers import NORMALISERS, parse_normaliser
+from vllm.config.hpu import NORMALISER_NAMES
 from vllm.errors import ConfigError
 from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.native.operators import NativeOps
@@ -154,5 +155,6 @@ def test_a_row_far_below_becomes_zero_unless_its_own_maximum_is_taken(setting, i
 
 
 def test_unknown_name_is_refused():
+    assert tuple(NORMALISERS) == NORMALISER_NAMES
     with pytest.raises(ConfigError, match="'rowmax' is unknown; accepted: amax, head_amax, wsum"):
         parse_normaliser("wsum,rowmax")

@@ -17,7 +17,7 @@ class Example:
     """A config class with one field of each kind."""
 
     size: int = field(default=3, metadata={"aliases": ("-s",)})
-    """How large,
+    """Size
     in tokens."""
 
     max_model_len: int | None = None

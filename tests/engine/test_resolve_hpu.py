@@ -119,6 +119,18 @@ def test_the_older_switch_of_the_strategy_wins(
     assert capsys.readouterr().err.count(line) == warnings
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("VLLM_PA_SOFTMAX_IMPL", "wsum,x", "VLLM_PA_SOFTMAX_IMPL: 'x' is unknown; accepted: amax"),
+        ("PT_HPU_RECIPE_CACHE_CONFIG", "/recipes,8192", "expected `path,delete at start,size in"),
+    ],
+)
+def test_a_wrong_value_is_found_before_the_weights_are_read(resolve, name, value, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(**{name: value})
+
+
 def test_a_prompt_has_one_kind_of_attention(resolve):
     with pytest.raises(ConfigError, match="needs VLLM_PROMPT_USE_FUSEDSDPA=0"):
         resolve(VLLM_PROMPT_USE_FLEX_ATTENTION="1")

@@ -204,6 +204,8 @@ class HPUConfig:
                     "after the start. Leave out one of them"
                 )
         _ = self.multimodal_buckets
+        if self.pa_softmax_impl:
+            read_normalisers(self.pa_softmax_impl)
 
     @property
     def serves_while_warming(self) -> bool:
@@ -240,3 +242,24 @@ class HPUConfig:
         most = self.max_unsliced_keys or min(max_num_batched_tokens, _MAX_SLICE_THRESHOLD)
         half = -(-most // (2 * _SLICE_STEP)) * _SLICE_STEP
         return PromptSlicing(most, self.queries_of_slice or half)
+
+
+NORMALISER_NAMES = (
+    *("amax", "head_amax", "wsum", "wsum_head_amax"),
+    *("index_reduce", "scatter_reduce"),
+)
+"""Accepted words of VLLM_PA_SOFTMAX_IMPL; `attention.backends.normalisers` computes them."""
+
+
+def read_normalisers(names: str) -> list[str]:
+    """Return the words of VLLM_PA_SOFTMAX_IMPL, a comma-separated list.
+
+    Raises:
+        ConfigError: a word is unknown.
+    """
+    stripped = [name.strip() for name in names.split(",")]
+    for name in stripped:
+        if name not in NORMALISER_NAMES:
+            known = ", ".join(NORMALISER_NAMES)
+            raise ConfigError(f"VLLM_PA_SOFTMAX_IMPL: {name!r} is unknown; accepted: {known}")
+    return stripped

@@ -17,7 +17,7 @@ from vllm.attention.backends.flat_pa import (
     max_of_rows,
     sum_of_rows,
 )
-from vllm.errors import ConfigError
+from vllm.config.hpu import read_normalisers
 
 
 def amax(block_max: Tensor, blocks: DecodeBlocks) -> Tensor:
@@ -74,10 +74,5 @@ def parse_normaliser(names: str) -> Normaliser:
     Raises:
         ConfigError: a name is unknown.
     """
-    stripped = [name.strip() for name in names.split(",")]
-    for name in stripped:
-        if name not in NORMALISERS:
-            known = ", ".join(NORMALISERS)
-            raise ConfigError(f"VLLM_PA_SOFTMAX_IMPL: {name!r} is unknown; accepted: {known}")
-    steps = [NORMALISERS[name] for name in stripped]
+    steps = [NORMALISERS[name] for name in read_normalisers(names)]
     return steps[0] if len(steps) == 1 else in_sequence(*steps)
