@@ -9,11 +9,13 @@ import pytest
 from tests.core.helpers import Loop, make_request, make_scheduler
 from tests.core.reference import GuessSource
 from tests.core.test_any_load import random_event, random_setup, run_program
+from tests.exhaustive import exhaustive
 
 
-def test_crowded_loads_give_everybody_what_they_get_alone():
+@pytest.mark.parametrize("num_loads", [12, exhaustive(100)])
+def test_crowded_loads_give_everybody_what_they_get_alone(num_loads):
     num_further = 0
-    for seed in range(12):
+    for seed in range(num_loads):
         rng = random.Random(seed)
         setup = random_setup(rng)
         setup.limits["num_scheduler_steps"] = rng.choice([2, 3, 8])

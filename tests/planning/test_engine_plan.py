@@ -184,12 +184,12 @@ def check_case(settings: dict[str, Any], checkpoint: Callable[[str], str]) -> No
 @pytest.mark.parametrize(
     "seed",
     [
-        *range(6),
+        *range(3),
         38,  # this seed chooses kernels that are tried before they are used
         192,  # this seed chooses latent attention whose weights are converted to FP8
         *(
             pytest.param(seed, marks=pytest.mark.exhaustive)
-            for seed in range(6, 1000)
+            for seed in range(3, 1000)
             if seed not in (38, 192)
         ),
     ],
@@ -418,11 +418,12 @@ def test_llama_8b_takes_what_published_logs_say(tmp_path):
 
 
 def test_a_model_that_is_too_large_is_told_the_nearest_that_fits(tmp_path):
-    big = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
-    folder = tmp_path / "Llama-3.1-70B"
+    # A plan takes time for each layer, so the model has few large ones.
+    big = {"hidden_size": 8192, "intermediate_size": 131072, "num_attention_heads": 64}
+    folder = tmp_path / "Llama-wide"
     folder.mkdir()
     args = EngineArgs(
-        model=write_config(folder, num_hidden_layers=80, **big),
+        model=write_config(folder, num_hidden_layers=20, **big),
         max_model_len=1024,
         max_num_seqs=8,
         skip_tokenizer_init=True,
@@ -430,15 +431,15 @@ def test_a_model_that_is_too_large_is_told_the_nearest_that_fits(tmp_path):
     with pytest.raises(ConfigError) as found:
         planned_or_nearest(args, "gaudi2", 1)
     assert str(found.value) == (
-        "Llama-3.1-70B in bfloat16 takes 131.5 GiB, a gaudi2 card has 94.62 GiB. Use "
-        "--num-cards 2, or an FP8 checkpoint (67.75 GiB)"
+        "Llama-wide in bfloat16 takes 129.6 GiB, a gaudi2 card has 94.62 GiB. Use "
+        "--num-cards 2, or an FP8 checkpoint (66.81 GiB)"
     )
 
 
 def test_a_model_for_no_number_of_cards_is_refused(tmp_path):
     huge = {"hidden_size": 65536, "intermediate_size": 262144, "num_attention_heads": 512}
     args = EngineArgs(
-        model=write_config(tmp_path, num_hidden_layers=40, head_dim=128, **huge),
+        model=write_config(tmp_path, num_hidden_layers=24, head_dim=128, **huge),
         max_model_len=1024,
         skip_tokenizer_init=True,
     )
