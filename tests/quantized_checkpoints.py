@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +108,10 @@ def write(
     torch.manual_seed(0)
     config = {**CONFIG.to_dict(), "architectures": ["LlamaForCausalLM"], "dtype": "float32"}
     if source is None:
-        tensors = {}
-        for key, shape in _shapes().items():
-            scale = 0.08 if len(shape) == 2 else 0.3
-            tensors[key] = torch.randn(shape) * scale + (len(shape) == 1)
+        tensors = transformers.LlamaForCausalLM(CONFIG).state_dict()
+        for key, weight in tensors.items():
+            scale = 0.08 if weight.dim() == 2 else 0.3
+            tensors[key] = torch.randn(weight.shape) * scale + (weight.dim() == 1)
     else:
         tensors = load_file(source / "model.safetensors")
         config = json.loads((source / "config.json").read_text())
@@ -150,14 +150,6 @@ def write(
         (path / "config.json").write_text(json.dumps(config | added))
         save_file({k: t.contiguous() for k, t in values.items()}, path / "model.safetensors")
     return folders
-
-
-@cache
-def _shapes() -> dict[str, torch.Size]:
-    """Return the shapes of the weights of the tiny Llama."""
-    with torch.device("meta"):
-        weights = transformers.LlamaForCausalLM(CONFIG).state_dict()
-    return {key: weight.shape for key, weight in weights.items()}
 
 
 def _fp8_with(scales: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -151,7 +151,7 @@ def test_two_ranks_are_measured_and_unified_to_one(calibrated, texts, tmp_path, 
         (["--step", "unify"], "--step unify needs --unify-ranks"),
         (["--step", "6"], "--step expand needs --expand-ranks"),
         (["-r", "1", "-w", "2"], "--unify-ranks and --expand-ranks cannot be used together"),
-        (["--step", "postprocess"], "0_1.json does not exist. Measure the model"),
+        (["--step", "postprocess"], "If there are none, measure the model with `vllm calibrate`"),
     ],
 )
 def test_a_wrong_call_is_one_line(texts, tmp_path, capsys, flags, message):

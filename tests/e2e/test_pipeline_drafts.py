@@ -121,7 +121,7 @@ def test_a_speculator_of_the_checkpoint_is_not_in_files_of_ranks(made, in_thread
 def test_inputs_of_inner_layers_pass_through_stages_that_run_as_programs(
     made, monkeypatch, in_threads
 ):
-    values = {**FEW_BLOCKS, "num_gpu_blocks_override": 80, "dtype": "bfloat16"}
+    values = {**FEW_BLOCKS, "num_gpu_blocks_override": 80}
     want = run(LLM(str(made["eagle3"].target), **{**COMMON, **values}))
     kept = []
     keep = Eagle3.keep
