@@ -133,6 +133,22 @@ def test_gemma_3n_is_read_with_the_names_of_transformers_4(tiny_model, tmp_path)
 
 
 @pytest.mark.parametrize(
+    ("family", "beginning"),
+    [("mpt", "transformer."), ("gpt_neox", "gpt_neox."), ("mamba2", "backbone.")],
+)
+def test_names_may_lack_the_beginning_of_their_family(tiny_model, tmp_path, family, beginning):
+    """As in a decoder that was saved without its output head."""
+    source = tiny_model(family)
+    weights = load_file(source / "model.safetensors")
+    assert any(name.startswith(beginning) for name in weights)
+    shorter = {name.removeprefix(beginning): weight for name, weight in weights.items()}
+    save_file(shorter, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").symlink_to(source / "config.json")
+    got, want = (logits_of(load(each), prompt_of(20)) for each in (tmp_path, source))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
     ("family", "name"),
     [
         ("glm4_moe", "model.layers.3.eh_proj.weight"),

@@ -1,9 +1,10 @@
-"""Recognise checkpoints whose tensors all have a longer name, because their program had wrapped the
-model or saved the language model of a multimodal checkpoint with its old names.
+"""Recognise checkpoints whose tensors all have longer or shorter names, because their program had
+wrapped the model, saved it without its output head, or saved the language model of a multimodal
+checkpoint with its old names.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 
 from vllm.logger import init_logger
@@ -12,16 +13,16 @@ from vllm.model_executor.models.interface import LoadableModel
 
 logger = init_logger(__name__)
 
-_PREFIXES = {
-    "language_model.": "",
-    "model.language_model.": "model.",
-    "module.": "",
-    "_orig_mod.": "",
-    "base_model.model.": "",
-    "": "model.",
-}
-"""Beginning of the names -> what it is in other checkpoints. The first two come from multimodal
-models, the next three from DistributedDataParallel, torch.compile and peft, and the last one from
+_PREFIXES = (
+    ("language_model.", ""),
+    ("model.language_model.", "model."),
+    ("module.", ""),
+    ("_orig_mod.", ""),
+    ("base_model.model.", ""),
+    *(("", inner) for inner in ("model.", "transformer.", "gpt_neox.", "backbone.")),
+)
+"""Beginning of the names, and what it is in other checkpoints. The first two come from multimodal
+models, the next three from DistributedDataParallel, torch.compile and peft, and the last ones from
 a decoder that was saved without its output head. Other beginnings are found in the names."""
 _MAX_NAMES = 1000
 """Number of names that are searched for another beginning."""
@@ -30,7 +31,7 @@ _MAX_NAMES = 1000
 def find_outer_names(
     model: LoadableModel, first: Iterable[str], others: Callable[[], Iterable[str]]
 ) -> None:
-    """Set `outer_names` of a model if all tensors of its checkpoint have longer names.
+    """Set `outer_names` of a model if all tensors of its checkpoint have longer or shorter names.
 
     Args:
         model: whose layers do not have their weight methods yet.
@@ -40,28 +41,29 @@ def find_outer_names(
     # An output head has the same name in multimodal checkpoints.
     expected = {name for name in targets_by_name(model) if not name.startswith("lm_head.")}
 
-    def has_own(names: Iterable[str], prefix: str = "", inner: str = "") -> bool:
-        return any(
-            model.renamed(inner + name.removeprefix(prefix)) in expected
-            for name in names
-            if name.startswith(prefix)
-        )
+    def own(names: Iterable[str], prefix: str = "", inner: str = "") -> Iterator[str]:
+        for name in names:
+            if name.startswith(prefix):
+                renamed = model.renamed(inner + name.removeprefix(prefix))
+                if renamed in expected:
+                    yield renamed
 
-    if not expected or has_own(first):
+    if not expected or any(own(first)):
         return
     names = frozenset(chain(first, others()))
-    if has_own(names):
+    if any(own(names)):
         return
     others_of_one = [(prefix, "") for prefix in _beginnings(model, names, expected)]
-    for prefix, inner in (*_PREFIXES.items(), *others_of_one):
-        if has_own(names, prefix, inner):
-            model.outer_names = prefix, inner
-            logger.info(
-                "the tensors of the checkpoint have unusual names: %r at their beginning is read "
-                "as %r. Tensors that encode images or sounds are not loaded",
-                *(prefix, inner),
-            )
-            return
+    # Some names are the same with several beginnings, others are not.
+    num_own = {pair: len(set(own(names, *pair))) for pair in (*_PREFIXES, *others_of_one)}
+    prefix, inner = max(num_own, key=num_own.__getitem__)
+    if num_own[prefix, inner]:
+        model.outer_names = prefix, inner
+        logger.info(
+            "the tensors of the checkpoint have unusual names: %r at their beginning is read "
+            "as %r. Tensors that encode images or sounds are not loaded",
+            *(prefix, inner),
+        )
 
 
 def _beginnings(

@@ -77,7 +77,7 @@ class LoadableModel(nn.Module, ABC):
         prefix, inner = self.outer_names
         if name.startswith(TOWER_PREFIXES):
             return None
-        if name.startswith(prefix) and not name.startswith("lm_head."):
+        if name.startswith(prefix) and not self.renamed(name).startswith("lm_head."):
             return inner + name.removeprefix(prefix)
         return name
 
