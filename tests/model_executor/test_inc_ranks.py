@@ -106,7 +106,7 @@ def test_stages_have_files_of_their_own_or_use_those_of_the_whole_model(tiny_mod
         Path(f"{files}_MAXABS_HW_{index}_2.json").unlink()
     whole = Measurements(PATH, read_file(Path(f"{files}_0_1.json"), "DynamicRange").nodes)
     Path(f"{files}_0_1.json").unlink()
-    with pytest.raises(ConfigError, match=r"maxabs_1_2.json does not exist. .*measure the model with"):
+    with pytest.raises(ConfigError, match=r"maxabs_1_2.json does not exist. .*measure the model"):
         quantize(model, tmp_path, stages[1])
     own = {name: node for name, node in whole.nodes.items() if layer_of(name) >= num_layers // 2}
     write_file(Path(f"{files}_1_2.json"), own, "DynamicRange")
