@@ -98,9 +98,11 @@ class Page:
         )
 
     def wait_for_text(self, selector: str, text: str) -> None:
-        """Wait until the first element of a selector shows a text."""
+        """Wait until the first element of a selector can be seen and shows a text."""
         found = f"document.querySelector({json.dumps(selector)})"
-        self.wait_for(f"{found} && {found}.innerText.includes({json.dumps(text)})")
+        # A hidden element has a text as well.
+        is_shown = f"{found} && {found}.checkVisibility()"
+        self.wait_for(f"{is_shown} && {found}.innerText.includes({json.dumps(text)})")
 
     def wait_for(self, expression: str) -> None:
         """Wait until a JavaScript expression, or its promise, is true.
