@@ -18,6 +18,7 @@ from tests.exhaustive import exhaustive
 from tests.hpu import FEW_BUCKETS, MODES, captured_log, simulated_hpu
 from tests.quantized_checkpoints import FORMATS, made_once, write
 from tests.reach import replace_ops, report_of
+from tests.speculators import make_speculator, make_target
 from tests.tiny_images import make_tiny_images
 from tests.tiny_models import make_tiny_model
 from tests.worker.hpu_helpers import run_warm_up
@@ -219,6 +220,20 @@ def test_a_plan_has_the_weights_of_quantized_experts(name, checkpoint, tmp_path,
     loaded = load_model(config, TPGroup(), torch.device("cpu"), CPUPacked())
     num_bytes = sum(map(len, model_storages(loaded)))
     assert start_on_host(args, 1, GIB).memory_uses[0].num_bytes == num_bytes
+
+
+def test_a_plan_has_a_speculator_whose_values_it_cannot_check(tmp_path):
+    """EAGLE-3 maps its smaller vocabulary to tokens."""
+    target = make_target(tmp_path / "target")
+    drafts = make_speculator("eagle3", target, tmp_path / "eagle3").config
+    settings: dict[str, Any] = {"dtype": "bfloat16", "max_num_seqs": 2, "max_model_len": 64}
+    args = EngineArgs(model=str(target), skip_tokenizer_init=True, **settings)
+    alone, both = (
+        make_engine_plan(replace(args, speculative_config=each), "gaudi2").ledger
+        for each in (None, drafts)
+    )
+    weights = MemoryClass.WEIGHTS
+    assert both.budget(weights) > alone.budget(weights)
 
 
 def test_a_plan_of_quant_config_needs_no_measurement_and_writes_none(checkpoint, tmp_path):

@@ -233,6 +233,8 @@ def _read(
     for quantization in formats:
         quantization.finish_model(model)
     model.check()
+    if has_values:
+        model.check_values()
     if device.type == "cpu" and has_values and num_bytes >= _MIN_HUGE_BYTES:
         storages = model_storages(model)
         move_to_huge_pages((storage.data_ptr(), storage.nbytes) for storage in storages)

@@ -112,10 +112,17 @@ class LoadableModel(nn.Module, ABC):
         """
 
     def check(self) -> None:
-        """Check the model once, after all weights are loaded.
+        """Check the model once, after all weights are loaded, or allocated without values.
 
         Raises:
             ConfigError: the model cannot run.
+        """
+
+    def check_values(self) -> None:
+        """Check the values of the weights once. Not called for weights that have no values.
+
+        Raises:
+            ConfigError: the model cannot run with them.
         """
 
     @property

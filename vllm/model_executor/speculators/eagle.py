@@ -150,7 +150,7 @@ class Eagle3(Speculator):
         """Rename the layer, which has one of two names in checkpoints."""
         return ((name.replace("layers.0.", "midlayer.", 1), source),)
 
-    def check(self) -> None:
+    def check_values(self) -> None:
         if self.d2t is None:
             return
         token_ids, vocab_size = self._token_ids(self.d2t), self.target.arch.vocab_size
