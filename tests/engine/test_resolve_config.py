@@ -213,6 +213,37 @@ def test_a_length_the_model_has_no_positions_for_is_never_allowed(
         resolve(model=write_model(tmp_path, **changes), max_model_len=54321)
 
 
+def test_a_model_without_positions_may_have_any_length(tmp_path, monkeypatch):
+    """Those whose config.json has no length have no limit."""
+    mamba = {
+        "architectures": ["MambaForCausalLM"],
+        "model_type": "mamba",
+        "conv_kernel": 4,
+        "expand": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "state_size": 16,
+        "time_step_rank": 4,
+        "vocab_size": 64,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(mamba))
+    given = {"model": str(tmp_path), "skip_tokenizer_init": True}
+    assert resolve(**given).model.max_model_len == 2048
+    found = resolve(**given, max_model_len=9000).model
+    assert found.max_model_len == found.resolved_arch.derived_max_model_len == 9000
+    path.write_text(json.dumps(mamba | {"max_position_embeddings": 512}))
+    with pytest.raises(ConfigError, match="VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 lifts the limit"):
+        resolve(**given, max_model_len=9000)
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    envs.get.cache_clear()
+    try:
+        assert resolve(**given, max_model_len=9000).model.max_model_len == 9000
+    finally:
+        envs.get.cache_clear()
+
+
 def test_a_shorter_length_is_taken():
     assert resolve(max_model_len="1k").scheduler.max_model_len == 1000
 

@@ -31,6 +31,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.config.arch.model_arch import WHOLE_CONFIG, named_dtype
+from vllm.config.arch.sizes import NUM_POSITIONS
 from vllm.config.families import TEXT_TYPES, family_of
 from vllm.config.fields import config_fields
 from vllm.config.load import LoadFormat
@@ -551,12 +552,16 @@ def _allow_long_positions(max_model_len: int | None, arch: ModelArch) -> ModelAr
     set.
 
     It is unchanged if longer positions are impossible: a learned position embedding has a fixed
-    size, and the length of yarn follows from its factor.
+    size, and the length of yarn follows from its factor. A model without positions whose
+    config.json names no length, such as Mamba, may have any.
     """
     derived = arch.derived_max_model_len
     if max_model_len is None or max_model_len <= derived:
         return arch
-    if not envs.get().VLLM_ALLOW_LONG_MAX_MODEL_LEN or arch.rope is None:
+    has_no_positions = _has_no_positions(arch)
+    if has_no_positions and all(arch.hf_config.get(name) is None for name in NUM_POSITIONS):
+        return replace(arch, max_position_embeddings=max_model_len)
+    if not envs.get().VLLM_ALLOW_LONG_MAX_MODEL_LEN or not (arch.rope or has_no_positions):
         return arch
     # One more position, because the scaling factor may not be an integer.
     positions = math.ceil(max_model_len * arch.max_position_embeddings / derived) + 1
@@ -570,6 +575,15 @@ def _allow_long_positions(max_model_len: int | None, arch: ModelArch) -> ModelAr
         derived,
     )
     return longer
+
+
+def _has_no_positions(arch: ModelArch) -> bool:
+    """Return whether no embedding of positions limits the length: the model has recurrent layers,
+    or ALiBi.
+    """
+    family = family_of(arch.model_type)
+    is_default_known = family.default_max_positions is not None
+    return arch.rope is None and (is_default_known or not family.has_positions)
 
 
 def resolve_max_model_len(asked: ModelConfig, arch: ModelArch) -> int:
@@ -593,6 +607,11 @@ def _describe_excess(max_model_len: int, arch: ModelArch) -> str:
         f"Lower it to {derived}."
     )
     cannot_grow = "so VLLM_ALLOW_LONG_MAX_MODEL_LEN cannot lift the limit."
+    if _has_no_positions(arch):
+        return (
+            f"{text} It has no position embedding, so VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 lifts the "
+            f"limit."
+        )
     if arch.rope is None:
         return f"{text} Its position embedding is learned, {cannot_grow}"
     if arch.rope.rope_type == "yarn":
