@@ -43,6 +43,7 @@ class MemorySection:
     """Tokens of a KV block."""
     num_blocks: int
     max_model_len: int
+    max_num_seqs: int
     num_sequences: float
     """Sequences of max_model_len tokens that fit the cache at a time."""
     longest_context: int
@@ -286,6 +287,7 @@ def _memory_section(
         block_size=size,
         num_blocks=report.num_blocks,
         max_model_len=max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
         num_sequences=num_usable / config.max_blocks_per_request,
         longest_context=min(num_usable * size, longest),
     )

@@ -82,6 +82,8 @@ def memory_lines(memory: MemorySection, owner: str) -> Iterator[str]:
         f"Fits {memory.num_sequences:.1f} requests of {memory.max_model_len} tokens "
         f"(--max-model-len) at a time; the longest possible: {memory.longest_context} tokens"
     )
+    if memory.num_sequences > memory.max_num_seqs:
+        yield f"At most {memory.max_num_seqs} requests run at a time (--max-num-seqs)"
 
 
 def stage_lines(stages: Sequence[StageRoom]) -> Iterator[str]:
