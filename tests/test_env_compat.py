@@ -56,6 +56,10 @@ is there no longer so, as kind:name. When this fails, the reason is stale: corre
 _CLAIM = re.compile(r"\b(no|not|never|nothing|neither|only|one)\b")
 
 
+def test_names_of_flags_that_are_tried_as_variables_are_flags():
+    assert {name.lower() for name in envs.FLAG_NAMES} <= flags()
+
+
 @cache
 def sources() -> str:
     """Return the sources of the package, except the sources of the reasons themselves."""

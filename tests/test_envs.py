@@ -113,6 +113,12 @@ def test_settings_of_gaudi_are_checked(name, value, accepted):
         Envs.load({name: value})
 
 
+@pytest.mark.parametrize(("word", "level"), [("warn", "WARNING"), ("FATAL", "CRITICAL")])
+def test_other_names_of_logging_for_a_level_are_taken(word, level):
+    found = Envs.load({"VLLM_LOGGING_LEVEL": word})
+    assert found.VLLM_LOGGING_LEVEL.startswith(level)
+
+
 def test_text_is_taken_as_it_is():
     assert Envs.load({"VLLM_LOGGING_PREFIX": "[a] "}).VLLM_LOGGING_PREFIX == "[a] "
 
@@ -129,6 +135,7 @@ def test_unknown_names_are_reported_with_the_nearest_known_one():
     environ = {
         "VLLM_CPU_KERNEL": "1",
         "VLLM_QUITE_ELSE": "1",
+        "VLLM_MAX_MODEL_LEN": "4096",
         "VLLM_USE_V1": "1",
         "VLLM_API_KEY": "1",
         "VLLM_SERVER_CONFIG_FILE": "1",
@@ -137,6 +144,7 @@ def test_unknown_names_are_reported_with_the_nearest_known_one():
     assert envs.unknown(environ) == {
         "VLLM_CPU_KERNEL": "VLLM_CPU_KERNELS",
         "VLLM_QUITE_ELSE": None,
+        "VLLM_MAX_MODEL_LEN": "--max-model-len",
     }
 
 
@@ -150,6 +158,7 @@ def test_unknown_names_are_reported_with_the_nearest_known_one():
         ("QUANT_CONFIGS", "QUANT_CONFIG"),
         ("PT_HPU_METRICS_FILE", None),  # the bridge has many more than this package knows
         ("PT_HPU_LAZY_MODE", None),
+        ("PT_HPU_SDPA_BR_FACTOR", None),
         ("OTHER_PT_HPU_LAZYMODE", None),
     ],
 )

@@ -74,6 +74,7 @@ class Envs:
         "INFO",
         "Level of the 'vllm' logger: messages below this level are not logged.",
         ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
+        other_words={"WARN": "WARNING", "FATAL": "CRITICAL"},  # names that `logging` has too
     )
     VLLM_LOGGING_PREFIX: str = _general("", "Text at the start of every log line.")
     VLLM_CONFIGURE_LOGGING: bool = _general(
@@ -761,8 +762,9 @@ def aliases_of(name: str) -> tuple[str, ...]:
 
 
 def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
-    """Return unknown `VLLM_*` variables that are set, each with the most similar known name or
-    None. Variables that Kubernetes sets for a service called vllm or vllm-... are left out.
+    """Return unknown `VLLM_*` variables that are set, each with the flag that it is named after,
+    the most similar known name, or None. Variables that Kubernetes sets for a service called vllm
+    or vllm-... are left out.
     """
     environ = os.environ if environ is None else environ
     known, declared = _known(), _declared()
@@ -773,9 +775,34 @@ def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
         if name.startswith(_PREFIX) and name not in known:
             # Compare without the prefix, which would make any two names look similar.
             short = name.removeprefix(_PREFIX)
+            if short in FLAG_NAMES:
+                nearest[name] = "--" + short.lower().replace("_", "-")
+                continue
             near = difflib.get_close_matches(short, candidates, n=1, cutoff=0.7)
             nearest[name] = _PREFIX + near[0] if near else None
     return nearest
+
+
+FLAG_NAMES = frozenset(
+    {
+        "MODEL",
+        "MAX_MODEL_LEN",
+        "MAX_NUM_SEQS",
+        "MAX_NUM_BATCHED_TOKENS",
+        "TENSOR_PARALLEL_SIZE",
+        "PIPELINE_PARALLEL_SIZE",
+        "DATA_PARALLEL_SIZE",
+        "BLOCK_SIZE",
+        "DTYPE",
+        "QUANTIZATION",
+        "KV_CACHE_DTYPE",
+        "GPU_MEMORY_UTILIZATION",
+        "SERVED_MODEL_NAME",
+        "TRUST_REMOTE_CODE",
+        "ENFORCE_EAGER",
+    }
+)
+"""Flags whose names are often tried as variables, such as VLLM_MAX_MODEL_LEN."""
 
 
 def misspelt(environ: Mapping[str, str] | None = None) -> dict[str, str]:

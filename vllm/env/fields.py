@@ -29,9 +29,11 @@ def env(
     section: str,
     may_be_empty: bool = False,
     means_true: tuple[str, ...] = (),
+    other_words: Mapping[str, str] | None = None,
 ) -> Any:
     """Declare one variable. A default of None means "not set", and so does an empty value unless it
-    `may_be_empty`. `means_true` has more values that turn a switch on."""
+    `may_be_empty`. `means_true` has more values that turn a switch on, and `other_words` more
+    words for one of the choices."""
     metadata = {
         "help": help,
         "choices": choices,
@@ -40,6 +42,7 @@ def env(
         "section": section,
         "may_be_empty": may_be_empty,
         "means_true": means_true,
+        "other_words": other_words or {},
     }
     return field(default=default, metadata=metadata)
 
@@ -60,8 +63,9 @@ def parse(name: str, raw: str, annotation: Any, metadata: Mapping[str, Any]) -> 
     type_ = options[0] if options else annotation
     text = raw.strip()
     if choices := metadata["choices"]:
+        asked = metadata["other_words"].get(text.upper(), text)
         for choice in choices:
-            if text.lower() == choice.lower():
+            if asked.lower() == choice.lower():
                 return choice
         raise _refusal(name, raw, f"one of {', '.join(choices)}")
     if type_ is str:
