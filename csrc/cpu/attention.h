@@ -17,14 +17,13 @@ namespace VLLM_ISA {
 constexpr int kPartitionKeys = 256;
 constexpr int kMostAhead = 2;  // largest number of tiles between the prefetch of a tile and its use
 
-// How keys and values are prefetched: the adjacent elements of some kv heads of a tile at once, so
-// many of these pieces before their use.
+// The order of prefetches: the keys and values of `heads` adjacent kv heads of a tile are one piece,
+// which is prefetched `pieces` pieces before its use.
 struct Ahead {
   int64_t heads, pieces;
 
-  // Memory is faster if a prefetch asks for whole tokens of the cache in their order; measured on an
-  // AMD EPYC with AVX2. Matrix tiles are so fast that it is better to ask for one head after the
-  // other (Xeon with AMX).
+  // On an AMD EPYC with AVX2, memory is faster if whole tokens of the cache are prefetched in their
+  // order. With matrix tiles, on a Xeon with AMX, one head after the other is faster.
   static Ahead of(bool is_on_tiles, int64_t num_kv_heads, int64_t head_bytes) {
     if (is_on_tiles) return {1, 2};
     constexpr int64_t kPieceBytes = 1024;  // so that two tiles of pieces fit the second-level cache

@@ -189,7 +189,7 @@ inline void score_tile(const uint32_t* query, int64_t query_stride, const Tile<T
 // Loads a vector of the values of each of kInputs keys, from element `i` on, of which `left` elements
 // exist. In the result, each word has the same element of all these keys. Pairs are in the order in
 // which the processor interleaves: within each eight elements, the first four are in the first
-// vector. Without pairs, the order is that of `split`. `natural` restores the order.
+// vector. Without pairs, `split` makes the order. `natural` restores the order of the cache.
 template <class Dot, typename T>
 VLLM_INLINE void pair_up(const Tile<T>& tile, int64_t k, int64_t i, int64_t left,
                          Bits (&words)[kPerWord<T>]) {
