@@ -3,9 +3,9 @@
 The content of blocks is checked in `input`.
 """
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, field_validator
 
 from vllm.entrypoints.http.request_limits import MESSAGES, STOP, TOOLS, Limits
 from vllm.entrypoints.openai.protocol.accepts import accepts
@@ -17,12 +17,13 @@ from vllm.entrypoints.openai.protocol.base import (
     RequestBody,
     RequestModel,
 )
+from vllm.entrypoints.openai.protocol.tools import CHOICE_WORDS
 
 
 class InputMessage(RequestModel):
     """One turn of the conversation."""
 
-    role: Literal["user", "assistant", "system"]
+    role: Literal["user", "assistant", "system", "developer"]
     content: Annotated[
         str | ListOf[JsonObject], accepts("text or a list of content blocks (objects)")
     ]
@@ -71,6 +72,12 @@ class Conversation(RequestBody):
     """A conversation that the server holds, which this one does not."""
 
     LIMITS: ClassVar[Limits] = {"messages": MESSAGES, "tools": TOOLS}
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _read_word(cls, choice: Any) -> Any:
+        """Read a choice that is only a word, as in OpenAI's APIs."""
+        return {"type": choice} if isinstance(choice, str) and choice in CHOICE_WORDS else choice
 
 
 class CountTokensRequest(Conversation):
