@@ -15,7 +15,22 @@
 namespace VLLM_ISA {
 
 constexpr int kPartitionKeys = 256;
-constexpr int kStepsAhead = 2;  // number of tiles between the prefetch of a tile and its use
+constexpr int kMostAhead = 2;  // largest number of tiles between the prefetch of a tile and its use
+
+// The order of prefetches: the keys and values of `heads` adjacent kv heads of a tile are one piece,
+// which is prefetched `pieces` pieces before its use.
+struct Ahead {
+  int64_t heads, pieces;
+
+  // On an AMD EPYC with AVX2, memory is faster if whole tokens of the cache are prefetched in their
+  // order. With matrix tiles, on a Xeon with AMX, one head after the other is faster.
+  static Ahead of(bool is_on_tiles, int64_t num_kv_heads, int64_t head_bytes) {
+    if (is_on_tiles) return {1, 2};
+    constexpr int64_t kPieceBytes = 1024;  // so that two tiles of pieces fit the second-level cache
+    const int64_t most = kPieceBytes / head_bytes, heads = most < num_kv_heads ? most : num_kv_heads;
+    return {heads > 0 ? heads : 1, 1};
+  }
+};
 
 // The arguments of one call, and values derived from them.
 template <typename T>
@@ -50,8 +65,8 @@ template <class Dot, typename T>
 class DecodeScratch {
  public:
   static int64_t bytes(const DecodeCall<T>& call, int64_t heads) {
-    const int64_t padded_size = decode_padded<Dot>(call.head_size);
-    const int64_t padded_values = decode_padded<Dot>(call.value_size);
+    const int64_t padded_size = decode_padded<T>(call.head_size);
+    const int64_t padded_values = decode_padded<T>(call.value_size);
     const bool is_widened = call.cache_type != vllm_cpu::CacheType::kSame;
     return 4 * (heads * (padded_size / Dot::kInputs + kHeader + padded_values) + 8 * kTileKeys) +
            (is_widened ? kTileKeys * (2 * padded_size * int64_t{sizeof(T)} + 8) : 0) +
@@ -59,10 +74,10 @@ class DecodeScratch {
   }
 
   DecodeScratch(char* memory, const DecodeCall<T>& call, int64_t heads) {
-    const int64_t padded_size = decode_padded<Dot>(call.head_size);
+    const int64_t padded_size = decode_padded<T>(call.head_size);
     work.head_size = call.head_size;
     work.value_size = call.value_size;
-    work.padded_values = decode_padded<Dot>(call.value_size);
+    work.padded_values = decode_padded<T>(call.value_size);
     work.query_stride = padded_size / Dot::kInputs;
     query = reinterpret_cast<uint32_t*>(memory);
     work.query = query;
@@ -85,14 +100,13 @@ class DecodeScratch {
       return {reinterpret_cast<const T*>(from.keys), reinterpret_cast<const T*>(from.values),
               from.rows, from.num_keys, distance};
     }
-    constexpr int64_t kUnit = kLanes * Dot::kInputs;
     // A multiple of the vector size: results after the last key are computed but not used.
     const int64_t num_rows = round_up(from.num_keys, kLanes);
     const int32_t step = fetch.step(num_rows);
-    widen_rows(type, num_rows, work.head_size, kUnit,
+    widen_rows(type, num_rows, work.head_size, kStored<T>,
                [&](int64_t k) { fetch.advance(step); return from.keys + from.rows[k]; }, keys_);
     if (values_ != keys_) {
-      widen_rows(type, num_rows, work.head_size, kUnit,
+      widen_rows(type, num_rows, work.head_size, kStored<T>,
                  [&](int64_t k) { return from.values + from.rows[k]; }, values_);
     }
     return {keys_, values_, rows_, from.num_keys, distance};
@@ -163,7 +177,7 @@ inline void start_item(const DecodeCall<T>& call, const Item& item, int64_t num_
   const int64_t state_stride = kHeader + scratch.work.padded_values;
   for (int64_t h = 0; h < num_heads; ++h) {
     const T* const query = call.query + item.b * call.query_stride + (first_head + h) * head_size;
-    pack_key<Dot>(query, head_size, scratch.query + h * scratch.work.query_stride);
+    pack_query<Dot>(query, head_size, scratch.query + h * scratch.work.query_stride);
     float* const state = states + h * state_stride;
     for (int64_t i = 0; i < state_stride; i += kLanes) store(state + i, Vec{});
     state[0] = -__builtin_inff();
@@ -197,46 +211,54 @@ inline bool attend(const DecodeCall<T>& call, const Item& item, const Item* afte
   [[maybe_unused]] const bool is_on_tiles = call.template is_on_tiles<Dot>();
   [[maybe_unused]] const int64_t column_words = query_column_words(group, call.head_size);
 
-  // A ring buffer: the tile in use, and the tiles after it up to the one that is being fetched.
-  DecodeRows rows[kStepsAhead + 1];
-  int64_t num_found = 0;
   const int64_t num_tiles = (item.end - item.begin + kTileKeys - 1) / kTileKeys;
-  const int64_t num_steps = num_tiles * num_kv_heads, bytes = cache_bytes<T>(call.cache_type);
-  const auto bytes_of = [&](const DecodeRows& of_tile, int64_t g) {
-    const int64_t of_head = g * call.head_size * bytes;
+  const int64_t bytes = cache_bytes<T>(call.cache_type);
+  const auto bytes_of = [&](const DecodeRows& of_tile, int64_t g, int64_t heads) {
+    const int64_t of_head = g * call.head_size * bytes, piece = heads * call.head_size * bytes;
     return TileBytes{static_cast<const char*>(call.key_cache) + of_head,
                      static_cast<const char*>(call.value_cache) + of_head,
                      of_tile.at,
                      static_cast<int32_t>(of_tile.num_keys),
                      bytes,
-                     call.head_size * bytes,
-                     call.has_one_cache() ? 0 : call.head_size * bytes};
+                     piece,
+                     call.has_one_cache() ? 0 : piece};
   };
+  const Ahead ahead = Ahead::of(is_on_tiles, num_kv_heads, call.head_size * bytes);
   // Loops over a tile: one for each few query heads, and one more if it is converted.
   const auto num_loops = static_cast<int32_t>(
       (is_on_tiles ? (group + kLanes - 1) / kLanes : (group + 3) / 4) +
       (call.cache_type == vllm_cpu::CacheType::kSame ? 0 : 1));
+  // A ring buffer: the tile in use, and the tiles after it up to the one that is being fetched.
+  DecodeRows rows[kMostAhead + 1];
+  int64_t num_found = 0;
   DecodeRows rows_after;
   const bool has_after = after != nullptr && after->begin < after->end &&
                          find_rows(call, after->b, after->begin, after->end, rows_after);
-  int64_t tile = 0, g = 0, ahead_tile = kStepsAhead / num_kv_heads;
-  int64_t ahead_g = kStepsAhead % num_kv_heads;
+  const int64_t num_steps = num_tiles * num_kv_heads;
+  int64_t tile = 0, g = 0;
+  int64_t ahead_tile = ahead.pieces * ahead.heads / num_kv_heads;
+  int64_t ahead_g = ahead.pieces * ahead.heads % num_kv_heads;
+  Fetch fetch;
   for (int64_t step = 0; step < num_steps; ++step) {
     for (; num_found <= ahead_tile && num_found < num_tiles; ++num_found) {
       if (!find_rows(call, item.b, item.begin + num_found * kTileKeys, item.end,
-                     rows[num_found % (kStepsAhead + 1)])) {
+                     rows[num_found % (kMostAhead + 1)])) {
         return false;
       }
     }
-    const DecodeRows& of_tile = rows[tile % (kStepsAhead + 1)];
-    const bool is_mine = ahead_tile < num_tiles;
-    Fetch fetch;
-    if (is_mine) {
-      fetch = Fetch(bytes_of(rows[ahead_tile % (kStepsAhead + 1)], item.first_g + ahead_g), num_loops);
-    } else if (has_after) {
-      fetch = Fetch(bytes_of(rows_after, after->first_g + ahead_g), num_loops);
+    const DecodeRows& of_tile = rows[tile % (kMostAhead + 1)];
+    if (g % ahead.heads == 0) {
+      const int64_t left = num_kv_heads - ahead_g, heads = left < ahead.heads ? left : ahead.heads;
+      const auto loops = static_cast<int32_t>(num_loops * heads);
+      if (ahead_tile < num_tiles) {
+        fetch = Fetch(bytes_of(rows[ahead_tile % (kMostAhead + 1)], item.first_g + ahead_g, heads), loops);
+      } else if (has_after) {
+        fetch = Fetch(bytes_of(rows_after, after->first_g + ahead_g, heads), loops);
+      }
+      ahead_g += heads;
+      if (ahead_g == num_kv_heads) ahead_g = 0, ++ahead_tile;
     }
-    const Tile<T> now = scratch.tile_of(call.cache_type, bytes_of(of_tile, item.first_g + g), fetch,
+    const Tile<T> now = scratch.tile_of(call.cache_type, bytes_of(of_tile, item.first_g + g, 1), fetch,
                                         of_tile.distance);
     options.scale = call.scale * cache_scale(call.key_scales, item.first_g + g);
 #ifdef VLLM_MATRIX_TILES
@@ -252,9 +274,8 @@ inline bool attend(const DecodeCall<T>& call, const Item& item, const Item* afte
     {
       attend_tile<Dot>(work, g * group, group, now, fetch, options);
     }
-    fetch.finish();
     if (++g == num_kv_heads) g = 0, ++tile;
-    if (++ahead_g == num_kv_heads) ahead_g = 0, ++ahead_tile;
+    if (g % ahead.heads == 0) fetch.finish();
   }
   return true;
 }
@@ -269,11 +290,11 @@ inline void write_out(const float* state, int64_t value_size, float scale, const
   if (sink != nullptr && total > 0) {
     factor = scale * inverse_with_sink(splat(state[0]), splat(total), splat(*sink))[0];
   }
-  for (int64_t i = 0; i < value_size; i += kLanes * Dot::kInputs) {
-    Vec parts[Dot::kInputs];
-    for (int j = 0; j < Dot::kInputs; ++j) parts[j] = load(state + kHeader + i + j * kLanes);
+  for (int64_t i = 0; i < value_size; i += kStored<T>) {
+    Vec parts[kPerWord<T>];
+    for (int j = 0; j < kPerWord<T>; ++j) parts[j] = load(state + kHeader + i + j * kLanes);
     natural<Dot>(parts);
-    for (int64_t j = 0, at = i; j < Dot::kInputs && at < value_size; ++j, at += kLanes) {
+    for (int64_t j = 0, at = i; j < kPerWord<T> && at < value_size; ++j, at += kLanes) {
       const int64_t left = value_size - at;
       store(out + at, parts[j] * factor, left < kLanes ? left : int64_t{kLanes});
     }
@@ -357,7 +378,7 @@ int64_t paged_attention_decode(const vllm_cpu::AttentionArgs<T>& args, int num_t
   using Scratch = DecodeScratch<Dot, T>;
   const DecodeCall<T> call{args};
   const int64_t num_heads = call.num_heads, value_size = call.value_size;
-  const int64_t padded_values = decode_padded<Dot>(value_size);
+  const int64_t padded_values = decode_padded<T>(value_size);
   const int64_t state_floats = kHeader + padded_values;
 
   int64_t num_partitions = 0;

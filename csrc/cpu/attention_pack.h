@@ -108,22 +108,33 @@ VLLM_INLINE void transpose(Vec (&rows)[kLanes]) {
   }
 }
 
+// Number of elements in 32 bits of memory.
+template <typename T>
+constexpr int kPerWord = 4 / int{sizeof(T)};
+
+// Loads the next vector of a row that has `left` elements left, as it is in memory; zeros after the
+// end of the row.
+template <typename T>
+VLLM_INLINE Bits load_stored(const T* row, int64_t left) {
+  if (left >= kLanes * kPerWord<T>) return load_bits(row);
+#ifdef __AVX512BW__
+  if constexpr (sizeof(T) == 2) {
+    const __mmask32 mask = (1u << left) - 1;
+    return reinterpret_cast<Bits>(_mm512_maskz_loadu_epi16(mask, row));
+  }
+#endif
+  Bits words = {};
+  __builtin_memcpy(&words, row, left * sizeof(T));
+  return words;
+}
+
 // Loads the next kLanes words of a row that has `left` elements left; zeros after its end.
 template <class Dot, typename T>
 VLLM_INLINE Bits load_words(const T* row, int64_t left) {
-  constexpr int64_t kElements = kLanes * Dot::kInputs;
   if constexpr (Dot::kInputs == 1) {
-    return reinterpret_cast<Bits>(load(row, left < kElements ? left : kElements));
+    return reinterpret_cast<Bits>(load(row, left < kLanes ? left : int64_t{kLanes}));
   } else {
-    if (left >= kElements) return load_bits(row);
-#ifdef __AVX512BW__
-    const __mmask32 mask = (1u << left) - 1;
-    return reinterpret_cast<Bits>(_mm512_maskz_loadu_epi16(mask, row));
-#else
-    Bits words = {};
-    __builtin_memcpy(&words, row, left * sizeof(T));
-    return words;
-#endif
+    return load_stored(row, left);
   }
 }
 

@@ -1,8 +1,10 @@
 // The inner loops of decode attention: one tile of keys and values against the query heads that
 // share them. This code does not depend on requests or blocks.
 //
-// Keys and values are read from the cache without a copy, as words: one float, or the two bf16 that
-// one instruction multiplies and adds (attention_pack.h).
+// Keys and values are read from the cache without a copy, as words: one float, or two bf16. If one
+// instruction multiplies and adds both (attention_pack.h), the words are its operands. Otherwise the
+// lower halves of the words become one vector of floats and the upper halves another, which takes
+// fewer instructions than eight bf16 that become adjacent floats. Queries and results have the same order.
 #pragma once
 
 #include "attention_pack.h"
@@ -18,10 +20,42 @@ constexpr int kTileKeys = 64;  // keys, values and scores of a tile fit into the
 // order of `pair_up`.
 constexpr int64_t kTotal = kLanes, kHeader = 2 * kLanes;
 
-// Rounds a head size up to the elements of kLanes words, for scratch memory.
-template <class Dot>
+// Number of elements in a vector of the cache.
+template <typename T>
+constexpr int64_t kStored = kLanes * kPerWord<T>;
+
+// Rounds a head size up to whole vectors of the cache, for scratch memory.
+template <typename T>
 VLLM_INLINE int64_t decode_padded(int64_t head_size) {
-  return round_up(head_size, kLanes * Dot::kInputs);
+  return round_up(head_size, kStored<T>);
+}
+
+// Number of operands that a vector of the cache becomes for one key.
+template <class Dot, typename T>
+constexpr int kOperands = kPerWord<T> / Dot::kInputs;
+
+// Splits a vector of the cache into operands.
+template <int kOperands>
+VLLM_INLINE void split(Bits words, Bits (&operands)[kOperands]) {
+  if constexpr (kOperands == 2) {
+    operands[0] = words << 16;
+    operands[1] = words & 0xffff0000u;
+  } else {
+    operands[0] = words;
+  }
+}
+
+// Copies a query in the order of the operands, with zeros up to a whole vector of the cache.
+template <class Dot, typename T>
+inline void pack_query(const T* query, int64_t head_size, uint32_t* to) {
+  for (int64_t i = 0; i < head_size; i += kStored<T>) {
+    Bits operands[kOperands<Dot, T>];
+    split(load_stored(query + i, head_size - i), operands);
+    for (const Bits& operand : operands) {
+      __builtin_memcpy(to, &operand, sizeof operand);
+      to += kLanes;
+    }
+  }
 }
 
 // Keys and values of one kv head: key k begins rows[k] elements after `keys`, and value k rows[k]
@@ -35,9 +69,9 @@ struct Tile {
   int64_t distance;  // number of positions from the first key to the query
 };
 
-// The keys and values of a kv head in the cache. Key k has key_bytes bytes and begins
-// element_bytes * rows[k] bytes after `keys`; likewise for values. If values are part of the keys,
-// value_bytes is 0.
+// The keys and values of a kv head, or of adjacent ones, in the cache. Key k has key_bytes bytes and
+// begins element_bytes * rows[k] bytes after `keys`; likewise for values. If values are part of the
+// keys, value_bytes is 0.
 struct TileBytes {
   const char* keys;
   const char* values;
@@ -46,41 +80,57 @@ struct TileBytes {
   int64_t element_bytes, key_bytes, value_bytes;
 };
 
-// Prefetches the keys and values of a later tile, a few at a time during the whole computation of
-// a tile: after about sixteen lines, a core waits until memory has answered.
+constexpr int kKeysPerFetch = 4;  // values are prefetched after each of so many keys
+
+// Prefetches the keys and values of a later tile, a few lines at a time during the whole computation
+// of a tile: after about sixteen lines, a core waits until memory has answered. The target is the
+// second-level cache: a prefetch into the first level occupies one of about twenty buffers until
+// memory answers, which halves the bandwidth of a core.
 class Fetch {
  public:
-  Fetch() : tile_{}, end_(0), num_loops_(1) {}
-  // num_loops: number of loops over the tile that is computed; each prefetches its part.
-  Fetch(const TileBytes& tile, int32_t num_loops)
-      : tile_(tile), end_((tile.value_bytes == 0 ? 1 : 2) * tile.num_keys), num_loops_(num_loops) {}
+  Fetch() = default;
+  // num_loops: number of loops over tiles that are computed; each prefetches its part.
+  Fetch(const TileBytes& tile, int32_t num_loops) : tile_(tile), num_loops_(num_loops) {
+    num_lines_ = tile.num_keys * (lines_of(tile.key_bytes) + lines_of(tile.value_bytes));
+    left_ = num_lines_;
+  }
 
-  // Returns the number of keys and values to prefetch in each of `num_calls` calls of `advance`.
-  // It is the same in each call: otherwise the processor could not predict the branches.
+  // Returns the number of lines to prefetch in each of `num_calls` calls of `advance`. It is the
+  // same in each call: otherwise the processor could not predict the branches.
   VLLM_INLINE int32_t step(int64_t num_calls) const {
     const int32_t calls = static_cast<int32_t>(num_calls) * num_loops_;
-    return (end_ + calls - 1) / calls;
+    return (num_lines_ + calls - 1) / calls;
   }
-  // Prefetches the next `count` keys or values.
+  // Prefetches the next `count` lines.
   VLLM_INLINE void advance(int32_t count) {
-    int32_t next = next_;
-    const int32_t end = end_ - next < count ? end_ : next + count;
-    for (; next < end && next < tile_.num_keys; ++next) {
-      prefetch_row(tile_.keys + tile_.rows[next] * tile_.element_bytes, tile_.key_bytes);
+    if (count > left_) count = left_;
+    left_ -= count;
+    for (; count > 0; --count, at_ += kLineBytes) {
+      if (at_ >= end_) next_row();
+      __builtin_prefetch(at_, 0, 2);
     }
-    for (; next < end; ++next) {
-      const int64_t row = tile_.rows[next - tile_.num_keys];
-      prefetch_row(tile_.values + row * tile_.element_bytes, tile_.value_bytes);
-    }
-    next_ = next;
   }
   // Prefetches what is left.
-  void finish() { advance(end_); }
+  void finish() { advance(left_); }
 
  private:
-  TileBytes tile_;
-  int32_t end_, num_loops_;
+  static constexpr int64_t kLineBytes = 64;
+  static int32_t lines_of(int64_t bytes) {
+    return static_cast<int32_t>((bytes + kLineBytes - 1) / kLineBytes);
+  }
+  VLLM_INLINE void next_row() {
+    const bool is_key = next_ < tile_.num_keys;
+    const int64_t row = tile_.rows[is_key ? next_ : next_ - tile_.num_keys];
+    at_ = (is_key ? tile_.keys : tile_.values) + row * tile_.element_bytes;
+    end_ = at_ + (is_key ? tile_.key_bytes : tile_.value_bytes);
+    ++next_;
+  }
+
+  TileBytes tile_ = {};
+  int32_t num_loops_ = 1, num_lines_ = 0, left_ = 0;
   int32_t next_ = 0;  // index of the next key, or number of keys + index of the next value
+  const char* at_ = nullptr;
+  const char* end_ = nullptr;
 };
 
 // Returns the dot products of kLanes / kHeads keys, from key `first` on, with kHeads query heads:
@@ -88,27 +138,33 @@ class Fetch {
 template <class Dot, int kHeads, typename T>
 VLLM_INLINE Vec dot_products(const uint32_t* query, int64_t query_stride, const Tile<T>& tile,
                              int64_t first, int64_t head_size) {
-  constexpr int kKeys = kLanes / kHeads;
-  constexpr int64_t kElements = kLanes * Dot::kInputs;
+  constexpr int kKeys = kLanes / kHeads, kParts = kOperands<Dot, T>;
   Vec sums[kLanes] = {};
   const auto add = [&](int64_t i, int64_t left) __attribute__((always_inline)) {
-    typename Dot::Splat q[kHeads];
+    typename Dot::Splat q[kParts][kHeads];
+#pragma GCC unroll 2
+    for (int part = 0; part < kParts; ++part) {
 #pragma GCC unroll 16
-    for (int h = 0; h < kHeads; ++h) {
-      q[h] = reinterpret_cast<typename Dot::Splat>(
-          load_bits(query + h * query_stride + i / Dot::kInputs));
+      for (int h = 0; h < kHeads; ++h) {
+        q[part][h] = reinterpret_cast<typename Dot::Splat>(
+            load_bits(query + h * query_stride + i / Dot::kInputs + part * kLanes));
+      }
     }
 #pragma GCC unroll 16
     for (int k = 0; k < kKeys; ++k) {
-      const Bits key = load_words<Dot>(tile.keys + tile.rows[first + k] + i, left);
+      Bits key[kParts];
+      split(load_stored(tile.keys + tile.rows[first + k] + i, left), key);
+#pragma GCC unroll 2
+      for (int part = 0; part < kParts; ++part) {
 #pragma GCC unroll 16
-      for (int h = 0; h < kHeads; ++h) {
-        sums[h * kKeys + k] = Dot::dot(sums[h * kKeys + k], key, q[h]);
+        for (int h = 0; h < kHeads; ++h) {
+          sums[h * kKeys + k] = Dot::dot(sums[h * kKeys + k], key[part], q[part][h]);
+        }
       }
     }
   };
   int64_t i = 0;
-  for (; i + kElements <= head_size; i += kElements) add(i, kElements);
+  for (; i + kStored<T> <= head_size; i += kStored<T>) add(i, kStored<T>);
   if (i < head_size) add(i, head_size - i);
   return sum_each(sums);
 }
@@ -130,18 +186,18 @@ inline void score_tile(const uint32_t* query, int64_t query_stride, const Tile<T
   }
 }
 
-// Loads elements of the values of kInputs keys, from element `i` on: each word has the same element
-// of all these keys. There are kLanes * kInputs elements, of which `left` exist. Pairs are in the
-// order in which the processor interleaves: within each eight elements, the first four are in the
-// first vector. `natural` restores the order.
+// Loads a vector of the values of each of kInputs keys, from element `i` on, of which `left` elements
+// exist. In the result, each word has the same element of all these keys. Pairs are in the order in
+// which the processor interleaves: within each eight elements, the first four are in the first
+// vector. Without pairs, `split` makes the order. `natural` restores the order of the cache.
 template <class Dot, typename T>
 VLLM_INLINE void pair_up(const Tile<T>& tile, int64_t k, int64_t i, int64_t left,
-                         Bits (&words)[Dot::kInputs]) {
-  const Bits first = load_words<Dot>(tile.values + tile.rows[k] + i, left);
-  words[0] = first;
+                         Bits (&words)[kPerWord<T>]) {
+  const Bits first = load_stored(tile.values + tile.rows[k] + i, left);
+  if constexpr (Dot::kInputs == 1) split(first, words);
 #ifdef __AVX512BF16__
   if constexpr (Dot::kInputs == 2) {
-    const Bits second = load_words<Dot>(tile.values + tile.rows[k + 1] + i, left);
+    const Bits second = load_stored(tile.values + tile.rows[k + 1] + i, left);
     const __m512i a = reinterpret_cast<__m512i>(first), b = reinterpret_cast<__m512i>(second);
     words[0] = reinterpret_cast<Bits>(_mm512_unpacklo_epi16(a, b));
     words[1] = reinterpret_cast<Bits>(_mm512_unpackhi_epi16(a, b));
@@ -149,10 +205,15 @@ VLLM_INLINE void pair_up(const Tile<T>& tile, int64_t k, int64_t i, int64_t left
 #endif
 }
 
-template <class Dot>
-VLLM_INLINE void natural(Vec (&parts)[Dot::kInputs]) {
+template <class Dot, int kParts>
+VLLM_INLINE void natural(Vec (&parts)[kParts]) {
+  if constexpr (kParts == 2 && Dot::kInputs == 1) {
+    const Vec lower = interleave_lower(parts[0], parts[1]);
+    parts[1] = interleave_upper(parts[0], parts[1]);
+    parts[0] = lower;
+  }
 #ifdef __AVX512BF16__
-  if constexpr (Dot::kInputs == 2) {
+  if constexpr (kParts == 2 && Dot::kInputs == 2) {
     const __m512 a = reinterpret_cast<__m512>(parts[0]), b = reinterpret_cast<__m512>(parts[1]);
     const __m512i lower =
         _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
@@ -164,12 +225,12 @@ VLLM_INLINE void natural(Vec (&parts)[Dot::kInputs]) {
   (void)parts;
 }
 
-// out[h] += sum over keys of weights[h][k] * values[k], for kParts * kLanes * kInputs elements of
-// the head from `offset` on. The last part has `left` elements.
+// out[h] += sum over keys of weights[h][k] * values[k], for kParts vectors of the cache from element
+// `offset` on. The last vector has `left` elements.
 template <class Dot, int kHeads, int kParts, typename T>
 VLLM_INLINE void add_values(const uint32_t* weights, const Tile<T>& tile, Fetch& fetch, int32_t step,
                             int64_t offset, int64_t left, float* out, int64_t out_stride) {
-  constexpr int kInputs = Dot::kInputs, kVectors = kParts * kInputs;
+  constexpr int kInputs = Dot::kInputs, kEach = kPerWord<T>, kVectors = kParts * kEach;
   Vec sums[kHeads][kVectors];
 #pragma GCC unroll 16
   for (int h = 0; h < kHeads; ++h) {
@@ -178,8 +239,7 @@ VLLM_INLINE void add_values(const uint32_t* weights, const Tile<T>& tile, Fetch&
       sums[h][v] = load(out + h * out_stride + offset + v * kLanes);
     }
   }
-  for (int64_t k = 0; k < tile.num_keys; k += kInputs) {
-    fetch.advance(step);
+  const auto add = [&](int64_t k) __attribute__((always_inline)) {
     typename Dot::Splat weight[kHeads];
 #pragma GCC unroll 16
     for (int h = 0; h < kHeads; ++h) {
@@ -188,18 +248,25 @@ VLLM_INLINE void add_values(const uint32_t* weights, const Tile<T>& tile, Fetch&
     }
 #pragma GCC unroll 16
     for (int part = 0; part < kParts; ++part) {
-      Bits words[kInputs];
-      pair_up<Dot>(tile, k, offset + part * kLanes * kInputs, left, words);
+      Bits words[kEach];
+      pair_up<Dot>(tile, k, offset + part * kStored<T>, left, words);
 #pragma GCC unroll 16
       for (int h = 0; h < kHeads; ++h) {
 #pragma GCC unroll 2
-        for (int v = 0; v < kInputs; ++v) {
-          Vec& sum = sums[h][part * kInputs + v];
+        for (int v = 0; v < kEach; ++v) {
+          Vec& sum = sums[h][part * kEach + v];
           sum = Dot::dot(sum, words[v], weight[h]);
         }
       }
     }
+  };
+  int64_t k = 0;
+  for (; k + kKeysPerFetch <= tile.num_keys; k += kKeysPerFetch) {
+    fetch.advance(step);
+#pragma GCC unroll 4
+    for (int j = 0; j < kKeysPerFetch; j += kInputs) add(k + j);
   }
+  for (; k < tile.num_keys; k += kInputs) add(k);
 #pragma GCC unroll 16
   for (int h = 0; h < kHeads; ++h) {
 #pragma GCC unroll 16
@@ -212,18 +279,17 @@ VLLM_INLINE void add_values(const uint32_t* weights, const Tile<T>& tile, Fetch&
 template <class Dot, int kHeads, typename T>
 inline void add_tile(const uint32_t* weights, const Tile<T>& tile, Fetch& fetch,
                      int64_t value_size, float* out, int64_t out_stride) {
-  constexpr int64_t kElements = kLanes * Dot::kInputs;
   // Number of vectors of sums for each head, in registers.
-  constexpr int kVectors = kLanes < 16 && kHeads > 2 ? 2 : 4;
-  constexpr int kParts = kVectors / Dot::kInputs;
-  const int64_t num_loops = (value_size + kParts * kElements - 1) / (kParts * kElements);
-  const int32_t step = fetch.step(2 * num_loops * ((tile.num_keys + Dot::kInputs - 1) / Dot::kInputs));
+  constexpr int kVectors = kLanes < 16 ? 8 / kHeads : 4;
+  constexpr int kParts = kVectors / kPerWord<T>;
+  const int64_t num_loops = (value_size + kParts * kStored<T> - 1) / (kParts * kStored<T>);
+  const int32_t step = fetch.step(2 * num_loops * ((tile.num_keys + kKeysPerFetch - 1) / kKeysPerFetch));
   int64_t i = 0;
-  for (; i + kParts * kElements <= value_size; i += kParts * kElements) {
-    add_values<Dot, kHeads, kParts>(weights, tile, fetch, step, i, kElements, out, out_stride);
+  for (; i + kParts * kStored<T> <= value_size; i += kParts * kStored<T>) {
+    add_values<Dot, kHeads, kParts>(weights, tile, fetch, step, i, kStored<T>, out, out_stride);
   }
-  for (; i + kElements <= value_size; i += kElements) {
-    add_values<Dot, kHeads, 1>(weights, tile, fetch, step, i, kElements, out, out_stride);
+  for (; i + kStored<T> <= value_size; i += kStored<T>) {
+    add_values<Dot, kHeads, 1>(weights, tile, fetch, step, i, kStored<T>, out, out_stride);
   }
   if (i < value_size) {
     add_values<Dot, kHeads, 1>(weights, tile, fetch, step, i, value_size - i, out, out_stride);

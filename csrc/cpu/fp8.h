@@ -7,8 +7,6 @@
 
 namespace VLLM_ISA {
 
-typedef uint8_t ByteLanes __attribute__((vector_size(kLanes)));
-
 // 1 sign bit, 4 exponent bits and 3 mantissa bits; no infinity and one NaN ("fn").
 struct E4m3 {
   static constexpr int kMantissa = 3;
@@ -232,8 +230,7 @@ inline void widen_rows(int64_t num_rows, int64_t head_size, int64_t unit, RowAt 
 template <class Format, typename T>
 inline void narrow_row(const T* from, int64_t size, float scale, uint8_t* to) {
   for_each_vector(size, [&](int64_t i, int64_t count) {
-    const ByteLanes bytes =
-        __builtin_convertvector(narrow_fp8<Format>(load(from + i, count) / scale), ByteLanes);
+    const ByteLanes bytes = narrow_to_bytes(narrow_fp8<Format>(load(from + i, count) / scale));
     __builtin_memcpy(to + i, &bytes, count);
   });
 }

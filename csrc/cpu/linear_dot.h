@@ -18,6 +18,8 @@ namespace VLLM_ISA {
 
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 
+typedef uint8_t ByteLanes __attribute__((vector_size(kLanes)));
+
 VLLM_INLINE Bits load_bits(const void* from) {
   Bits out;
   __builtin_memcpy(&out, from, sizeof out);
@@ -32,10 +34,18 @@ VLLM_INLINE Bits load_bytes(const uint8_t* from) {
   return reinterpret_cast<Bits>(
       _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 #else
-  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-  Bytes bytes;
+  ByteLanes bytes;
   __builtin_memcpy(&bytes, from, sizeof bytes);
   return __builtin_convertvector(bytes, Bits);
+#endif
+}
+// Returns the lowest byte of each lane; the other bytes must be zero.
+VLLM_INLINE ByteLanes narrow_to_bytes(Bits lanes) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // In two steps, because GCC 12 moves the lanes one by one if it is one.
+  return __builtin_convertvector(__builtin_convertvector(lanes, HalfBits), ByteLanes);
+#else
+  return __builtin_convertvector(lanes, ByteLanes);
 #endif
 }
 // Replaces each byte below 16 by an entry of a table.

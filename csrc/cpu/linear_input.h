@@ -47,7 +47,6 @@ float largest_magnitude(const T* x, int64_t size) {
 // end). Returns the value of one step. A row whose maximum is below 2^-121 becomes zeros.
 template <typename T, class Visit>
 VLLM_INLINE float quantize_row(const T* x, uint8_t* out, int64_t size, float offset, Visit visit) {
-  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
   const float max = largest_magnitude(x, size);
   // With a smaller maximum the inverse would be infinite.
   const float inverse = max > 0x1p-121f ? 127.0f / max : 0.0f;
@@ -57,7 +56,7 @@ VLLM_INLINE float quantize_row(const T* x, uint8_t* out, int64_t size, float off
     const Vec shifted = load(x + i, count) * inverse + (12582912.0f + offset);
     const Bits bits = reinterpret_cast<Bits>(shifted);
     visit(reinterpret_cast<Ints>(bits));
-    const Bytes bytes = __builtin_convertvector(bits & 0xffu, Bytes);
+    const ByteLanes bytes = narrow_to_bytes(bits & 0xffu);
     __builtin_memcpy(out + i, &bytes, count);
   });
   return max / 127.0f;

@@ -11,15 +11,16 @@
 namespace VLLM_ISA {
 
 // Converts finite float16 to floats.
-VLLM_INLINE Vec load_halves(const uint16_t* from) {
+VLLM_INLINE Vec load_float16(const uint16_t* from) {
+#if defined(__AVX512F__)
+  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return reinterpret_cast<Vec>(_mm512_maskz_cvtph_ps(0xffff, half));
+#elif defined(__aarch64__)
   HalfBits half;
   __builtin_memcpy(&half, from, sizeof half);
-#if defined(__AVX512F__)
-  return reinterpret_cast<Vec>(_mm512_maskz_cvtph_ps(0xffff, reinterpret_cast<__m256i>(half)));
-#elif defined(__aarch64__)
   return reinterpret_cast<Vec>(vcvt_f32_f16(reinterpret_cast<float16x4_t>(half)));
 #else
-  const Bits bits = __builtin_convertvector(half, Bits);
+  const Bits bits = load_halves(from);
   // Multiply by 2^112, because the exponent bias is 15 in float16 and 127 in float.
   const Vec size = reinterpret_cast<Vec>((bits & 0x7fffu) << 13) * 0x1p112f;
   return reinterpret_cast<Vec>(reinterpret_cast<Bits>(size) | ((bits & 0x8000u) << 16));
@@ -85,11 +86,11 @@ struct Int4Block {
   }
   // Returns the scales of the outputs from `output` on.
   VLLM_INLINE Vec scales(int64_t output) const {
-    if (!Code::kHasMinimums) return load_halves(halves(header) + output);
-    return load_halves(halves(factors) + output) * multipliers(header, output);
+    if (!Code::kHasMinimums) return load_float16(halves(header) + output);
+    return load_float16(halves(factors) + output) * multipliers(header, output);
   }
   VLLM_INLINE Vec minimums(int64_t output) const {
-    return load_halves(halves(factors) + kPanel + output) *
+    return load_float16(halves(factors) + kPanel + output) *
            multipliers(header + vllm_cpu::kByteWords, output);
   }
   VLLM_INLINE Bits zeros(int64_t output) const {

@@ -75,7 +75,7 @@ void pack_int4_row(const LinearWeight& weight, int64_t n, const T* from) {
     reinterpret_cast<uint16_t*>(words)[output] = half;
     words += vllm_cpu::header_words(weight) + output;
     uint16_t halves[kLanes] = {half};
-    const float scale = load_halves(halves)[0] * unit;
+    const float scale = load_float16(halves)[0] * unit;
     const float inverse = scale != 0 ? 1.0f / scale : 0.0f;
     for (int64_t i = 0; i < count; i += 8, words += kPanel) {
       uint32_t word = 0;

@@ -93,10 +93,22 @@ VLLM_INLINE Vec load(const float* from) {
   __builtin_memcpy(&out, from, sizeof out);
   return out;
 }
-VLLM_INLINE Vec load(const bf16* from) {
+// Loads integers of 16 bits, one into each lane. Of the general form GCC 12 makes five instructions.
+VLLM_INLINE Bits load_halves(const void* from) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Bits>(
+      _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(from))));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Bits>(
+      _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from))));
+#else
   HalfBits half;
   __builtin_memcpy(&half, from, sizeof half);
-  return reinterpret_cast<Vec>(__builtin_convertvector(half, Bits) << 16);
+  return __builtin_convertvector(half, Bits);
+#endif
+}
+VLLM_INLINE Vec load(const bf16* from) {
+  return reinterpret_cast<Vec>(load_halves(from) << 16);
 }
 
 // Returns the bits of the nearest bf16 (ties to even) in the upper half of each lane; the lower

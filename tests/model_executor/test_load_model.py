@@ -250,6 +250,37 @@ def test_names_that_are_no_weights_are_ignored(llama, want):
     assert_loads(llama, want)
 
 
+def test_layers_for_multi_token_prediction_are_not_read(llama, want, caplog):
+    tensors = tensors_of(llama)
+    layer = {n: t for n, t in tensors.items() if n.startswith("model.layers.0.")}
+    more = {"mtp.fc.weight": torch.ones(64, 128), "model.mtp_emb_norm.0.weight": torch.ones(64)}
+    more |= {n.replace("layers", "mtp_layers"): t.clone() for n, t in layer.items()}
+    behind = {n.replace("layers.0", "layers.3"): t.clone() for n, t in layer.items()}
+    put(llama, tensors | more | behind)
+    with pytest.raises(WeightLoadError, match=r"9 tensors unknown to .*: model.layers.3.input_l"):
+        load(llama)  # config.json may have a wrong number of layers
+    put(llama, tensors | more | behind | {"model.layers.3.enorm.weight": torch.ones(64)})
+    with caplog.at_level(logging.INFO, "vllm"):
+        assert_loads(llama, want)
+    assert "21 tensors of layers for multi-token prediction are not read: model." in caplog.text
+
+
+def test_names_may_have_the_wrappers_of_torch(llama, want):
+    ways = {
+        ".layers.0.": ".layers.0._fsdp_wrapped_module.",
+        ".layers.1.mlp.": ".layers.1._checkpoint_wrapped_module.mlp.",
+        ".layers.2.self_attn.": ".layers.2._orig_mod.self_attn.",
+    }
+    for prefix in ("", "module._orig_mod."):
+        tensors = {}
+        for name, tensor in tensors_of(llama).items():
+            for usual, wrapped in ways.items():
+                name = name.replace(usual, wrapped)
+            tensors[prefix + name] = tensor
+        put(llama, tensors)
+        assert_loads(llama, want)
+
+
 @pytest.mark.parametrize("family", ["opt", "opt_post_norm"])
 def test_opt_checkpoints_without_the_level_model(tiny_model, tmp_path, family):
     folder = shutil.copytree(tiny_model(family), tmp_path / "copy")

@@ -79,6 +79,13 @@ def blocks_as_text(settings):
     return settings
 
 
+def without_strategy(settings):
+    weights = settings["config_groups"]["group_0"]["weights"]
+    assert weights["strategy"] == "group"
+    weights["strategy"] = None
+    return settings
+
+
 DIALECTS = {
     "sparsity_config of a dense model": (
         "ct-w4a16",
@@ -107,6 +114,8 @@ DIALECTS = {
         lambda s: s | dict.fromkeys(("checkpoint_format", "lm_head", "is_marlin_format")),
         {},
     ),
+    "gptq_marlin": ("gptq-4", lambda s: s | {"quant_method": "gptq_marlin"}, {}),
+    "awq_marlin": ("awq", lambda s: s | {"quant_method": "awq_marlin"}, {}),
     "the name in capitals": ("gptq-4", lambda s: s | {"quant_method": "GPTQ"}, {}),
     "values in capitals": ("awq", lambda s: s | {"version": "GEMM"}, {}),
     "an underline in the name": (
@@ -118,6 +127,12 @@ DIALECTS = {
     "actorder static": ("ct-w4a16", lambda s: with_order(s, "static"), {}),
     "actorder true": ("ct-w4a16-asym-order", lambda s: with_order(s, True), {}),
     "a kernel as the version": ("awq", lambda s: s | {"version": "exllama"}, {}),
+    "transforms of no layer": (
+        "ct-w4a16",
+        lambda s: s | {"transform_config": {"config_groups": {}}},
+        {},
+    ),
+    "groups without a strategy": ("ct-w4a16", without_strategy, {}),
     "blocks as a text": ("ct-fp8-block", blocks_as_text, {}),
 }
 

@@ -93,6 +93,18 @@ def test_the_end_of_a_part_of_an_answer_is_not_the_end_of_the_answer(tmp_path):
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [1, 3, 4]
 
 
+@pytest.mark.parametrize("kind", [1, 4])
+def test_a_token_that_ends_an_answer_is_a_control_token(tmp_path, kind):
+    metadata = byte_level_metadata(BUNDLED_MODEL)
+    kinds = metadata["tokenizer.ggml.token_type"]
+    kinds[6] = kind
+    folder = unpack(write_gguf(BUNDLED_MODEL, tmp_path, tokenizer__ggml__token_type=kinds))
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [1, 6]
+    tokenizer = get_tokenizer(str(folder))
+    ids = tokenizer.encode("hi<|end|>", add_special_tokens=False)
+    assert ids[-1] == 6 and tokenizer.decode(ids, skip_special_tokens=True) == "hi"
+
+
 def test_a_linear_factor_may_have_its_first_name(tmp_path):
     folder = unpack(write_gguf(BUNDLED_MODEL, tmp_path, llama__rope__scale_linear=4.0))
     rope = read_hf_config(folder, {})["rope_parameters"]

@@ -26,11 +26,9 @@ from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.slice import CheckpointTensor, Slice
 from vllm.model_executor.loader.stage import PPMissingLayer
 from vllm.model_executor.loader.weights import checkpoint_name
-from vllm.model_executor.models.interface import CausalLM
+from vllm.model_executor.models.interface import CausalLM, without_wrappers
 from vllm.ops.lora_weights import AdaptedExpert, AdaptedExperts, AdaptedLayer, LoRAHeads
 
-_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""Parts of names that torch adds where it has wrapped a module."""
 _OUTER = {"base_model", "model", "module", "language_model"}
 """First parts of names in files of other programs, or of a model that has this one as a part."""
 
@@ -205,7 +203,7 @@ class AdapterLayers:
         usual = self._in_model(name.removeprefix(NAME_PREFIX))
         if self._is_known(usual):
             return usual
-        parts = [part for part in name.split(".") if part not in _WRAPPERS]
+        parts = without_wrappers(name).split(".")
         outer = list(takewhile(lambda part: part in _OUTER, parts))
         for count in range(len(outer) + 1):
             rest = ".".join(parts[count:])

@@ -249,7 +249,6 @@ def test_images_become_parts_that_name_their_place():
             ["a", [USE], [{**RESULT, "content": [{"type": "image"}]}]],
             "messages.2.content.0.content.0.source",
         ),
-        (["a", [USE], [{**RESULT, "content": 4}]], "messages.2.content.0.content"),
     ],
 )
 def test_a_wrong_block_is_refused_by_its_place(turns, param):

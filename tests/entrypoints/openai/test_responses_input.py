@@ -228,7 +228,6 @@ def test_places_are_those_of_the_request_that_continues_another():
         ([{**CALL, "id": 3}], "input[0].id"),
         ([{**CALL, "id": "x" * 300}], "input[0].id"),
         ([{**CALL, "call_id": None}], "input[0].call_id"),
-        ([{**RESULT, "output": 7}], "input[0].output"),
     ],
 )
 def test_a_wrong_item_is_refused_by_its_place(given, param):

@@ -3,7 +3,12 @@
 from vllm.config.arch.model_arch import ModelArch
 from vllm.config.quantization.settings_error import SettingsError, naming_settings_file, setting
 
-_USUAL_NAMES = {"compressed_tensors": "compressed-tensors", "auto_round": "auto-round"}
+_USUAL_NAMES = {
+    "compressed_tensors": "compressed-tensors",
+    "auto_round": "auto-round",
+    "gptq_marlin": "gptq",
+    "awq_marlin": "awq",
+}
 
 
 def quant_method(arch: ModelArch) -> str | None:

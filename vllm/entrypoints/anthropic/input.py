@@ -3,6 +3,7 @@
 Pure functions, independent of engine and framework.
 """
 
+import base64
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,14 @@ from typing import Any, Literal
 
 from vllm.entrypoints.anthropic.protocol import Conversation, InputMessage
 from vllm.entrypoints.conversation.media import image_part
-from vllm.entrypoints.conversation.messages import Part, join_texts
+from vllm.entrypoints.conversation.messages import (
+    FILE_PARTS,
+    Part,
+    join_texts,
+    left_out,
+    mcp_image_url,
+    result_content,
+)
 from vllm.entrypoints.http.ignored import note_ignored
 from vllm.entrypoints.openai.shared.response_items import read_string
 from vllm.errors import RequestError
@@ -29,13 +37,20 @@ _BLOCKS = {
 _RESULT_BLOCKS = (*_BLOCKS["system"], "image")
 """Types of content blocks that the result of a tool may have."""
 _TEXT_BLOCKS = ("text", "document", "search_result", "tool_reference", "compaction")
-_UNREADABLE = ("image", "audio", "video")
+_OTHER_NAMES = {"input_text": "text", "output_text": "text"}
+"""Type of a text part in OpenAI's APIs -> type of the block."""
+_OTHER_IMAGES = ("image_url", "input_image")
+_UNREADABLE = (
+    *("image", "audio", "video", "input_audio", "audio_url", "input_video", "video_url"),
+    *("file", "input_file"),
+)
 """Types of content that matters, which is never left out."""
 _KNOWN = frozenset(kind for kinds in _BLOCKS.values() for kind in kinds).union(_UNREADABLE)
 _CHOICES: dict[str, Literal["none", "auto", "required"]] = {
     "none": "none",
     "auto": "auto",
     "any": "required",
+    "required": "required",
 }
 _IMAGE_TYPE = re.compile(r"image/[A-Za-z0-9.+-]{1,32}")
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
@@ -53,7 +68,7 @@ def as_messages(conversation: Conversation) -> list[Message]:
     names: dict[str, str] = {}
     for i, message in enumerate(conversation.messages):
         where = f"messages.{i}.content"
-        if message.role == "system":
+        if message.role in ("system", "developer"):
             text = _read_system(where, message.content)
             messages.append({"role": "system", "content": text})
         else:
@@ -89,6 +104,8 @@ def as_tool_choice(
         return None, True
     is_parallel = choice.get("disable_parallel_tool_use") is not True
     kind = choice.get("type")
+    if kind in ("function", "custom"):  # in the form of OpenAI's APIs
+        choice, kind = {"name": choice.get("name"), **(choice.get(kind) or {})}, "tool"
     if kind == "tool":
         name = read_string("tool_choice", choice, "name")
         for tool in tools or ():
@@ -135,7 +152,7 @@ def _read_turn(where: str, turn: InputMessage, names: dict[str, str]) -> list[Me
     parts: list[Part] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
-    for i, block in enumerate(turn.content):
+    for i, block in enumerate(map(_in_own_form, turn.content)):
         place = f"{where}.{i}"
         kind = _block_type(place, block, _BLOCKS[turn.role])
         if kind in _TEXT_BLOCKS:
@@ -190,11 +207,16 @@ def _is_function(tool: Mapping[str, Any]) -> bool:
     """Return whether a tool is declared by its own schema, so is not a tool of Anthropic's
     servers.
     """
-    return tool.get("type") in (None, "custom")
+    return tool.get("type") in (None, "custom", "function")
 
 
 def _read_tool(where: str, tool: Mapping[str, Any]) -> Tool | None:
     """Return one tool; None if it is left out."""
+    if tool.get("type") == "function":  # in the form of OpenAI's APIs
+        inner = tool.get("function")
+        tool = {"input_schema": tool.get("parameters"), **tool, "type": None}
+        if isinstance(inner, Mapping):
+            tool = {**inner, "input_schema": inner.get("parameters")}
     if not _is_function(tool):
         kind = read_string(where, tool, "type")
         note_ignored("tools of the type", kind, "not run by this server; the model does not see it")
@@ -231,7 +253,7 @@ def _as_blocks(where: str, content: Any) -> Sequence[Any]:
 
 
 def _read_texts(where: str, content: Any, known: Sequence[str]) -> list[str]:
-    content = _as_blocks(where, content)
+    content = list(map(_in_own_form, _as_blocks(where, content)))
     kinds = [_block_type(f"{where}.{i}", block, known) for i, block in enumerate(content)]
     return [
         _READERS[kind](f"{where}.{i}", block)
@@ -241,18 +263,43 @@ def _read_texts(where: str, content: Any, known: Sequence[str]) -> list[str]:
 
 
 def _read_parts(where: str, content: Any) -> list[Part]:
-    """Return the text and image parts of a tool result."""
+    """Return the text and image parts of a tool result, with a text instead of a file that the
+    model cannot read.
+    """
+    content = result_content(content)
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     parts: list[Part] = []
-    for i, block in enumerate(_as_blocks(where, content)):
+    for i, block in enumerate(map(_in_own_form, content)):
         place = f"{where}.{i}"
-        kind = _block_type(place, block, _RESULT_BLOCKS)
-        if kind == "image":
+        if isinstance(block, str):
+            parts.append({"type": "text", "text": block})
+            continue
+        is_file = block.get("type") in FILE_PARTS and not _has_text(block)
+        kind = None if is_file else _block_type(place, block, _RESULT_BLOCKS)
+        if is_file:
+            parts.append({"type": "text", "text": left_out("file")})
+        elif kind == "image":
             parts.append(_read_image(place, block))
         elif kind is not None:
             parts.append({"type": "text", "text": _READERS[kind](place, block)})
     return parts
+
+
+def _in_own_form(block: Any) -> Any:
+    """Return a part of OpenAI's APIs, or an image of an MCP server, as a block; anything else
+    unchanged.
+    """
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    if kind == "image" and (url := mcp_image_url(block)) is not None:
+        return {"type": "image", "source": {"type": "url", "url": url}}
+    if kind in _OTHER_NAMES:
+        return {**block, "type": _OTHER_NAMES[kind]}
+    if kind not in _OTHER_IMAGES:
+        return block
+    url = block.get("image_url")
+    url = url.get("url") if isinstance(url, Mapping) else url
+    return {"type": "image", "source": {"type": "url", "url": url}}
 
 
 def _read_image(where: str, block: Mapping[str, Any]) -> Part:
@@ -298,6 +345,8 @@ def _read_document(where: str, block: Mapping[str, Any]) -> str:
     kind = source.get("type")
     if kind == "text":
         text = read_string(f"{where}.source", source, "data", may_be_empty=True)
+    elif kind == "base64" and _is_text_file(source):
+        text = _decode(f"{where}.source", read_string(f"{where}.source", source, "data"))
     elif kind == "content":
         text = _read_text(f"{where}.source.content", source.get("content"))
     else:
@@ -308,6 +357,28 @@ def _read_document(where: str, block: Mapping[str, Any]) -> str:
             param=f"{where}.source.type",
         )
     return _with_heads(block, ("title", "context"), text)
+
+
+def _is_text_file(source: Mapping[str, Any]) -> bool:
+    return str(source.get("media_type")).startswith("text/")
+
+
+def _has_text(block: Mapping[str, Any]) -> bool:
+    """Return whether a document is text, and not a file such as a PDF."""
+    source = block.get("source")
+    if not isinstance(source, Mapping):
+        return False
+    kind = source.get("type")
+    return kind in ("text", "content") or (kind == "base64" and _is_text_file(source))
+
+
+def _decode(where: str, data: str) -> str:
+    try:
+        return base64.b64decode(data, validate=True).decode()
+    except ValueError:
+        raise RequestError(
+            f"{where}.data must be UTF-8 text in base64", param=f"{where}.data"
+        ) from None
 
 
 def _read_search_result(where: str, block: Mapping[str, Any]) -> str:

@@ -110,7 +110,7 @@ class MessageWriter:
         events: list[Event] = []
         if not self.message["content"]:
             events = self._enter({"type": "text", "text": ""})
-        events += self._close(is_cut=stop_reason == "max_tokens")
+        events += self._close(is_cut=stop_reason in ("max_tokens", "stop_sequence"))
         end = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
         self.message.update(end, usage=usage)
         events.append({"type": "message_delta", "delta": end, "usage": usage})
@@ -189,7 +189,7 @@ def describe_stop(
     Args:
         finish_reason: finish reason of the chat API.
         stop_reason: stop string or stop token that ended the output, or None.
-        has_calls: whether the message calls tools.
+        has_calls: whether the message calls tools, and the last call is complete.
     """
     if finish_reason == "length":
         return "max_tokens", None

@@ -3,9 +3,9 @@
 The content of blocks is checked in `input`.
 """
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from vllm.entrypoints.http.request_limits import MESSAGES, STOP, TOOLS, Limits
 from vllm.entrypoints.openai.protocol.accepts import accepts
@@ -16,13 +16,16 @@ from vllm.entrypoints.openai.protocol.base import (
     ListOf,
     RequestBody,
     RequestModel,
+    read_other_names,
 )
+from vllm.entrypoints.openai.protocol.sampling import BoundedNumberFields, SharedFields
+from vllm.entrypoints.openai.protocol.tools import CHOICE_WORDS
 
 
 class InputMessage(RequestModel):
     """One turn of the conversation."""
 
-    role: Literal["user", "assistant", "system"]
+    role: Literal["user", "assistant", "system", "developer"]
     content: Annotated[
         str | ListOf[JsonObject], accepts("text or a list of content blocks (objects)")
     ]
@@ -67,18 +70,30 @@ class Conversation(RequestBody):
     output_config: OutputConfig | None = None
     output_format: JsonObject | None = None
     """An older name of `output_config.format`."""
+    chat_template_kwargs: JsonObject | None = None
+    """Variables for the chat template; not part of Anthropic's API."""
     thread: JsonObject | None = None
     """A conversation that the server holds, which this one does not."""
 
     LIMITS: ClassVar[Limits] = {"messages": MESSAGES, "tools": TOOLS}
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _read_word(cls, choice: Any) -> Any:
+        """Read a choice that is only a word, as in OpenAI's APIs."""
+        return {"type": choice} if isinstance(choice, str) and choice in CHOICE_WORDS else choice
 
 
 class CountTokensRequest(Conversation):
     """Body of POST /v1/messages/count_tokens."""
 
 
-class MessagesRequest(Conversation):
-    """Body of POST /v1/messages."""
+class MessagesRequest(BoundedNumberFields, SharedFields, Conversation):
+    """Body of POST /v1/messages.
+
+    The last group of fields is not part of Anthropic's API; they have the same meaning as in the
+    other APIs of this server, as do the inherited ones.
+    """
 
     max_tokens: Annotated[Int64, Field(ge=1)]
     stop_sequences: ListOf[Annotated[str, StringConstraints(min_length=1)]] | None = None
@@ -89,7 +104,19 @@ class MessagesRequest(Conversation):
     metadata: MessagesMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
-    LIMITS: ClassVar[Limits] = {"stop_sequences": STOP}
+    priority: Int32 = 0
+    cache_salt: str | None = None
+
+    LIMITS: ClassVar[Limits] = {"stop_sequences": STOP, "stop": STOP}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_dialects(cls, data: Any) -> Any:
+        """Read stop strings under their name in OpenAI's APIs."""
+        data = read_other_names(data, {"stop": "stop_sequences"})
+        if isinstance(data, dict) and isinstance(data.get("stop_sequences"), str):
+            data["stop_sequences"] = [data["stop_sequences"]]
+        return data
 
 
 class ErrorDetail(RequestModel):

@@ -8,10 +8,11 @@ from typing import Any
 from vllm.entrypoints.anthropic.input import as_messages, as_tool_choice, as_tools
 from vllm.entrypoints.anthropic.protocol import Conversation, MessagesRequest
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
+from vllm.entrypoints.openai.protocol.sampling import API_NUMBERS
 from vllm.entrypoints.openai.responses.request import make_chat_request
 from vllm.errors import RequestError
 
-_SAMPLING_FIELDS = ("temperature", "top_p", "top_k")
+_SAMPLING_FIELDS = (*API_NUMBERS, "priority", "cache_salt")
 
 
 def as_chat_request(request: MessagesRequest) -> ChatCompletionRequest:
@@ -23,7 +24,8 @@ def as_chat_request(request: MessagesRequest) -> ChatCompletionRequest:
     given = {name: getattr(request, name) for name in _SAMPLING_FIELDS}
     fields = {name: value for name, value in given.items() if value is not None}
     fields.update(
-        prompt_fields(request),
+        request.shared_fields(),
+        **prompt_fields(request),
         max_completion_tokens=request.max_tokens,
         stop=request.stop_sequences,
         stream=True,
@@ -108,4 +110,4 @@ def _template_kwargs(conversation: Conversation) -> dict[str, Any] | None:
         kwargs["enable_thinking"] = conversation.thinking.type != "disabled"
     if conversation.output_config is not None and conversation.output_config.effort is not None:
         kwargs["reasoning_effort"] = conversation.output_config.effort
-    return kwargs or None
+    return {**kwargs, **(conversation.chat_template_kwargs or {})} or None

@@ -75,6 +75,7 @@ async def _write_at_once(turn: ChatTurn, writer: MessageWriter) -> None:
     calls = [{"index": index, **call} for index, call in enumerate(choice.tool_calls)]
     whole = TurnDelta(0, choice.reasoning or "", choice.content or "", calls)
     whole.finish_reason, whole.stop_reason = choice.finish_reason, choice.stop_reason
+    whole.is_call_cut = choice.is_call_cut
     _write_delta(turn, writer, whole)
 
 
@@ -99,8 +100,9 @@ def _write_delta(turn: ChatTurn, writer: MessageWriter, delta: TurnDelta) -> lis
     for call in delta.tool_calls:
         events += writer.add_tool_call(call)
     if delta.finish_reason is not None:
+        has_whole_calls = writer.has_calls and not delta.is_call_cut
         stop, sequence = describe_stop(
-            delta.finish_reason, delta.stop_reason, has_calls=writer.has_calls
+            delta.finish_reason, delta.stop_reason, has_calls=has_whole_calls
         )
         events += writer.finish(stop, sequence, _usage(turn))
     return events

@@ -135,6 +135,10 @@ class MediaParts:
         self._limits = limits or {}
         self._is_local = is_local
 
+    def reads(self, kind: str) -> bool:
+        """Return whether the model reads parts of a type of `MEDIA_TYPES`."""
+        return kind in _REFUSED or bool(self._limits.get(_KINDS[kind].modality))
+
     def read(self, where: str, kind: str, part: Mapping[str, Any]) -> dict[str, Any]:
         """Return the normal form of a content part whose type is in `MEDIA_TYPES`.
 
@@ -208,6 +212,11 @@ def media_type(part: Mapping[str, Any]) -> str | None:
     for any other part.
     """
     return next((kind for kind in part if kind in MEDIA_TYPES), None)
+
+
+def modality_of(kind: str) -> str:
+    """Return the modality of a type of `MEDIA_TYPES`."""
+    return _KINDS[kind].modality if kind in _KINDS else "audio"
 
 
 def _read_part(where: str, kind: str, part: Mapping[str, Any], is_local: bool) -> MediaPart:

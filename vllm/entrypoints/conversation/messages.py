@@ -17,7 +17,13 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from vllm.entrypoints.conversation.media import MEDIA_TYPES, MediaParts, is_media, media_type
+from vllm.entrypoints.conversation.media import (
+    MEDIA_TYPES,
+    MediaParts,
+    is_media,
+    media_type,
+    modality_of,
+)
 from vllm.errors import RequestError
 from vllm.utils.text.json_words import show_value
 
@@ -35,8 +41,11 @@ _MEDIA_FIELDS = frozenset(("images", "image_url", "audios", "videos"))
 """Fields of a message in which other servers, such as Ollama, take media."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Type of a content part -> the key of its text."""
-_THOUGHT_PARTS = {"thinking": "thinking", "reasoning": "text"}
-"""Type of a content part that is a thought, in other APIs -> the key of its text."""
+_THOUGHT_PARTS = {"thinking": "thinking", "reasoning": "text", "redacted_thinking": ""}
+"""Type of a content part that is a thought, in other APIs -> the key of its text; "": it has
+none."""
+FILE_PARTS = ("file", "input_file", "document")
+"""Types of content parts with a file, such as a PDF, which no model reads."""
 _RESULT_ROLES = ("tool", "function")
 _MAY_BE_SILENT = ("assistant", *_RESULT_ROLES)
 """Roles whose messages may have no content: a call needs none, and a tool may return nothing."""
@@ -100,7 +109,10 @@ def _read_message(where: str, given: Any, media: MediaParts) -> Message:
     if role == "assistant" and isinstance(message.get("content"), list):
         _take_thoughts(message)
     if role in _RESULT_ROLES and "content" in message:
-        message["content"] = _result_content(message["content"])
+        content = result_content(message["content"])
+        message["content"] = content
+        if not isinstance(content, str):
+            message["content"] = [_result_part(part, media) for part in content]
     if "content" in message:
         message["content"] = _read_content(f"{where}.content", message["content"], media)
     elif role in _MAY_BE_SILENT:
@@ -210,18 +222,62 @@ def join_texts(parts: Sequence[Part]) -> Content:
     return list(parts)
 
 
-def _result_content(content: Any) -> Any:
-    """Return the content of a tool's result. A result that is neither text nor parts becomes JSON
-    text, because clients send what their function returned.
+def result_content(content: Any) -> str | list[Any]:
+    """Return the content of a tool's result: text, or parts that are not checked yet. A result that
+    is neither becomes JSON text, because clients send what their function returned.
     """
-    if isinstance(content, str) or content == []:
+    if isinstance(content, str):
         return content
-    if isinstance(content, list):
-        is_parts = all(isinstance(part, str) or _is_part(part) for part in content)
-    else:
-        is_parts = _is_part(content) and content.get("type") in _TEXT_PARTS
-        content = [content] if is_parts else content
-    return content if is_parts else json.dumps(content, ensure_ascii=False)
+    parts = content if isinstance(content, list) else None
+    if parts is None and _is_part(content) and content.get("type") in _TEXT_PARTS:
+        parts = [content]
+    if parts is None or not all(isinstance(part, str) or _is_part(part) for part in parts):
+        return _as_json(content)
+    return parts
+
+
+def result_text(part: Mapping[str, Any]) -> str | None:
+    """Return the text that the model sees instead of a part of a tool's result that it cannot read.
+    None: it is a part of text or media.
+
+    Clients send a result again with every later request, so a refusal would end the conversation.
+    """
+    kind = part.get("type")
+    if kind in FILE_PARTS:
+        return left_out("file")
+    known = kind is None or kind in _TEXT_PARTS or kind in MEDIA_TYPES
+    return None if known else _as_json(part)
+
+
+def left_out(what: str) -> str:
+    """Return the text that tells the model about content of a tool's result that it cannot read."""
+    return f"[{what} left out: this model cannot read it]"
+
+
+def _result_part(part: Any, media: MediaParts) -> Any:
+    """Return a part of a tool's result, with text instead of what the model cannot read."""
+    if not isinstance(part, Mapping):
+        return part
+    if (text := result_text(part)) is not None:
+        return {"type": "text", "text": text}
+    kind = part.get("type", media_type(part))
+    if kind not in MEDIA_TYPES:
+        return part
+    if not media.reads(kind):
+        return {"type": "text", "text": left_out(modality_of(kind))}
+    url = mcp_image_url(part)
+    return part if url is None else {"type": "image_url", "image_url": {"url": url}}
+
+
+def mcp_image_url(part: Mapping[str, Any]) -> str | None:
+    """Return the URL of an image in the form of MCP servers; None for any other part."""
+    if part.get("type") != "image" or not isinstance(part.get("data"), str):
+        return None
+    return f"data:{part.get('mimeType') or 'image/png'};base64,{part['data']}"
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _is_part(given: Any) -> bool:

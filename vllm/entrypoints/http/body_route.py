@@ -94,12 +94,25 @@ class BodyRoute(APIRoute):
         except RecursionError:
             raise _not_json(0, "nested too deeply") from None
         if isinstance(body, dict):
+            body = _with_extra_body(body)
             for kind in self._classes:
                 check_limits(kind, body, args)
         value, errors = self.body_field.validate(body, {}, loc=("body",))
         if errors:
             raise RequestValidationError(errors)
         return value
+
+
+def _with_extra_body(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a body with the fields of its `extra_body` at its top.
+
+    This is an argument of OpenAI's Python client, which sends its fields at the top. Users of other
+    clients write it into the body, as all examples have it. A field of the body has priority.
+    """
+    extra = body.get("extra_body")
+    if not isinstance(extra, dict):
+        return body
+    return {**extra, **{name: value for name, value in body.items() if name != "extra_body"}}
 
 
 def _body_classes(annotation: Any) -> list[type]:

@@ -41,6 +41,11 @@ package."""
 
 _OF_TRAINING = ("optimizer", "lr_scheduler", "v_head.", "value_head.")
 """Beginnings of the names of tensors that programs for training save with a model."""
+_PREDICTION = re.compile(r"(^|\.)mtp(_\w+)?\.")
+"""Part of the names of layers for multi-token prediction, in most families."""
+_LAYER = re.compile(r"(?P<layer>.*(^|\.)\d+\.)(?P<inner>(eh_proj|enorm|hnorm|shared_head)\.)?")
+"""Beginning of the name of a tensor in a decoder layer. Only layers for multi-token prediction have
+the modules that are named here."""
 _LORA = re.compile(r"\.lora_|\.base_layer\.")
 _QUANTIZED = (".qweight", ".weight_packed", ".weight_scale")
 
@@ -176,8 +181,31 @@ def _fill(
     if of_training:
         unexpected = [name for name in unexpected if name not in of_training]
         logger.warning("%d tensors of the training are not read: %s", *_some(of_training))
+    of_prediction = _of_prediction(unexpected, targets)
+    if of_prediction:
+        unexpected = [name for name in unexpected if name not in of_prediction]
+        logger.info(
+            "%d tensors of layers for multi-token prediction are not read: %s",
+            *_some(sorted(of_prediction)),
+        )
     if todo or unexpected:
         raise _mismatch(model, todo, unexpected, paths)
+
+
+def _of_prediction(names: Sequence[str], targets: _Targets) -> set[str]:
+    """Return the unknown tensors that belong to layers for multi-token prediction.
+
+    Such layers draft tokens. Some checkpoints have them after the decoder layers, with similar
+    names (`model.layers.61.eh_proj.weight`).
+
+    Args:
+        names: unknown tensors.
+        targets: the tensors that the model has.
+    """
+    found = [_LAYER.match(name) for name in names]
+    own = {match["layer"] for match in found if match is not None and match["inner"]}
+    own = {layer for layer in own if not any(name.startswith(layer) for name in targets.by_name)}
+    return {name for name in names if _PREDICTION.search(name) or name.startswith(tuple(own))}
 
 
 def _mismatch(

@@ -21,6 +21,19 @@ TOWER_PREFIXES = tuple(
     for part in (*(f"{tower}." for tower in TOWER_PARTS), *_AROUND_TOWERS)
 )
 """Beginnings of the names of tensors of multimodal checkpoints that encode images or sounds."""
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Parts of names that torch adds where it has wrapped a module."""
+
+
+def without_wrappers(name: str) -> str:
+    """Return the name of a module or tensor as it is if torch has not wrapped any module.
+
+    >>> without_wrappers("model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight")
+    'model.layers.0.mlp.up_proj.weight'
+    """
+    if "_wrapped_module" not in name and "_orig_mod" not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 class LoadableModel(nn.Module, ABC):
@@ -45,7 +58,7 @@ class LoadableModel(nn.Module, ABC):
 
     ignored_tensors: ClassVar[tuple[str, ...]] = (
         *("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"),
-        *(".masked_bias", ".causal_mask"),
+        *("rotary_emb.original_inv_freq", ".masked_bias", ".causal_mask", ".position_ids"),
     )
     """Ends of checkpoint names that are not weights."""
 
@@ -72,14 +85,13 @@ class LoadableModel(nn.Module, ABC):
         """Return the usual name of a tensor or module of the checkpoint (`outer_names`); None if it
         does not belong to this model.
         """
-        if self.outer_names is None:
-            return name
-        prefix, inner = self.outer_names
-        if name.startswith(TOWER_PREFIXES):
-            return None
-        if name.startswith(prefix) and not self.renamed(name).startswith("lm_head."):
-            return inner + name.removeprefix(prefix)
-        return name
+        if self.outer_names is not None:
+            prefix, inner = self.outer_names
+            if name.startswith(TOWER_PREFIXES):
+                return None
+            if name.startswith(prefix) and not self.renamed(name).startswith("lm_head."):
+                name = inner + name.removeprefix(prefix)
+        return without_wrappers(name)
 
     def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Convert a tensor of the checkpoint to one or several tensors of this model.

@@ -10,11 +10,12 @@ from vllm.transformers_utils.gguf.header import StoredTensor
 from vllm.transformers_utils.gguf.model import GGUFModel, architectures
 from vllm.transformers_utils.gguf.sizes import check_encoder_shapes, check_shapes, wrong_layers
 
-_ENDS_OF_TURN = (
+ENDS_OF_TURN = (
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"),
     *("<|return|>", "<|call|>"),
 )
-"""Tokens that end an answer, in addition to the one that the metadata names."""
+"""Tokens that end an answer, in addition to the one that the metadata names. They are control
+tokens, even if the metadata has another type for them, as in files of some fine-tuned models."""
 _END_OF_PART, _END_OF_ANSWER = "<|end|>", "<|return|>"
 """GPT-OSS has both. The first one ends its thoughts there, and the second one the answer."""
 
@@ -140,12 +141,9 @@ def read_generation_config(model: GGUFModel) -> dict[str, Any]:
     named = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = [model.metadata.get(f"tokenizer.ggml.{name}") for name in named]
     tokens = model.metadata.get("tokenizer.ggml.tokens") or []
-    kinds = model.metadata.get("tokenizer.ggml.token_type") or []
-    for text in _ENDS_OF_TURN:
+    for text in ENDS_OF_TURN:
         if text in tokens and not (text == _END_OF_PART and _END_OF_ANSWER in tokens):
-            index = tokens.index(text)
-            if index < len(kinds) and kinds[index] == 3:  # type 3 is a control token
-                ids.append(index)
+            ids.append(tokens.index(text))
     found = sorted({i for i in ids if type(i) is int and 0 <= i < len(tokens)})
     return {"eos_token_id": found} if found else {}
 

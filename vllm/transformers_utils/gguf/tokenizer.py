@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.transformers_utils.bpe_merges import merges_in_order
+from vllm.transformers_utils.gguf.config import ENDS_OF_TURN
 from vllm.transformers_utils.gguf.model import GGUFModel
 from vllm.transformers_utils.gguf.words import WORDS, Words
 
@@ -76,6 +77,10 @@ def tokenizer_files(model: GGUFModel) -> dict[str, str]:
     tokens, kinds = _list(model, "tokens", str), None
     if "tokenizer.ggml.token_type" in model.metadata:
         kinds = _list(model, "token_type", int, len(tokens))
+        kinds = [
+            _CONTROL if token in ENDS_OF_TURN else kind
+            for token, kind in zip(tokens, kinds, strict=True)
+        ]
     tokens = _with_one_id_each(tokens, kinds)
     names, ends = _SPECIAL, _Ends("bos", "eos", adds_before=True)
     if kind == "bert":

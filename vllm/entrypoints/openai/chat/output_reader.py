@@ -3,6 +3,7 @@
 The same object reads a stream and a whole output, so that both give the same result.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -78,6 +79,37 @@ class _HiddenTexts:
         return kept + text[start:end]
 
 
+_STRING = re.compile(r'"(?:[^"\\]+|\\.)*(?:"|\\?\Z)', re.DOTALL)
+"""A string of JSON, or its beginning at the end of the text."""
+
+
+class _LastCall:
+    """Keeps the arguments of the last call of an output, to find out whether they have an end."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._pieces: list[str] = []
+
+    def add(self, deltas: Iterable[ToolCallDelta]) -> None:
+        for delta in deltas:
+            if delta["index"] != self._index:
+                self._index, self._pieces = delta["index"], []
+            # The input of a custom tool may be any text, so nothing shows where it ends.
+            self._pieces.append((delta.get("function") or {}).get("arguments") or "")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a call whose arguments lack a closing bracket. They may be damaged
+        otherwise.
+        """
+        if self._index < 0:
+            return False
+        text = "".join(self._pieces)
+        outside = _STRING.sub("", text)
+        num_open = sum(map(outside.count, "{[")) - sum(map(outside.count, "}]"))
+        return num_open > 0 or not text.strip()
+
+
 class OutputReader:
     """Splits one output: first into reasoning and the rest, then the rest into content and tool
     calls.
@@ -104,6 +136,7 @@ class OutputReader:
         names: tuple[str | None, str | None] = (None, None),
     ) -> None:
         self.has_called = False
+        self._last_call = _LastCall()
         self._reasoning = reasoning
         self._tools = tools
         self._forced = forced
@@ -172,14 +205,20 @@ class OutputReader:
             of_reasoning, of_content = self._hidden
             delta.reasoning = of_reasoning.remove(delta.reasoning, is_last=is_last)
             delta.content = of_content.remove(delta.content, is_last=is_last)
+        if self._max_calls is not None:
+            delta.tool_calls = [c for c in delta.tool_calls if c["index"] < self._max_calls]
+        self._last_call.add(delta.tool_calls)
         if self._custom is not None:
             delta.tool_calls = self._custom.convert(delta.tool_calls)
             if is_last:
                 delta.tool_calls += self._custom.finish()
-        if self._max_calls is not None:
-            delta.tool_calls = [c for c in delta.tool_calls if c["index"] < self._max_calls]
         self.has_called = self.has_called or bool(delta.tool_calls)
         return delta
+
+    @property
+    def has_open_call(self) -> bool:
+        """Whether the arguments of the last call have no end so far."""
+        return self._last_call.is_open
 
     @property
     def markers(self) -> list[str]:

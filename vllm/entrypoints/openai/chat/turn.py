@@ -80,6 +80,8 @@ class TurnDelta:
             None if not requested.
         finish_reason: "stop", "length", "tool_calls" or "abort"; None before the end.
         stop_reason: stop string or stop token.
+        is_call_cut: the last call is incomplete, because a stop string or a stop token of the
+            request was found inside it. The finish reason is "stop" then.
     """
 
     index: int
@@ -90,6 +92,7 @@ class TurnDelta:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    is_call_cut: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -116,6 +119,7 @@ class TurnChoice:
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str
     stop_reason: int | str | None
+    is_call_cut: bool = False
 
 
 @dataclass(slots=True)
@@ -231,17 +235,18 @@ class ChatTurn:
         refuse_failed(sample)
         reader = self._readers[sample.index]
         is_last = sample.finish_reason is not None
-        ends_itself = sample.finish_reason == "stop" and (
-            not isinstance(sample.stop_reason, str) or sample.stop_reason in reader.markers
+        stop = self._stop_of_request(sample)
+        is_cut = is_last and (
+            sample.finish_reason != "stop" or (stop is not None and stop not in reader.markers)
         )
-        read = reader.feed(
-            sample.text, sample.token_ids, is_last=is_last, is_cut=is_last and not ends_itself
-        )
+        read = reader.feed(sample.text, sample.token_ids, is_last=is_last, is_cut=is_cut)
         if self._body.hides_reasoning:
             read.reasoning = ""
         self._usage.completion_tokens += len(sample.token_ids)
         reason = sample.finish_reason
-        if reason == "stop" and reader.has_called and self._body.named_tool is None:
+        is_call_cut = stop is not None and reader.has_open_call
+        is_called = reader.has_called and not is_call_cut
+        if reason == "stop" and is_called and self._body.named_tool is None:
             reason = "tool_calls"
         return TurnDelta(
             sample.index,
@@ -252,7 +257,20 @@ class ChatTurn:
             sample.logprobs,
             reason,
             sample.stop_reason,
+            is_call_cut,
         )
+
+    def _stop_of_request(self, sample: CompletionOutput) -> str | None:
+        """Return the stop string of the request that ended the output, or the text of its stop
+        token. None: the output has not ended, or the model ended it.
+        """
+        stop = sample.stop_reason if sample.finish_reason == "stop" else None
+        if stop is None or isinstance(stop, str):
+            return stop
+        if stop not in (self._body.stop_token_ids or ()):
+            return None
+        tokenizer = self._engine.tokenizer
+        return "" if tokenizer is None else str(tokenizer.decode([stop]))
 
     def _choose(self, sample: CompletionOutput, delta: TurnDelta) -> TurnChoice:
         calls = merge_deltas(delta.tool_calls)
@@ -266,6 +284,7 @@ class ChatTurn:
             sample.logprobs if self._body.logprobs else None,
             delta.finish_reason or "stop",
             sample.stop_reason,
+            delta.is_call_cut,
         )
 
 

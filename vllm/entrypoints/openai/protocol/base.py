@@ -100,9 +100,15 @@ _ELSEWHERE = {
     "prompt_embeds": "send it to /v1/completions",
     "sampling_params": "send its fields at the top of the body, such as temperature",
     "lora_request": "send the name of the adapter as model",
+    **dict.fromkeys(
+        ("n", "best_of", "use_beam_search"),
+        "send it to /v1/chat/completions or /v1/completions, or send several requests",
+    ),
 }
-"""Arguments and keys of `LLM.generate` that would change the answer -> what to do instead. A route
-whose body has a field of this name accepts it."""
+"""Arguments and keys of `LLM.generate`, and fields of other routes, that would change the answer ->
+what to do instead. A route whose body has a field of this name accepts it."""
+_ONE_ANSWER = ("n", "best_of")
+"""Fields whose value 1 changes nothing."""
 
 
 class RequestBody(RequestModel):
@@ -111,7 +117,8 @@ class RequestBody(RequestModel):
     @model_validator(mode="after")
     def _check_elsewhere(self) -> "RequestBody":
         for name, value in (self.model_extra or {}).items():
-            if name in _ELSEWHERE and value:  # an empty value changes nothing
+            changes_nothing = not value or (name in _ONE_ANSWER and value == 1)
+            if name in _ELSEWHERE and not changes_nothing:
                 raise field_error(
                     name,
                     f"must be left out, because this route has no such field: {_ELSEWHERE[name]}",

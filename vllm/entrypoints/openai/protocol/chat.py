@@ -180,7 +180,7 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
     @model_validator(mode="after")
     def _check_tools(self) -> "ChatCompletionRequest":
         """Set the documented default of tool_choice: auto if there are tools, else none."""
-        if self.tool_choice is None or (self.tool_choice == "auto" and self.tools == []):
+        if self.tool_choice is None or (self.tool_choice == "auto" and not self.tools):
             self.tool_choice = "auto" if self.tools else "none"
         if self.tool_choice == "none":
             return self

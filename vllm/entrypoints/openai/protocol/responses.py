@@ -18,7 +18,11 @@ from vllm.entrypoints.openai.protocol.base import (
     RequestModel,
     read_other_names,
 )
-from vllm.entrypoints.openai.protocol.sampling import BoundedNumberFields, StopStrings
+from vllm.entrypoints.openai.protocol.sampling import (
+    BoundedNumberFields,
+    SharedFields,
+    StopStrings,
+)
 from vllm.entrypoints.openai.protocol.tools import CHOICE_WORDS
 from vllm.errors import RequestError
 
@@ -56,7 +60,7 @@ class ReasoningConfig(RequestModel):
     generate_summary: str | None = None
 
 
-class ResponsesRequest(BoundedNumberFields, RequestBody):
+class ResponsesRequest(BoundedNumberFields, SharedFields, RequestBody):
     """A request of the Responses API.
 
     The last group of fields is not part of OpenAI's API; they have the same meaning as in the other
@@ -104,6 +108,7 @@ class ResponsesRequest(BoundedNumberFields, RequestBody):
 
     stop: StopStrings | None = None
     chat_template_kwargs: JsonObject | None = None
+    enable_thinking: bool | None = None
     priority: Int32 = 0
     cache_salt: str | None = None
 

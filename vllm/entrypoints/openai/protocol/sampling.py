@@ -324,6 +324,41 @@ class SamplingFields(NumberFields, GuidedFields, RequestBody):
         return self.includes_usage and bool(options and options.continuous_usage_stats)
 
 
+_SHARED = (
+    *("stop_token_ids", "bad_words", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "logit_bias", "allowed_token_ids"),
+    *("structured_outputs", *_GUIDED_FIELDS),
+)
+"""Fields of the chat API that the Responses and Messages APIs of this server have as well."""
+
+if TYPE_CHECKING:
+
+    class _SharedFields(RequestModel): ...
+else:
+    _SharedFields = _make_body(
+        "_SharedFields",
+        **{
+            name: (Annotated[SamplingFields.model_fields[name].annotation | None, Field()], None)
+            for name in _SHARED
+        },
+    )
+
+
+class SharedFields(_SharedFields):
+    """Sampling fields of this server for the APIs that OpenAI and Anthropic define without them."""
+
+    LIMITS: ClassVar[Limits] = {
+        name: limits for name, limits in SamplingFields.LIMITS.items() if name in _SHARED
+    }
+
+    def shared_fields(self) -> dict[str, Any]:
+        """Return the values of these fields that are set, for a chat request."""
+        given = {name: getattr(self, name) for name in _SHARED}
+        if (group := given["structured_outputs"]) is not None:
+            given["structured_outputs"] = group.model_dump(by_alias=True, exclude_none=True)
+        return {name: value for name, value in given.items() if value is not None}
+
+
 def check_sampling_fields(body: SamplingFields) -> None:
     """Refuse values and combinations that are not possible for any model.
 

@@ -28,7 +28,7 @@ _OF_FOREIGN_ITEMS = re.compile(r"\w+_call(_output)?\.[\w.]+|message\.input_\w+\.
 """Values of `include` about items that a response of this server never has."""
 _SAMPLING_FIELDS = (
     *API_NUMBERS,
-    *("stop", "priority", "cache_salt", "user"),
+    *("stop", "priority", "cache_salt", "user", "enable_thinking"),
 )
 
 
@@ -79,6 +79,7 @@ def as_chat_request(
     if tools:
         fields.update(tools=tools, tool_choice=choice)
     fields.update(
+        request.shared_fields(),
         model=request.model,
         messages=list(messages),
         max_completion_tokens=request.max_output_tokens,

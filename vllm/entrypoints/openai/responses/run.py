@@ -49,7 +49,7 @@ async def write_events(
             is_begun = True
             events += _write_delta(writer, delta)
             if delta.finish_reason is not None:
-                events += _finish(turn, writer, delta.finish_reason)
+                events += _finish(turn, writer, delta)
             if events:
                 yield events
 
@@ -147,13 +147,16 @@ def _write_delta(writer: ResponseWriter, delta: TurnDelta) -> list[Event]:
     return events
 
 
-def _finish(turn: ChatTurn, writer: ResponseWriter, reason: str) -> list[Event]:
+def _finish(turn: ChatTurn, writer: ResponseWriter, delta: TurnDelta) -> list[Event]:
     usage = describe_usage(
         num_prompt_tokens=turn.usage.prompt_tokens,
         num_output_tokens=turn.usage.completion_tokens,
         num_cached_tokens=turn.usage.cached_tokens or 0,
         num_reasoning_tokens=turn.usage.reasoning_tokens or 0,
     )
-    if reason == "length":
+    if delta.finish_reason == "length":
         return writer.finish("incomplete", usage=usage, incomplete_reason="max_output_tokens")
-    return writer.finish("cancelled" if reason == "abort" else "completed", usage=usage)
+    if delta.is_call_cut:  # the field `stop` is not part of OpenAI's API, nor is its reason
+        return writer.finish("incomplete", usage=usage, incomplete_reason="stop")
+    is_aborted = delta.finish_reason == "abort"
+    return writer.finish("cancelled" if is_aborted else "completed", usage=usage)

@@ -13,7 +13,14 @@ from typing import Any
 import msgspec
 
 from vllm.entrypoints.conversation.media import WHERE, image_part
-from vllm.entrypoints.conversation.messages import Content, Part, join_texts
+from vllm.entrypoints.conversation.messages import (
+    Content,
+    Part,
+    join_texts,
+    mcp_image_url,
+    result_content,
+    result_text,
+)
 from vllm.entrypoints.http.ignored import note_ignored
 from vllm.errors import RequestError
 from vllm.utils.text.json_words import show_value
@@ -390,25 +397,22 @@ def _read_item(where: str, given: Any) -> Item:
     item["call_id"] = read_string(where, given, "call_id")
     if kind == "function_call":
         item["name"] = read_string(where, given, "name")
-        item["arguments"] = _read_json(where, given, "arguments")
+        arguments = given.get("arguments")
+        if arguments is None or isinstance(arguments, Mapping):  # not the JSON text of the object
+            item["arguments"] = _as_text(arguments)
+        else:
+            item["arguments"] = read_string(where, given, "arguments", may_be_empty=True)
     elif kind == "custom_tool_call":
         item["name"] = read_string(where, given, "name")
         item["input"] = read_string(where, given, "input", may_be_empty=True)
-    elif not isinstance(output := given.get("output"), Sequence) or isinstance(output, str):
-        item["output"] = _read_json(where, given, "output")
     else:
-        item["output"] = _read_input_parts(f"{where}.output", output)
+        output = given.get("output")
+        is_object = output is None or isinstance(output, Mapping)
+        output = _as_text(output) if is_object else result_content(output)
+        item["output"] = output
+        if not isinstance(output, str):
+            item["output"] = _read_input_parts(f"{where}.output", output, is_result=True)
     return item
-
-
-def _read_json(where: str, given: Mapping[str, Any], key: str) -> str:
-    """Return the text in a field. Some clients send the object instead of its JSON text, or null
-    instead of nothing.
-    """
-    value = given.get(key)
-    if value is None or isinstance(value, Mapping):
-        return _as_text(value)
-    return read_string(where, given, key, may_be_empty=True)
 
 
 def _read_message(where: str, given: Mapping[str, Any], item_id: str) -> Item:
@@ -441,14 +445,26 @@ def _message_item(item_id: str, role: str, parts: list[Part]) -> Item:
     }
 
 
-def _read_input_parts(where: str, given: Any) -> list[Part]:
+def _read_input_parts(where: str, given: Any, *, is_result: bool = False) -> list[Part]:
     """Return the text, images and audio of content as `input_text`, `input_image` and
     `input_audio`.
+
+    Args:
+        where: position of the content in the request, for errors.
+        given: the content.
+        is_result: whether it is the output of a tool, in which any part is accepted.
     """
     parts: list[Part] = []
     for i, part in enumerate(_as_parts(where, given)):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in _IMAGE_KINDS:
+        text = url = None
+        if is_result and isinstance(part, Mapping) and kind not in _TEXT_PARTS:
+            text, url = result_text(part), mcp_image_url(part)
+        if url is not None:
+            parts.append({"type": _IMAGE_PART, "detail": "auto", "image_url": url})
+        elif text is not None:
+            parts.append({"type": "input_text", "text": text})
+        elif kind in _IMAGE_KINDS:
             parts.append(_read_image(f"{where}[{i}]", part))
         elif kind == _AUDIO_PART:
             parts.append({"type": kind, kind: part.get(kind)})

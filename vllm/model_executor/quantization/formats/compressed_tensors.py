@@ -87,8 +87,9 @@ class CompressedTensors(CheckpointFormat["_Scheme | _Sparse"]):
         if not isinstance(sparsity, dict) or sparsity.get("format") not in formats:
             raise wrong("sparsity_config", sparsity, f"none, or the format {' or '.join(formats)}")
         is_sparse = sparsity["format"] == _SPARSE
-        if settings.get("transform_config"):
-            raise wrong("transform_config", settings["transform_config"], "none of it")
+        transforms = settings.get("transform_config") or {}
+        if transforms != {"config_groups": {}} and transforms:
+            raise wrong("transform_config", transforms, "none of it")
         _check_cache_scheme(settings.get("kv_cache_scheme") or {})
         groups = settings.get("config_groups", {} if is_sparse else None)
         if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
@@ -194,7 +195,8 @@ class _Scheme:
             )
         self.bits = choice(weights, "num_bits", (4, 8) if self.format == _FORMATS[0] else (8,))
         strategies = ("tensor", "channel", "block" if is_float else "group")
-        strategy = choice(weights, "strategy", strategies)
+        usual = "group" if weights.get("group_size") else "tensor"  # as in compressed-tensors
+        strategy = choice(weights, "strategy", strategies, usual)
         self.has_one_scale = strategy == "tensor"
         self.is_symmetric = choice(weights, "symmetric", (True, False), True)
         if self.format != _FORMATS[0] and not self.is_symmetric:
