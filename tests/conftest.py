@@ -115,9 +115,9 @@ def pytest_collection_finish() -> None:
     """Exclude modules and test items from garbage collection. A full collection of them takes half
     a second, and each start on a simulated card requests several.
     """
+    keep_for_good(collect=False)  # before the next line, which would start a full collection
     gc.enable()
     gc.set_threshold(20_000, 20, 20)  # fewer collections of the many objects of each test
-    keep_for_good(collect=False)
     _pass_on_what_torch_logs()
 
 
