@@ -85,15 +85,13 @@ class LoadableModel(nn.Module, ABC):
         """Return the usual name of a tensor or module of the checkpoint (`outer_names`); None if it
         does not belong to this model.
         """
-        name = without_wrappers(name)
-        if self.outer_names is None:
-            return name
-        prefix, inner = self.outer_names
-        if name.startswith(TOWER_PREFIXES):
-            return None
-        if name.startswith(prefix) and not self.renamed(name).startswith("lm_head."):
-            return inner + name.removeprefix(prefix)
-        return name
+        if self.outer_names is not None:
+            prefix, inner = self.outer_names
+            if name.startswith(TOWER_PREFIXES):
+                return None
+            if name.startswith(prefix) and not self.renamed(name).startswith("lm_head."):
+                name = inner + name.removeprefix(prefix)
+        return without_wrappers(name)
 
     def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Convert a tensor of the checkpoint to one or several tensors of this model.
