@@ -1,8 +1,8 @@
 """Runs scheduler steps of a pooling model on Gaudi. Nothing is sampled.
 
-A decoder that pools last tokens uses the same forward passes as generation, with the outputs of its
-head instead of logits: buckets, warm-up and graphs are the same. If pooling needs all tokens of a
-prompt, a forward pass contains whole prompts, and there are no decodes.
+There are no decodes, so they need no buckets. A decoder that pools last tokens uses the prefills of
+generation, with the outputs of its head instead of logits. If pooling needs all tokens of a prompt,
+a forward pass contains whole prompts.
 """
 
 from collections.abc import Callable
@@ -60,6 +60,7 @@ class HPUPoolingRunner(PoolingRunner):
             inputs,
             batch,
             rows,
+            has_decodes=False,
             whole_prompts=pooler.needs_whole_prompts,
         )
 

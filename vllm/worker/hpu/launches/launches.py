@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -68,6 +69,11 @@ class PaddedOutput(NamedTuple):
     hidden_states: Tensor
 
 
+def _need_prefill(rows: IntArray, computed: IntArray) -> npt.NDArray[np.bool_]:
+    """Return for each single token that it runs as a prefill."""
+    return np.ones(len(rows), np.bool_)
+
+
 class PaddedLaunches:
     """Plans, packs, runs and counts the forward passes of one model, in the shapes of a catalog.
 
@@ -78,7 +84,9 @@ class PaddedLaunches:
         inputs: packs the inputs.
         batch: the running requests.
         parts: what else requests bring, such as adapters or images.
-        whole_prompts: every prompt runs in one forward pass, and there are no decodes.
+        has_decodes: requests generate tokens. Otherwise single tokens of prompts run as prefills,
+            so that decodes need no buckets.
+        whole_prompts: every prompt runs in one forward pass.
         single_tokens: each request of a forward pass has one token, and there are no prompts.
         mover: copies blocks of the cache; None: blocks are never copied.
         items: items that requests read by cross-attention; None: nothing.
@@ -110,6 +118,7 @@ class PaddedLaunches:
         batch: InputBatch,
         parts: RowParts,
         *,
+        has_decodes: bool = True,
         whole_prompts: bool = False,
         single_tokens: bool = False,
         mover: BlockMover | None = None,
@@ -133,7 +142,7 @@ class PaddedLaunches:
         self.report = StepReport(
             bridge, hpu.log_compilations, hpu.log_cpu_fallbacks, log_recipes=hpu.log_recipes
         )
-        self.phases = (Phase.PREFILL,) if whole_prompts else tuple(Phase)
+        self.phases = tuple(Phase) if has_decodes else (Phase.PREFILL,)
         self._batch = batch
         self._parts, self._items = parts, items
         self.mover, self.state_mover = mover, state_mover
@@ -173,7 +182,7 @@ class PaddedLaunches:
             limits,
             self._batch,
             self._merged_prompts,
-            self._parts.needs_prefill,
+            self._parts.needs_prefill if Phase.DECODE in self.phases else _need_prefill,
             has_states=self._config.model.resolved_arch.has_states,
             piece_end=None if image_attention is None else image_attention.piece_end,
             late=self._late,
