@@ -212,9 +212,9 @@ GROUPS = {
 """Families with windows in some layers. On the CPU each group of layers has blocks of its own."""
 SCALED_IN_VERSION_4 = ("gemma", "gemma2")
 """Families of which transformers 4 scales the embeddings of a prompt."""
-LIMITS = {"gemma3": 2e-4}
-"""Limits of the difference of a log-probability. With seven layers, one value differs by
-1.07e-4."""
+LIMITS = {"gemma3": 2e-4, "zamba2": 2e-4}
+"""Limits of the difference of a log-probability. One value differs by 1.07e-4 with the seven layers
+of Gemma 3, and with Zamba 2 by 1.24e-4 on a processor with AVX2."""
 OTHER_ROTATIONS = ("llama3", "llama_linear", "llama_yarn")
 SAME_LAYERS = (*OTHER_ROTATIONS, "bundled")
 """Llamas with other tables of rotations or other sizes, no concern of how requests are batched."""

@@ -355,8 +355,8 @@ def test_a_speculator_guesses_at_the_same_positions(eagle, monkeypatch):
         # These logits have a standard deviation of 20 to 30. The largest difference was 1.6e-3
         # before exponents of attention became powers of two, and 2.9e-3 since then, while the rms
         # errors of float32 attention against float64 stayed the same within 2 %: other last bits,
-        # not larger errors.
-        torch.testing.assert_close(found, want, rtol=0, atol=4e-3)
+        # not larger errors. On a processor with AVX2 it is 4.08e-3.
+        torch.testing.assert_close(found, want, rtol=0, atol=6e-3)
     assert len(seen) > 20
 
     # Compare one step with drafts only: on a card, later steps read other states.

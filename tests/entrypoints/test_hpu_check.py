@@ -357,9 +357,11 @@ CALLS_OF_THE_REAL_BRIDGE = [
 
 
 @pytest.mark.parametrize("name", CALLS_OF_THE_REAL_BRIDGE)
-def test_kernels_of_the_real_bridge_are_called_as_documented(vendor, name):  # noqa: F811
-    # The stand-in package has no tensors of its own: use the simulated card's.
+def test_kernels_of_the_real_bridge_are_called_as_documented(vendor, name, monkeypatch):  # noqa: F811
+    # The stand-in package has no tensors of its own: use the simulated card's. They are computed
+    # on this processor, so the time of a call is not measured.
     SimBridge("gaudi2")
+    monkeypatch.setattr(RealBridge, "now_s", lambda bridge: 0.0)
     result = run_check(name, lambda: CHECKS[name].run(RealBridge(), ""))
     assert result.status == "pass", result.detail
 

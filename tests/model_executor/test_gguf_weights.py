@@ -310,7 +310,8 @@ def test_families_that_are_llamas_in_these_files(tmp_path, architecture):
     source = make_tiny_model("llama", tmp_path / "source")
     path = write_gguf(source, tmp_path, architecture=architecture)
     want = reference_logits(tmp_path / "dense", prompt_of(40))
-    torch.testing.assert_close(logits_of(load(unpack(path)), prompt_of(40)), want)
+    got = logits_of(load(unpack(path)), prompt_of(40))
+    torch.testing.assert_close(got, want, atol=2e-4 * want.std().item(), rtol=0)
 
 
 def test_a_number_of_layers_says_which_baichuan_has_alibi(tmp_path):
