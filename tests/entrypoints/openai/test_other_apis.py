@@ -38,7 +38,7 @@ def ask(path, **fields):
         ({"messages": [{**BEGUN, "prefix": True}, USER]}, "<assistant>Hi<user>u<assistant>"),
         ({"extra_body": {"add_generation_prompt": False}}, "<user>u"),
         ({"tool_choice": "auto"}, "<user>u<assistant>"),
-        ({"modalities": ["text"]}, "<user>u<assistant>"),
+        *(({"modalities": m}, "<user>u<assistant>") for m in (["text"], [], None)),
     ],
 )
 def test_a_chat_reads_what_changes_its_prompt(fields, prompt):
@@ -94,6 +94,7 @@ def test_structured_output_of_this_server_holds_in_each_api(path, fields, kind):
     [
         (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
         (CHAT, {"modalities": ["image"]}, "modalities"),
+        (CHAT, {"modalities": "audio"}, "modalities"),
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
         (CHAT, {"stop_sequences": ["a"] * 5000}, "stop_sequences"),
         (CHAT, {"extra_body": {"stop": ["a"] * 5000}}, "stop"),

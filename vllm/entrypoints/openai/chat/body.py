@@ -47,13 +47,7 @@ class ChatBody(ChatCompletionRequest):
         """Read a body in the form of another API."""
         if not isinstance(data, dict):
             return data
-        modalities = data.get("modalities")
-        if isinstance(modalities, list) and any(each != "text" for each in modalities):
-            raise RequestError(
-                f"modalities must be ['text'], because this server answers in text only, got "
-                f"{show_value(modalities)}",
-                param="modalities",
-            )
+        _check_modalities(data.get("modalities"))
         if not data.get("messages") and data.get("input") is not None:
             data = cls._read_input(data)
         return _read_messages(read_other_names(data, _OTHER_NAMES))
@@ -80,6 +74,21 @@ class ChatBody(ChatCompletionRequest):
         if (wanted := request.response_format()) is not None:
             rest.setdefault("response_format", wanted)
         return rest
+
+
+def _check_modalities(given: Any) -> None:
+    """Refuse answers in images or sounds.
+
+    Raises:
+        RequestError: another modality than text is asked for.
+    """
+    others = [each for each in (given if isinstance(given, list) else [given]) if each != "text"]
+    if given is not None and others:
+        raise RequestError(
+            f"modalities has {show_value(others[0])}, but this server answers in text only: leave "
+            f'modalities out, or set it to ["text"]',
+            param="modalities",
+        )
 
 
 def _read_messages(data: Any) -> Any:
