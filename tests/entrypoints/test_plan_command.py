@@ -59,6 +59,8 @@ def test_the_table_the_object_and_the_page_have_the_same_figures(model, tmp_path
     assert sum(num_bytes for _, num_bytes in memory["uses"]) == memory["total_bytes"]
     text = "\n".join(lines)
     assert f"KV cache: {memory['num_blocks']} blocks of {memory['block_size']} tokens" in text
+    assert memory["num_sequences"] > memory["max_num_seqs"] == 4
+    assert "At most 4 requests run at a time (--max-num-seqs)" in text
     assert f"the longest possible: {memory['longest_context']} tokens" in text
     prefill = start["prefill"]
     line = next(line for line in lines if line.startswith("  prompts"))
