@@ -31,7 +31,6 @@ KNOWN_PAIRS = {
     ("vllm/engine", "vllm/engine/replicas"),
     ("vllm/executor", "vllm/executor/ray"),
     ("vllm/ops", "vllm/ops/native"),
-    ("vllm/transformers_utils", "vllm/transformers_utils/gguf"),
 }
 # External package -> the only parts of the tree that may import it: a file or a package.
 CONFINED = {
