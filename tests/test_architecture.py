@@ -25,8 +25,6 @@ LAYERS = read_layers(ROOT)
 # These lists may only get shorter.
 KNOWN_PAIRS = {
     ("vllm", "vllm/env"),
-    ("vllm/bucketing", "vllm/bucketing/catalog"),
-    ("vllm/bucketing", "vllm/bucketing/strategies"),
     ("vllm/engine", "vllm/engine/process"),
     ("vllm/engine", "vllm/engine/replicas"),
     ("vllm/executor", "vllm/executor/ray"),

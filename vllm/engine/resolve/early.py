@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm.bucketing import plan_buckets
+from vllm.bucketing.catalog.bucket_plan import plan_buckets
 from vllm.config import ModelArch, ModelConfig, MultiModalConfig, VllmConfig
 from vllm.engine.resolve.config import (
     check_architecture,
