@@ -8,8 +8,10 @@ import pytest
 
 from tests.bucketing.helpers import close
 from tests.exhaustive import seeds
-from vllm.bucketing import Catalog, StepLimits, prove
+from vllm.bucketing import StepLimits
 from vllm.bucketing.bucket import decode, prefill
+from vllm.bucketing.catalog.catalog import Catalog
+from vllm.bucketing.catalog.closure import prove
 from vllm.bucketing.catalog.shrink import shrink_launches
 
 

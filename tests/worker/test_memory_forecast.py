@@ -21,8 +21,8 @@ from tests.worker.test_hpu_warmup import (
     make_warm_up,
 )
 from vllm import LLM
-from vllm.bucketing import prove
 from vllm.bucketing.bucket import Bucket, decode, prefill
+from vllm.bucketing.catalog.closure import prove
 from vllm.config.hpu import PromptSlicing
 from vllm.errors import ConfigError
 from vllm.worker.hpu.launches.planner import PaddedShape
