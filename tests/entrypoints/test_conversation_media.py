@@ -162,6 +162,25 @@ def test_each_kind_has_a_limit_of_its_own():
         read_messages([message("user", SOUND)], MediaParts({**LIMITS, "audio": 0}))
 
 
+def test_results_of_tools_give_way_to_newer_ones_and_to_what_users_send():
+    def conversation(*pictures):
+        results = [message("tool", text(url), image(url)) for url in pictures]
+        return [message("user", image(A)), *results]
+
+    urls = [f"https://a.example/{number}.png" for number in range(4)]
+    media = MediaParts(LIMITS)
+    read = read_messages(conversation(*urls), media)
+    assert [part.source for part in media.parts] == [A, urls[3]]
+    gone = {"type": "text", "text": "[image left out: newer ones follow]"}
+    assert [m["content"][-1] for m in read[1:]] == [*[gone] * 3, {"type": "image", "index": 1}]
+    media = MediaParts(LIMITS)
+    read_messages(conversation(urls[0]), media)
+    assert len(media.parts) == 2
+    users = message("user", image(A), image(A))
+    with pytest.raises(RequestError, match=r"has 3 images, and this server takes at most 2"):
+        read_messages([*conversation(urls[0]), users], MediaParts(LIMITS))
+
+
 class Fetcher:
     def make_budget(self):
         return None

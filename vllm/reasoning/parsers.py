@@ -250,6 +250,7 @@ class ReasoningParser:
         for start in self.starts:
             if (yield from stream.read_literal(start)):
                 return True
+        stream.drop_cut(Markers(self.starts))
         # The white space is part of the text that follows.
         space = stream.pop_read()
         if self._is_start_needed:

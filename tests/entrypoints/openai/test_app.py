@@ -50,7 +50,6 @@ OTHER_ERROR = None, "not_found_error"
         ("GET", "/model", "GET /v1/models?", OTHER_ERROR),
         ("POST", "/v1/respones", "POST /v1/responses?", OTHER_ERROR),
         ("GET", "/nothing/like/it", "GET /docs shows all routes", OTHER_ERROR),
-        ("GET", "/api/tags", "belongs to the API of Ollama. This server has OpenAI's", OTHER_ERROR),
         ("POST", "/props", "belongs to the server of llama.cpp", OTHER_ERROR),
         ("POST", "/infill", "send prompt and suffix to POST /v1/completions", OTHER_ERROR),
         ("POST", "/v1/fim/completions", "send prompt and suffix to POST", OTHER_ERROR),
@@ -61,6 +60,14 @@ OTHER_ERROR = None, "not_found_error"
             "did you mean POST /v1/chat/completions?",
             OTHER_ERROR,
         ),
+        ("POST", "/v1/v1/completions", "end with /v1, not with /v1/v1", OTHER_ERROR),
+        ("POST", "/completions", "base URL of the client end with /v1", OTHER_ERROR),
+        ("POST", "/anthropic/v1/messages", "end without /anthropic,", MESSAGE_ERROR),
+        ("POST", "/v1/conversations", "have conversations: POST /v1/responses", OTHER_ERROR),
+        ("POST", "/conversations/c/items", "have conversations: POST /v1/", OTHER_ERROR),
+        ("POST", "/v1/messages/batches", "have messages/batches: send the", MESSAGE_ERROR),
+        ("GET", "/v1/batches/b", "have batches: run `vllm run-batch`", OTHER_ERROR),
+        ("POST", "/v1/images/edits", "this server does not have images", OTHER_ERROR),
         ("GET", "/a%0Ab", "GET /docs shows all routes", OTHER_ERROR),
         ("GET", "/" + "x" * 9999, "GET /docs shows all routes", OTHER_ERROR),
     ],
@@ -89,12 +96,25 @@ def test_a_wrong_method_is_named_with_those_of_the_path(method, path, methods):
     assert answer.json()["error"]["message"] == message
 
 
-@pytest.mark.parametrize("path", ["/version/", "//version", "/version//", "//version/"])
-def test_a_slash_too_many_does_no_harm(path):
+@pytest.mark.parametrize("path", ["/api/tags", "/api/chat", "/api/show"])
+def test_clients_of_ollama_get_errors_that_they_can_show(path):
+    answer = make_client().post(path, json={})
+    assert answer.status_code == 404
+    assert "belongs to the API of Ollama. This server has OpenAI's" in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "plain"),
+    [
+        *((path, "/version") for path in ("/version/", "//version", "/version//", "//version/")),
+        *((path, "/v1/models/m") for path in ("/v1//models/m", "//v1///models//m/")),
+    ],
+)
+def test_a_slash_too_many_does_no_harm(path, plain):
     client = make_client(root_path="/behind")
     for prefix in ("", "/behind"):
         answer = client.get(f"http://testserver{prefix}{path}")
-        assert answer.json() == {"version": __version__}, path
+        assert answer.json() == client.get(plain).json(), path
     guarded = make_client(api_key=("key",))
     assert guarded.get(f"http://testserver{path}").status_code == 401
 

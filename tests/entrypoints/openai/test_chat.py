@@ -81,6 +81,7 @@ def test_a_conversation_is_continued():
         "role": "assistant",
         "content": "hello é",
         "reasoning_content": None,
+        "refusal": None,
         "tool_calls": [],
     }
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)

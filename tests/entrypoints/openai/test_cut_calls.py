@@ -11,6 +11,7 @@ from tests.loops import loop_over
 from vllm.entrypoints.openai.chat.output_reader import OutputReader
 from vllm.entrypoints.openai.chat.tool_choice import merge_deltas
 from vllm.entrypoints.openai.tool_parsers import ToolParserManager
+from vllm.reasoning import ReasoningParserManager
 
 HALF = ("<tool_call>", '{"name": "look", "arguments": {"at": "a', " END")
 WHOLE = ("<tool_call>", '{"name": "look", "arguments": {"at": "a"}}', "</tool_call>", " END")
@@ -40,6 +41,53 @@ def test_the_reader_knows_at_every_place_whether_a_call_has_an_end(name):
     assert not reader.has_open_call and len(calls) == len(CALLS)
     # A call in the syntax of Python is sent when it is complete, so it is never open.
     assert num_open or "pythonic" in name or name in ("lfm2", "olmo3")
+
+
+def read(text, is_cut, reasoning=None, tools=None):
+    """Return the reasoning and the content of a text, which are the same for a stream."""
+    found = []
+    for pieces in ([text], text):
+        reader = OutputReader(
+            reasoning and ReasoningParserManager.get(reasoning)(is_thinking=True),
+            tools and ToolParserManager.get(tools)(),
+        )
+        deltas = [reader.feed(piece) for piece in pieces[:-1]]
+        deltas.append(reader.feed(pieces[-1], is_last=True, is_cut=is_cut))
+        found.append(("".join(d.reasoning for d in deltas), "".join(d.content for d in deltas)))
+    assert found[0] == found[1]
+    return found[0]
+
+
+def beginnings(markers):
+    return [marker[:size] for marker in markers for size in range(3, len(marker))]
+
+
+@loop_over("name", SAMPLES)
+def test_half_a_marker_before_a_call_does_not_reach_the_user(name):
+    for half in beginnings(ToolParserManager.get(name).markers):
+        assert read(f"Hi {half}", True, tools=name) == ("", "Hi "), half
+        # A model that ends its text there means it.
+        assert read(f"Hi {half}", False, tools=name) == ("", f"Hi {half}"), half
+
+
+@loop_over("name", sorted({*ReasoningParserManager.names()} - {"minimax_m2_append_think"}))
+def test_half_a_marker_of_thoughts_does_not_reach_the_user(name):
+    kind = ReasoningParserManager.get(name)
+    for half in beginnings(kind.starts):
+        assert read(half, True, name) == ("", ""), half
+    for start in kind.starts:
+        for half in beginnings(kind.ends):
+            thoughts, content = read(f"{start}Hm{half}", True, name)
+            assert (thoughts + content).endswith("Hm"), half
+
+
+@loop_over("end", ["<|end|>", "<|call|>", "<|return|>", "<|channel|>"])
+def test_half_an_end_of_a_message_does_not_reach_the_user(end):
+    parsers = ("openai_gptoss", "openai")
+    for half in beginnings([end]):
+        for head in ("<|channel|>final", "<|channel|>commentary"):
+            assert read(f"{head}<|message|>Hi{half}", True, *parsers) == ("", "Hi"), half
+        assert read(f"<|channel|>analysis<|message|>Hm{half}", True, *parsers) == ("Hm", ""), half
 
 
 def events(answer):

@@ -1,9 +1,11 @@
 """Test that every exception gives the right body and status."""
 
+import functools
 import json
 
 import pytest
 from fastapi import APIRouter
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from tests.entrypoints.openai.fakes import client_of
@@ -96,8 +98,6 @@ def test_an_error_quotes_no_content_of_media(message, shown):
     [
         (b'{"n": "x"}', "n", 'n must be an integer, got "x"'),
         (b'{"n": 1', None, "the body is not JSON"),
-        (b'{"name": "\\ud800"}', "name", "lone surrogate"),
-        (b'{"other": ["\\ud800"]}', "other", "lone surrogate"),
         (b'{"other": {"a": [NaN]}}', "other", "NaN or an infinite number"),
         (b'{"n": 1e999}', "n", "NaN or an infinite number"),
         (b'{"other": ' + b"[" * 5000 + b"]" * 5000 + b"}", None, ""),
@@ -117,6 +117,25 @@ def test_a_body_that_is_wrong_is_400_and_names_the_field(content, param, text):
     assert text in error["message"]
     assert param is None or error["param"] == param
     assert len(error["message"]) < 5000
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (r'"cut \ud83d"', "cut \ufffd"),
+        (r'{"a": [{"\udc00b": "\ud83d\ude00"}, 1]}', {"a": [{"\ufffdb": "\U0001f600"}, 1]}),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_replaced(given, expected):
+    body = Body.model_validate(json.loads(f'{{"other": {given}, "\\ud800": 1}}'))
+    assert body.model_extra == {"other": expected, "\ufffd": 1}
+
+
+def test_what_is_nested_too_deeply_is_refused_also_with_half_of_a_pair():
+    deep = functools.reduce(lambda inner, _: [inner], range(5000), "\ud800")
+    for body in ({"other": deep}, {"name": "\ud800", "other": deep}):
+        with pytest.raises(ValidationError, match="nested too deeply"):
+            Body.model_validate(body)
 
 
 def test_a_client_that_has_left_gets_no_body():

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import json
 import logging
 import socket
 
@@ -223,6 +224,27 @@ def test_a_body_without_end_is_read_for_a_while_only(monkeypatch):
     assert answer.startswith(b"HTTP/1.1 413 ") and next(pieces, None) is not None
 
 
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (b"FOO / HTTP/1.1\r\n\r\n", "Invalid method encountered"),
+        (b"POST / HTTP/1.1\r\nContent-Length: abc\r\n\r\n", "Invalid character in Content-Length"),
+        (CHUNKED_REQUEST + b"zz\r\n", "Invalid character in chunk size"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "Pause on PRI/Upgrade"),
+    ],
+)
+def test_what_is_no_http_is_refused_with_the_reason(request_, reason):
+    head, _, body = run(request_).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n") and b"connection: close" in head
+    assert reason in json.loads(body)["error"]["message"]
+
+
+def test_a_client_that_speaks_https_is_named_in_the_log(caplog):
+    answer = run(bytes.fromhex("16030100a5010000a10303"))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert "start the server with --ssl-certfile" in caplog.text
+
+
 @pytest.mark.parametrize("head", [JSON_REQUEST % 10**6, CHUNKED_REQUEST])
 def test_a_trickled_body_ends_with_408(head, monkeypatch):
     monkeypatch.setattr(http_protocol, "_BODY_GRACE_S", 0.05)
@@ -238,7 +260,8 @@ def test_a_trickled_body_that_nobody_reads_ends_with_408(monkeypatch):
     monkeypatch.setattr(http_protocol, "_BODY_GRACE_S", 0.05)
     head = JSON_REQUEST % 10**6
     options = {"application": never_answer, "protocol": with_body_timeout(0.05)}
-    assert asyncio.run(trickle(head, b"x", **options)).startswith(b"HTTP/1.1 408 ")
+    answer = asyncio.run(trickle(head, b"x", **options))
+    assert answer.startswith(b"HTTP/1.1 408 ") and b"within 0.05 s (--body-timeout)" in answer
 
 
 def test_a_trickled_body_that_was_refused_ends(monkeypatch):

@@ -279,7 +279,7 @@ FIELDS = sorted(
     key=lambda row: row[0],
 )
 WRONG_VALUES = [
-    # lone surrogates are removed when a body is read
+    # lone surrogates are replaced when a body is read
     *(value for value in ODD_VALUES if value != "\ud800"),
     *([-1], [3, "x"], ["x", 3], [[1], [1, -2]], [["x"]], [[[]]], [True], [1.5], [2**70], DEEP),
     *({"type": 3}, {"type": "x"}, {"function": {}}, {"function": {"name": 3}}, {"name": {}}),

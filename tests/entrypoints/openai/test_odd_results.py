@@ -38,6 +38,8 @@ APIS = {
 SOURCE = {"type": "base64", "media_type": "image/png", "data": PNG}
 PDF = {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}
 TEXT_FILE = {"type": "base64", "media_type": "text/plain", "data": "aGk="}
+NOTES = {"filename": "a.md", "file_data": "data:text/markdown;base64,aGk="}
+BINARY = {"filename": "a.pdf", "file_data": "data:application/pdf;base64,JVBERi0="}
 RESOURCE = {"type": "resource", "resource": {"uri": "a", "text": "T"}}
 MCP_IMAGE = {"type": "image", "data": PNG, "mimeType": "image/png"}
 INPUT_IMAGE = {"type": "input_image", "image_url": URL}
@@ -53,10 +55,13 @@ INPUT_IMAGE = {"type": "input_image", "image_url": URL}
         (chat, [MCP_IMAGE], NO_IMAGE),
         (chat, [RESOURCE], json.dumps(RESOURCE)),
         (chat, [{"type": "file", "file": {"file_data": "x"}}], NO_FILE),
+        (chat, [{"type": "file", "file": NOTES}], "<tool>a.md\nhi<"),
+        (chat, [{"type": "file", "file": BINARY}], NO_FILE),
         (chat, {"a": 1}, '{"a": 1}'),
         (responses, [INPUT_IMAGE], NO_IMAGE),
         (responses, [MCP_IMAGE], NO_IMAGE),
         (responses, [{"type": "input_file", "file_id": "f"}], NO_FILE),
+        (responses, [{"type": "input_file", **NOTES}], "<tool>a.md\nhi<"),
         (responses, [RESOURCE], json.dumps(RESOURCE)),
         (responses, [1, {"a": 2}], '[1, {"a": 2}]'),
         (responses, 7, "7"),
@@ -78,6 +83,20 @@ def test_a_result_that_the_model_cannot_read_is_named_and_refuses_nothing(api, r
     assert seen in prompt and PNG not in prompt
 
 
+def test_a_file_beside_a_result_is_named_and_a_file_of_a_user_is_refused():
+    file = {"type": "document", "source": PDF}
+    engine = ScriptedEngine("ok")
+    client = make_client(engine)
+    body = messages("r")
+    body["messages"][-1]["content"].append(file)  # as Claude Code sends a PDF that it has read
+    assert client.post(APIS[messages], json=body).status_code == 200
+    [(prompt, _)] = engine.requests.values()
+    assert f"<tool>r<user>{NO_FILE}" in prompt
+    body["messages"].append({"role": "user", "content": [file]})
+    answer = client.post(APIS[messages], json=body)
+    assert answer.status_code == 400 and "send the text of the document" in answer.text
+
+
 @loop_over("api", APIS)
 def test_what_a_user_shows_is_never_left_out(api):
     image = {"type": "image_url", "image_url": {"url": URL}}
@@ -86,6 +105,54 @@ def test_what_a_user_shows_is_never_left_out(api):
     conversation.append({"role": "user", "content": [image]})
     answer = make_client(ScriptedEngine("ok")).post(APIS[api], json=body)
     assert answer.status_code == 400 and "this model reads text only" in answer.text
+
+
+@loop_over(
+    "api, kind, file, seen",
+    [
+        (chat, "file", NOTES, "<user>a.md\nhi"),
+        (chat, "file", {"file_data": "aGk="}, "<user>hi"),
+        (responses, "input_file", NOTES, "<user>a.md\nhi"),
+        (responses, "file", NOTES, "<user>a.md\nhi"),
+        (
+            chat,
+            "file",
+            BINARY,
+            "file.file_data is a PDF, and this server reads text only",
+        ),
+        (chat, "file", {"file_data": "AAA="}, "file_data is not text in UTF-8"),
+        (chat, "file", {"file_data": "/+8="}, "file_data is not text in UTF-8"),
+        (chat, "file", {"file_data": "hi there"}, "file_data must be base64, or a data: URL"),
+        (chat, "file", {"file_data": 7}, "must be a file in base64, such as"),
+        (
+            chat,
+            "file",
+            {"file_id": "f"},
+            "file.file_id is not supported, because this",
+        ),
+        (chat, "file", {}, "must be a file in base64, such as"),
+        (responses, "input_file", BINARY, "input[0].content[0].file_data is a PDF"),
+        (
+            responses,
+            "input_file",
+            {"file_url": "http://a"},
+            "file_url is not supported",
+        ),
+    ],
+)
+def test_a_file_is_read_as_text_or_refused_with_what_to_send_instead(api, kind, file, seen):
+    part = {"type": kind, **file} if api is responses else {"type": kind, kind: file}
+    if (api, kind) == (responses, "file"):
+        part = {"type": kind, kind: file}
+    engine = ScriptedEngine("ok")
+    field = "input" if api is responses else "messages"
+    body = {field: [{"role": "user", "content": [part]}]}
+    answer = make_client(engine).post(APIS[api], json=body)
+    if answer.status_code == 200:
+        [(prompt, _)] = engine.requests.values()
+        assert seen in prompt
+    else:
+        assert answer.status_code == 400 and seen in answer.json()["error"]["message"]
 
 
 def test_the_messages_api_reads_parts_and_tools_in_the_forms_of_openai():

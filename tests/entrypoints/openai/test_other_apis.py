@@ -99,6 +99,8 @@ def test_structured_output_of_this_server_holds_in_each_api(path, fields, kind):
         (CHAT, {"stop_sequences": ["a"] * 5000}, "stop_sequences"),
         (CHAT, {"extra_body": {"stop": ["a"] * 5000}}, "stop"),
         (CHAT, {"extra_body": {"top_k": "x"}}, "top_k"),
+        *((p, {"extra_body": [{"top_k": 3}]}, "extra_body") for p in (CHAT, RESPONSES)),
+        (MESSAGES, {"extra_body": '{"top_k": 3}'}, None),
         (RESPONSES, {"n": 2}, "n"),
         (RESPONSES, {"use_beam_search": True}, "use_beam_search"),
         (RESPONSES, {"stop_token_ids": [1] * 5000}, "stop_token_ids"),

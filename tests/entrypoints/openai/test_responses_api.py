@@ -163,7 +163,7 @@ def test_the_response_repeats_what_was_asked():
     fields = {
         "instructions": "brief",
         "metadata": {"a": "b"},
-        "tools": [TOOL],
+        "tools": [{**TOOL, "strict": None}],
         "tool_choice": "none",
         "truncation": "auto",
         "user": "me",

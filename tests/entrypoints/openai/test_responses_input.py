@@ -216,7 +216,7 @@ def test_places_are_those_of_the_request_that_continues_another():
         ),
         (
             [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}],
-            "input[0].content[0].type",
+            "input[0].content[0].file_id",
         ),
         (
             [{"role": "user", "content": [{"type": "input_text", "text": 1}]}],

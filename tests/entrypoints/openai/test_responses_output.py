@@ -151,9 +151,10 @@ def test_a_model_that_says_nothing_answers_with_an_empty_message():
 
 
 def test_the_official_types_take_every_event():
-    tool = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": None}
+    function = {"name": "add"}
     writer = make_writer(
-        tools=[tool],
+        tools=[{"type": "function", **function}, {"type": "function", "function": function}],
+        tool_choice={"type": "function", "function": function},
         text={"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
         metadata={"a": "b"},
         reasoning={"effort": "low"},
@@ -164,4 +165,7 @@ def test_the_official_types_take_every_event():
         assert parsed.to_dict(exclude_unset=True)["type"] == event["type"]
     response = Response.model_validate(writer.response)
     assert response.output_text == "a"
-    assert response.tools[0].name == "add"
+    assert response.tool_choice.name == "add"
+    # The types of Python would accept it without these fields, other clients would not.
+    echoed = {"type": "function", **function, "parameters": None, "strict": None}
+    assert writer.response["tools"] == [echoed] * 2

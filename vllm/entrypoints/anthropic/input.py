@@ -152,10 +152,15 @@ def _read_turn(where: str, turn: InputMessage, names: dict[str, str]) -> list[Me
     parts: list[Part] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
-    for i, block in enumerate(map(_in_own_form, turn.content)):
+    blocks = list(map(_in_own_form, turn.content))
+    # Claude Code sends a PDF that a tool has read after the result of the tool.
+    has_results = any(_type_of(block) == "tool_result" for block in blocks)
+    for i, block in enumerate(blocks):
         place = f"{where}.{i}"
         kind = _block_type(place, block, _BLOCKS[turn.role])
-        if kind in _TEXT_BLOCKS:
+        if has_results and kind == "document" and not _has_text(block):
+            parts.append({"type": "text", "text": left_out("file")})
+        elif kind in _TEXT_BLOCKS:
             parts.append({"type": "text", "text": _READERS[kind](place, block)})
         elif kind == "image":
             parts.append(_read_image(place, block))
@@ -286,11 +291,15 @@ def _read_parts(where: str, content: Any) -> list[Part]:
     return parts
 
 
+def _type_of(block: Any) -> Any:
+    return block.get("type") if isinstance(block, Mapping) else None
+
+
 def _in_own_form(block: Any) -> Any:
     """Return a part of OpenAI's APIs, or an image of an MCP server, as a block; anything else
     unchanged.
     """
-    kind = block.get("type") if isinstance(block, Mapping) else None
+    kind = _type_of(block)
     if kind == "image" and (url := mcp_image_url(block)) is not None:
         return {"type": "image", "source": {"type": "url", "url": url}}
     if kind in _OTHER_NAMES:

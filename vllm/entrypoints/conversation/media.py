@@ -4,7 +4,8 @@ Fetches and decodes nothing. Independent of model families.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -166,6 +167,23 @@ class MediaParts:
         reads = " and ".join(map(plural, self._limits))
         return f'"text" or {types}, as this model reads text and {reads} only'
 
+    def surplus(self) -> dict[str, int]:
+        """Return how many items are above the limit, by modality."""
+        counts = Counter(part.modality for part in self.parts)
+        return {
+            modality: counts[modality] - limit
+            for modality, limit in self._limits.items()
+            if counts[modality] > limit
+        }
+
+    def leave_out(self, dropped: Collection[int]) -> dict[int, int]:
+        """Remove the parts with these indices; return the old index of each other part -> its new
+        one.
+        """
+        kept = [index for index in range(len(self.parts)) if index not in dropped]
+        self.parts[:] = [self.parts[index] for index in kept]
+        return {old: new for new, old in enumerate(kept)}
+
     def check_count(self) -> None:
         """Refuse more items than a request may have.
 
@@ -173,10 +191,9 @@ class MediaParts:
             RequestError: there are more items; names both numbers, and the first item above the
                 limit.
         """
-        for modality, limit in self._limits.items():
+        for modality in self.surplus():
+            limit = self._limits[modality]
             found = [part for part in self.parts if part.modality == modality]
-            if len(found) <= limit:
-                continue
             where = found[limit].where
             if not limit:
                 raise RequestError(

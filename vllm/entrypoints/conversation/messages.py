@@ -17,6 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from vllm.entrypoints.conversation.files import OPENAI_FILES, read_file
 from vllm.entrypoints.conversation.media import (
     MEDIA_TYPES,
     MediaParts,
@@ -44,8 +45,8 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 _THOUGHT_PARTS = {"thinking": "thinking", "reasoning": "text", "redacted_thinking": ""}
 """Type of a content part that is a thought, in other APIs -> the key of its text; "": it has
 none."""
-FILE_PARTS = ("file", "input_file", "document")
-"""Types of content parts with a file, such as a PDF, which no model reads."""
+FILE_PARTS = (*OPENAI_FILES, "document")
+"""Types of content parts with a file, such as a PDF. Only text can be read."""
 _RESULT_ROLES = ("tool", "function")
 _MAY_BE_SILENT = ("assistant", *_RESULT_ROLES)
 """Roles whose messages may have no content: a call needs none, and a tool may return nothing."""
@@ -71,9 +72,37 @@ def read_messages(messages: object, media: MediaParts | None = None) -> list[Mes
     if not messages:
         raise RequestError("messages must not be empty", param="messages")
     conversation = [_read_message(f"messages[{i}]", m, media) for i, m in enumerate(messages)]
+    _leave_out_surplus(conversation, media)
     media.check_count()
     link_results(conversation)
     return conversation
+
+
+def _leave_out_surplus(conversation: Sequence[Message], media: MediaParts) -> None:
+    """Replace images, sounds and videos in results of tools by text if there are more than a
+    request may have. The newest ones remain.
+
+    A client sends the results again with every later request, so a refusal would end the
+    conversation after some pictures of a screen.
+    """
+    in_results = [
+        part
+        for message in conversation
+        if message["role"] in _RESULT_ROLES and isinstance(message["content"], list)
+        for part in message["content"]
+    ]
+    dropped: set[int] = set()
+    for modality, surplus in media.surplus().items():
+        for part in [part for part in in_results if part["type"] == modality][:surplus]:
+            dropped.add(part.pop("index"))
+            part.update(type="text", text=f"[{modality} left out: newer ones follow]")
+    if not dropped:
+        return
+    indices = media.leave_out(dropped)
+    for message in conversation:
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            if is_media(part):
+                part["index"] = indices[part["index"]]
 
 
 def check_continued(messages: Sequence[Message]) -> None:
@@ -243,6 +272,11 @@ def result_text(part: Mapping[str, Any]) -> str | None:
     Clients send a result again with every later request, so a refusal would end the conversation.
     """
     kind = part.get("type")
+    if kind in OPENAI_FILES:
+        try:
+            return read_file("", part)
+        except RequestError:
+            return left_out("file")
     if kind in FILE_PARTS:
         return left_out("file")
     known = kind is None or kind in _TEXT_PARTS or kind in MEDIA_TYPES
@@ -312,6 +346,8 @@ def _read_part(where: str, part: Any, media: MediaParts) -> Part:
         )
     if kind in MEDIA_TYPES:
         return media.read(where, kind, part)
+    if kind in OPENAI_FILES:
+        return {"type": "text", "text": read_file(where, part, "messages")}
     if kind not in _TEXT_PARTS:
         raise RequestError(
             f"{where} has the type {show_value(kind)}, which is not known. Send parts of the type "

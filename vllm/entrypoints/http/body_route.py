@@ -110,8 +110,11 @@ def _with_extra_body(body: dict[str, Any]) -> dict[str, Any]:
     clients write it into the body, as all examples have it. A field of the body has priority.
     """
     extra = body.get("extra_body")
-    if not isinstance(extra, dict):
+    if extra is None:
         return body
+    if not isinstance(extra, dict):
+        error = {"type": "dict_type", "loc": ("body", "extra_body"), "msg": "", "input": extra}
+        raise RequestValidationError([error])
     return {**extra, **{name: value for name, value in body.items() if name != "extra_body"}}
 
 

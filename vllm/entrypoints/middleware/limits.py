@@ -131,7 +131,8 @@ class BodyLimits:
             return None
         if all(route.matches(scope)[0] is Match.NONE for route in self._routes):
             return None
-        message = f"Content-Type must be application/json, got {given[:100]!r}"
+        got = repr(given[:100]) if given else "no Content-Type"
+        message = f"Content-Type must be application/json, got {got}: send this header"
         return ErrorInfo(415, message)
 
     async def _read(self, receive: Receive, max_bytes: int) -> bytes | None:

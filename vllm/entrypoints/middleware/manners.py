@@ -2,6 +2,7 @@
 slashes.
 """
 
+import re
 from collections.abc import Iterable
 
 from fastapi import APIRouter
@@ -11,12 +12,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.entrypoints.http.asgi import get_header, route_path
 
+_SLASHES = re.compile("//+")
+
 
 class HttpManners:
     """Middleware that normalises paths and answers HEAD and OPTIONS, before keys, limits and
     routes.
 
-    A slash at the end of a path, and additional ones at its beginning, are removed. HEAD is
+    A slash at the end of a path, and additional ones in it, are removed. HEAD is
     answered like GET, without the body. OPTIONS is answered with the methods of the route; CORS
     answers the preflight requests of browsers.
 
@@ -59,7 +62,7 @@ class HttpManners:
 
 def _with_plain_path(scope: Scope) -> Scope:
     given = route_path(scope)
-    plain = "/" + given.strip("/")
+    plain = _SLASHES.sub("/", "/" + given.strip("/"))
     if plain == given or not given:
         return scope
     path = scope["path"].removesuffix(given) + plain

@@ -4,10 +4,18 @@ Every connection ends at some time: a timer runs whenever no response is being c
 """
 
 import asyncio
+import json
 import re
+import sys
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from vllm.entrypoints.http.error_format import openai_error
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
 
 MAX_HEAD_BYTES = 64 * 2**10
 """Maximum size of the request line and headers of one request."""
@@ -26,11 +34,8 @@ _BODY_GRACE_S = 2.0
 _UPGRADE_TO_HTTP2 = re.compile(rb"\r\nUpgrade(?=:[ \t]*h2c?[ \t]*\r\n)", re.IGNORECASE)
 _IGNORED = b"\r\nIgnored"
 """Replaces the name of the header, with the same length."""
-_TOO_LARGE = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
-    b"content-length: 0\r\nconnection: close\r\n\r\n"
-)
-_TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_TLS_HANDSHAKE = b"\x16\x03"
+"""First bytes of a client that speaks HTTPS."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -88,15 +93,30 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._head_bytes += len(data)
         if not self._is_in_body:
             data = _without_upgrade(data)
+        if data.startswith(_TLS_HANDSHAKE) and self._is_idle:
+            logger.warning(
+                "a client speaks HTTPS, and this port HTTP: use http:// in its URL, or start the "
+                "server with --ssl-certfile and --ssl-keyfile"
+            )
         super().data_received(data)
         if self.transport.is_closing() or self._is_lingering:
             return
         if self._is_in_head and self._head_bytes > MAX_HEAD_BYTES:
-            self.transport.write(_TOO_LARGE)
+            limit = (
+                f"the headers are larger than {MAX_HEAD_BYTES} bytes: send fewer or shorter ones"
+            )
+            self.transport.write(_error(431, limit))
             self._linger(LINGER_TIMEOUT_S)
         elif self._is_idle and self._head_timer is None and self.timeout_keep_alive_task is None:
             # The timer covers connections whose first bytes do not begin a request.
             self._start_head_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP with the reason, which uvicorn does not pass on."""
+        reason = sys.exc_info()[1]
+        text = f"the request is not valid HTTP: {reason}" if reason else msg
+        self.transport.write(_error(400, text))
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         """Handle the first byte of a request."""
@@ -231,8 +251,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if is_answered:
             self.transport.close()
         else:
-            self.transport.write(_TOO_SLOW)
+            late = f"the body did not arrive within {self.body_timeout_s:g} s (--body-timeout)"
+            self.transport.write(_error(408, late))
             self._linger(_BODY_GRACE_S)
+
+
+def _error(status: int, message: str) -> bytes:
+    """Return a whole response with an error, which ends the connection."""
+    body = json.dumps(openai_error(status, message)).encode()
+    head = (
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + body
 
 
 def _without_upgrade(data: bytes) -> bytes:

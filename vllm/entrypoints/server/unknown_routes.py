@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable
 from http import HTTPStatus
+from typing import Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, FastAPI, Request
@@ -11,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from vllm.entrypoints.http.asgi import route_path
-from vllm.entrypoints.http.errors import error_response
+from vllm.entrypoints.http.errors import ERROR_BODIES, ErrorInfo, error_response
 
 _MAX_PATH_CHARS = 200
 _LIST_OF_ROUTES = "/docs"
@@ -19,12 +20,31 @@ _FILL_IN_MIDDLE = ("infill", "fim/completions")
 """Ends of paths under which other servers fill in text before a suffix."""
 _COMPLETIONS = "/v1/completions"
 _VERSIONS = ("v1", "v2")
+_VERSION = "/v1"
+_MESSAGES = "/v1/messages"
+_OLLAMA = "/api/"
 _OTHER_APIS = {
-    "/api/": "the API of Ollama",
+    _OLLAMA: "the API of Ollama",
     "/props": "the server of llama.cpp",
     "/slots": "the server of llama.cpp",
 }
 """Beginning of a path that clients try -> the API that has it."""
+_RUN_BATCH = "run `vllm run-batch` with a file of requests"
+_STORED = "POST /v1/responses stores conversations, and previous_response_id continues them"
+_SERVICES = {
+    "conversations": _STORED,
+    "assistants": _STORED,
+    "threads": _STORED,
+    "files": _RUN_BATCH,
+    "uploads": _RUN_BATCH,
+    "batches": _RUN_BATCH,
+    "messages/batches": "send the requests at the same time, or " + _RUN_BATCH,
+    **dict.fromkeys(
+        ("vector_stores", "moderations", "images", "videos", "fine_tuning", "realtime", "evals"), ""
+    ),
+}
+"""Path below /v1 of a service of OpenAI or Anthropic that this server does not have -> what to use
+instead; empty: it has nothing like it."""
 _SIMILARITY = 0.75
 """Minimum similarity of two paths, from 0 to 1; a typing error or two in a short path."""
 
@@ -64,13 +84,19 @@ class UnknownRoutes:
         path = route_path(request.scope)
         near = self.nearest(path)
         message = f"there is no route {_shown(request)}"
-        if path.rstrip("/").endswith(_FILL_IN_MIDDLE) and _COMPLETIONS in self._methods:
+        service = path.removeprefix(_VERSION).strip("/")
+        missing = next((s for s in _SERVICES if f"{service}/".startswith(f"{s}/")), None)
+        if missing is not None:
+            near = None
+            message += f"; this server does not have {missing}"
+            message += f": {_SERVICES[missing]}" if _SERVICES[missing] else ""
+        elif path.rstrip("/").endswith(_FILL_IN_MIDDLE) and _COMPLETIONS in self._methods:
             near = _COMPLETIONS
             message += f"; to fill in text before a suffix, send prompt and suffix to POST {near}"
         elif near is not None:
             methods = self._methods[near]
             method = request.method if request.method in methods else min(methods)
-            message += f"; did you mean {method} {near}?"
+            message += f"; did you mean {method} {near}?{_base_url_advice(path, near)}"
         elif (other := _other_api(path)) is not None:
             message += (
                 f"; it belongs to {other}. This server has OpenAI's API: add it to the client "
@@ -114,8 +140,35 @@ class UnknownRoutes:
                 and parts[-len(own[1:]) :] == own[1:]
             ]
         if same_end:
-            return max(same_end, key=len)
+            without_version = _VERSION + path
+            return max(same_end, key=lambda known: (known == without_version, len(known)))
         return next(iter(difflib.get_close_matches(path, self._methods, 1, _SIMILARITY)), None)
+
+
+def _base_url_advice(path: str, near: str) -> str:
+    """Return how to correct the base URL of a client, if the path consists of a wrong base URL and
+    the route; else "".
+    """
+    end = near.removeprefix(_VERSION)
+    if end == near or not path.endswith(end):
+        return ""
+    given = path.removesuffix(end)
+    shown = quote(given[:_MAX_PATH_CHARS], errors="replace")
+    if not near.startswith(_MESSAGES):
+        wrong = f", not with {shown}" if given else ""
+        return f" Let the base URL of the client end with {_VERSION}{wrong}"
+    if not path.endswith(near):
+        return ""
+    extra = quote(path.removesuffix(near)[:_MAX_PATH_CHARS], errors="replace")
+    return f" Let the base URL of the client end without {extra}, as it adds {_VERSION} itself"
+
+
+def _ollama_error(info: ErrorInfo) -> dict[str, Any]:
+    """Return the body of an error as Ollama's clients read it."""
+    return {"error": info.message}
+
+
+ERROR_BODIES[_OLLAMA] = _ollama_error
 
 
 def _other_api(path: str) -> str | None:

@@ -18,6 +18,9 @@ Wait = Generator[None, None, T]
 """A generator that waits for text if necessary; `yield from` gives its result."""
 
 _SPACE = re.compile(r"\s+")
+_MIN_CUT_CHARS = 3
+"""Shortest beginning of a marker that is dropped at the end of a cut text: a shorter one, such as
+"<", is as likely to be text."""
 
 
 class Markers:
@@ -144,6 +147,15 @@ class TextStream:
         self.consume(len(literal))
         return True
 
+    def drop_cut(self, markers: Markers) -> None:
+        """Drop the beginning of a marker at the end of a cut text, because half a marker is neither
+        text nor the sign that it would have become. Call it only if no whole marker is left.
+        """
+        if self.is_complete and self.is_cut:
+            start = markers.safe_end(self.text, self.position)
+            if len(self.text) - start >= _MIN_CUT_CHARS:
+                self.text = self.text[:start]
+
     def read_until(self, markers: Markers, sink: Callable[[str], None]) -> Wait[str]:
         """Read the text before the first marker.
 
@@ -159,6 +171,7 @@ class TextStream:
             if found:
                 end = found.start()
             elif self.is_complete:
+                self.drop_cut(markers)
                 end = len(self.text)
             else:
                 end = markers.safe_end(self.text, self.position)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -112,7 +113,7 @@ _ONE_ANSWER = ("n", "best_of")
 
 
 class RequestBody(RequestModel):
-    """A complete request body. All its text must be valid Unicode, and all its numbers finite."""
+    """A complete request body. All its numbers must be finite."""
 
     @model_validator(mode="after")
     def _check_elsewhere(self) -> "RequestBody":
@@ -128,22 +129,40 @@ class RequestBody(RequestModel):
     @model_validator(mode="before")
     @classmethod
     def _check_values(cls, data: Any) -> Any:
-        """Refuse values that Python's JSON reader accepts but that cannot be encoded later: lone
-        surrogates, NaN and Infinity.
+        """Refuse values that Python's JSON reader accepts but that cannot be encoded later: NaN and
+        Infinity. Lone surrogates become U+FFFD.
+
+        Programs in JavaScript send half of a pair if they cut a text within an emoji, and they send
+        it again with every later request, so a refusal would end the conversation.
         """
-        for name, value in data.items() if isinstance(data, dict) else ():
-            try:
-                name.encode()
-                _check_encodable(value)
-            except UnicodeEncodeError:
-                raise _wrong(
-                    "not_unicode", name, "contains a lone surrogate, which is not valid Unicode"
-                ) from None
-            except (ValueError, TypeError):
-                raise _wrong("finite_number", name, "contains NaN or an infinite number") from None
-            except RecursionError:
-                raise _wrong("nested_too_deeply", name, "is nested too deeply") from None
+        if not isinstance(data, dict):
+            return data
+        try:
+            _check_encodable_fields(data)
+        except UnicodeEncodeError:
+            data = _without_surrogates(data)
+            _check_encodable_fields(data)
         return data
+
+
+def _check_encodable_fields(data: dict[str, Any]) -> None:
+    """Raise an error if a field cannot be encoded as JSON.
+
+    Raises:
+        PydanticCustomError: it has a number that is not finite, or is nested too deeply; names the
+            field.
+        UnicodeEncodeError: it has a lone surrogate.
+    """
+    for name, value in data.items():
+        try:
+            name.encode()
+            _check_encodable(value)
+        except UnicodeEncodeError:
+            raise
+        except (ValueError, TypeError):
+            raise _wrong("finite_number", name, "contains NaN or an infinite number") from None
+        except RecursionError:
+            raise _wrong("nested_too_deeply", name, "is nested too deeply") from None
 
 
 _ALWAYS_ENCODABLE = {int, bool, type(None)}
@@ -171,6 +190,29 @@ def _check_encodable(value: Any) -> None:
             _encode(value)
     elif type(value) not in _ALWAYS_ENCODABLE:
         _encode(value)
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _without_surrogates(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a body with U+FFFD instead of each lone surrogate."""
+    whole = {}
+    for name, value in data.items():
+        try:
+            whole[_SURROGATE.sub("\ufffd", name)] = _replace_surrogates(value)
+        except RecursionError:
+            raise _wrong("nested_too_deeply", name, "is nested too deeply") from None
+    return whole
+
+
+def _replace_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if value.isascii() else _SURROGATE.sub("\ufffd", value)
+    if isinstance(value, dict):
+        pairs = value.items()
+        return {_replace_surrogates(key): _replace_surrogates(item) for key, item in pairs}
+    return [_replace_surrogates(item) for item in value] if isinstance(value, list) else value
 
 
 def tag_by_type(value: Any, kinds: tuple[str, ...], other: str) -> str:

@@ -309,6 +309,8 @@ class ChatMessage(ResponseModel):
     role: str
     reasoning_content: str | None = None
     content: str | None = None
+    refusal: None = None
+    """Always null; strict clients require the field."""
     tool_calls: list[ToolCall | CustomToolCall] = Field(default_factory=list)
     function_call: FunctionCall | None = None
     """The call, if the request has `functions`."""
@@ -332,6 +334,8 @@ class ChatCompletionLogProbs(ResponseModel):
     """Log-probabilities of the output."""
 
     content: list[ChatCompletionLogProbsContent] | None = None
+    refusal: None = None
+    """Always null; strict clients require the field."""
 
 
 class ChatCompletionResponseChoice(ResponseModel):

@@ -2,6 +2,7 @@
 read.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
@@ -23,7 +24,7 @@ from vllm.entrypoints.openai.protocol.sampling import (
     SharedFields,
     StopStrings,
 )
-from vllm.entrypoints.openai.protocol.tools import CHOICE_WORDS
+from vllm.entrypoints.openai.protocol.tools import CHOICE_WORDS, flat_tool
 from vllm.errors import RequestError
 
 MetadataKey = Annotated[str, StringConstraints(max_length=64)]
@@ -188,8 +189,22 @@ def echo_fields(request: ResponsesRequest) -> dict[str, Any]:
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
         "service_tier": "default",
         "text": text.model_dump(mode="json", by_alias=True, exclude_none=True),
-        "tool_choice": request.tool_choice or "auto",
-        "tools": request.tools or [],
+        "tool_choice": _echoed_choice(request.tool_choice),
+        "tools": [_echoed_tool(tool) for tool in request.tools or ()],
         "top_logprobs": request.top_logprobs or 0,
         "truncation": request.truncation or "disabled",
     }
+
+
+def _echoed_choice(choice: str | JsonObject | None) -> Any:
+    return flat_tool(choice) if isinstance(choice, dict) else choice or "auto"
+
+
+def _echoed_tool(tool: JsonObject) -> Mapping[str, Any]:
+    """Return a tool of a request as the response repeats it: clients with strict types require the
+    fields of a function that requests may leave out.
+    """
+    flat = flat_tool(tool)
+    if flat.get("type") != "function":
+        return flat
+    return {"parameters": None, "strict": None, **flat}

@@ -4,7 +4,7 @@ A tool is a function, whose arguments are JSON, or custom, whose input is text. 
 templates and parsers see a custom tool as a function with one argument, `input` (`as_functions`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -76,6 +76,20 @@ def _in_chat_form(tool: Any) -> Any:
         grammar = {key: form[key] for key in ("syntax", "definition") if key in form}
         rest["format"] = {"type": "grammar", "grammar": grammar}
     return tool if "custom" in tool else {"type": "custom", "custom": rest}
+
+
+def flat_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a tool or a tool choice with the fields at its top, which the chat API has one level
+    deeper.
+    """
+    inner = tool.get(str(tool.get("type")))
+    if not isinstance(inner, Mapping) or "name" in tool:
+        return tool
+    flat = {"type": tool["type"], **inner}
+    form = flat.get("format")
+    if isinstance(form, Mapping) and isinstance(form.get("grammar"), Mapping):
+        flat["format"] = {"type": form.get("type"), **form["grammar"]}
+    return flat
 
 
 def wrong_type(kind: Any) -> str:

@@ -15,7 +15,12 @@ from vllm.entrypoints.http.validation_text import describe_validation
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.protocol.responses import ResponsesRequest
 from vllm.entrypoints.openai.protocol.sampling import API_NUMBERS
-from vllm.entrypoints.openai.protocol.tools import FOREIGN_TOOL, is_foreign, wrong_type
+from vllm.entrypoints.openai.protocol.tools import (
+    FOREIGN_TOOL,
+    flat_tool,
+    is_foreign,
+    wrong_type,
+)
 from vllm.entrypoints.openai.shared.response_items import Message, read_string
 from vllm.errors import RequestError
 from vllm.utils.text.json_words import show_value
@@ -130,7 +135,7 @@ def _read_tools(request: ResponsesRequest) -> tuple[list[dict[str, Any]], Any]:
         return tools, choice
     kind = choice.get("type")
     if kind in ("function", "custom"):
-        name = _flat(choice).get("name")
+        name = flat_tool(choice).get("name")
         if (kind, name) not in map(_key_of, tools):
             raise RequestError(
                 f"tool_choice names the {kind} {show_value(name)}, which is not in tools",
@@ -138,7 +143,7 @@ def _read_tools(request: ResponsesRequest) -> tuple[list[dict[str, Any]], Any]:
             )
         return tools, {"type": kind, kind: {"name": name}}
     if choice.get("type") == "allowed_tools":
-        return _allowed_tools(tools, _flat(choice))
+        return _allowed_tools(tools, flat_tool(choice))
     if is_foreign(kind):
         raise RequestError(
             f"tool_choice must name a function or a custom tool, got the type "
@@ -162,7 +167,7 @@ def _allowed_tools(
             param="tool_choice",
         )
     keys = [
-        _named_in(f"tool_choice.tools[{i}]", _flat(tool) if isinstance(tool, Mapping) else tool)
+        _named_in(f"tool_choice.tools[{i}]", flat_tool(tool) if isinstance(tool, Mapping) else tool)
         for i, tool in enumerate(wanted)
         if not (isinstance(tool, Mapping) and is_foreign(tool.get("type")))
     ]
@@ -199,23 +204,9 @@ def _key_of(tool: Mapping[str, Any]) -> tuple[Any, Any]:
     return tool["type"], tool[tool["type"]]["name"]
 
 
-def _flat(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a tool or a tool choice with the fields at its top, which the chat API has one level
-    deeper.
-    """
-    inner = tool.get(str(tool.get("type")))
-    if not isinstance(inner, Mapping) or "name" in tool:
-        return tool
-    flat = {"type": tool["type"], **inner}
-    form = flat.get("format")
-    if isinstance(form, Mapping) and isinstance(form.get("grammar"), Mapping):
-        flat["format"] = {"type": form.get("type"), **form["grammar"]}
-    return flat
-
-
 def _read_tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any] | None:
     """Convert one tool; None if it is left out."""
-    tool = _flat(tool)
+    tool = flat_tool(tool)
     kind = tool.get("type")
     if kind == "custom":
         return _read_custom_tool(where, tool)

@@ -71,7 +71,7 @@ def chat_logprobs(
         ranked = sorted(zip(position.values(), entries, strict=True), key=lambda pair: _rank(*pair))
         top = [entry for _, entry in ranked[:num_top]]
         content.append({**entries[0], "top_logprobs": top})
-    return {"content": content}
+    return {"content": content, "refusal": None}
 
 
 def _rank(logprob: Logprob, _: Any) -> int:

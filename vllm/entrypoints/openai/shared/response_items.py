@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from vllm.entrypoints.conversation.files import OPENAI_FILES, read_file
 from vllm.entrypoints.conversation.media import WHERE, image_part
 from vllm.entrypoints.conversation.messages import (
     Content,
@@ -464,6 +465,9 @@ def _read_input_parts(where: str, given: Any, *, is_result: bool = False) -> lis
             parts.append({"type": _IMAGE_PART, "detail": "auto", "image_url": url})
         elif text is not None:
             parts.append({"type": "input_text", "text": text})
+        elif kind in OPENAI_FILES:
+            text = read_file(f"{where}[{i}]", part)
+            parts.append({"type": "input_text", "text": text})
         elif kind in _IMAGE_KINDS:
             parts.append(_read_image(f"{where}[{i}]", part))
         elif kind == _AUDIO_PART:
@@ -495,8 +499,8 @@ def _read_text(where: str, part: Any) -> str:
         raise RequestError(f"{where} must be a string or an object with a type", param=where)
     if kind not in _TEXT_PARTS:
         raise RequestError(
-            f"{where}.type must be input_text, or input_image or input_audio in a message of the "
-            f"user or an output; got {show_value(kind)}",
+            f"{where}.type must be input_text, or input_image, input_audio or input_file in a "
+            f"message of the user or an output; got {show_value(kind)}",
             param=f"{where}.type",
         )
     return read_string(where, part, _TEXT_PARTS[kind], may_be_empty=True)
