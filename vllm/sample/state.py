@@ -398,7 +398,8 @@ class SamplingState:
         if active & Feature.RANDOM:
             draw_keys = RandomKeys(self._keys[rows], num_output_tokens.astype(np.int64))
             if not self._has_draw_keys:
-                exponentials, draw_keys = self._exponentials(draw_keys), None
+                drawn = draw_keys.exponentials(num_draws(self._vocab_size))
+                exponentials, draw_keys = self.to_device(drawn), None
         edits = None
         if active & Feature.EDITS:
             edits = self._edits(rows, num_output_tokens, features, ahead)
@@ -406,7 +407,9 @@ class SamplingState:
             features=features,
             active=active,
             **choice._asdict(),
-            params=self._device_params(rows) if needs_params(active) else None,
+            params=self.to_device(self._params.take(rows, axis=1))
+            if needs_params(active)
+            else None,
             exponentials=exponentials,
             draw_keys=draw_keys,
             processors=self._row_processors(rows, features) if active & Feature.PROCESSORS else (),
@@ -455,14 +458,6 @@ class SamplingState:
         errors.update(self._filler.errors(rows))
         errors.pop(self.padding_row, None)
         return errors
-
-    def _device_params(self, rows: IntArray) -> torch.Tensor:
-        """Copy all parameters of the batch to the device at once, [8, n] float32."""
-        return self.to_device(self._params.take(rows, axis=1))
-
-    def _exponentials(self, keys: RandomKeys) -> torch.Tensor:
-        """Copy the random values for each request's next token to the device, [n, K] float32."""
-        return self.to_device(keys.exponentials(num_draws(self._vocab_size)))
 
     def _copy(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -190,7 +190,7 @@ class _Server(uvicorn.Server):
             await self.serve(sockets=[listener])
         finally:
             self._shut_engine_down()
-            await self._end_tasks()
+            await end_tasks(self._tasks)
             if self._context is not None and self._context.tracer is not None:
                 await asyncio.to_thread(self._context.tracer.shutdown)
         if self._failure is not None:
@@ -284,9 +284,6 @@ class _Server(uvicorn.Server):
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _end_tasks(self) -> None:
-        await end_tasks(self._tasks)
 
 
 async def _wait_idle(context: ServerContext, timeout_s: float) -> None:

@@ -193,7 +193,7 @@ def _source(rows: _Rows) -> CheckpointTensor:
         return _in_parts(size, dtype, lambda start, end: get(blocks(start, end)))
 
     dense = part(lambda found: rows.finite(found.dequantize()), torch.float32, shape[-1])
-    return BlockSource(dense.shape, dense.read, dense.copy_to, type_name=type_name, part=part)
+    return BlockSource(dense.shape, dense.read, dense.copy_to, part=part)
 
 
 def _in_parts(
