@@ -69,7 +69,7 @@ def run(llm, requests, rng, abort_share):
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3", "qwen3_vl", "mllama"])
 def test_any_images_compile_nothing_and_leave_nothing(family, tmp_path, monkeypatch):
     folder, rng = str(make_tiny_images(family, tmp_path)), random.Random(20261127)
-    monkeypatch.setattr("vllm.config.scheduler._ENCODER_CACHE_SIZE", 64)
+    monkeypatch.setattr("vllm.config.scheduler.ENCODER_CACHE_SIZE", 64)
     llm = LLM(folder, **ENGINE)
     requests = random_requests(family, rng)
     expected, _ = run(llm, requests, rng, 0)

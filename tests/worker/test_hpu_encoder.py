@@ -21,7 +21,7 @@ from vllm.errors import CapacityError, RequestError
 from vllm.model_executor.loader.model_loader import load_model
 from vllm.multimodal.job import family_of_model
 from vllm.utils.process import startup_progress
-from vllm.worker.hpu.encoder import CardEncoder, _as_tensors
+from vllm.worker.hpu.encoder import CardEncoder, as_tensors
 from vllm.worker.hpu.warmup import warmup_estimate
 
 pytest.importorskip("PIL", reason="images need Pillow")
@@ -47,7 +47,7 @@ def qwen(tmp_path_factory):
 def items_of(config, shapes):
     family = family_of_model(config)
     return [
-        _as_tensors(family.process(draw_image(seed, *shape)).tensors)
+        as_tensors(family.process(draw_image(seed, *shape)).tensors)
         for seed, shape in enumerate(shapes)
     ]
 

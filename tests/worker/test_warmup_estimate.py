@@ -141,7 +141,7 @@ def test_log_probes_and_pages_show_the_figure_of_the_warm_up(monkeypatch):
         return clock[0]
 
     monkeypatch.setattr(warmup_estimate.WarmUpEstimate.__init__, "__defaults__", (now,))
-    monkeypatch.setattr(startup_state, "_LOG_INTERVAL_S", 0.0)
+    monkeypatch.setattr(startup_state, "LOG_INTERVAL_S", 0.0)
     monkeypatch.setattr(startup_state.logger, "propagate", True)
     startup, reports = StartupState(), []
 

@@ -46,7 +46,7 @@ class Collectives(Protocol):
         ...
 
 
-def _gather_function() -> Callable[..., Any]:
+def gather_function() -> Callable[..., Any]:
     """Return the function that gathers into one tensor. torch 2.13 renamed it, and warns about the
     old name.
     """
@@ -74,7 +74,7 @@ class TorchCollectives:
         self._size = size
         self._process_group = process_group
         self._before = before
-        self._gather = _gather_function()
+        self._gather = gather_function()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum a tensor over the ranks, in place."""

@@ -50,7 +50,7 @@ answer to be sent."""
 _MAX_CONNECTIONS = 64
 """Maximum number of connections at the same time. Further ones are closed; the other engine
 computes its prompts then."""
-_PAUSE_S = 5.0
+PAUSE_S = 5.0
 """A peer that failed is not asked for this time, so that requests do not wait for it."""
 
 
@@ -247,7 +247,7 @@ class BlockPeer:
                 found.append((key, block))
 
     def _fail(self, reason: str) -> None:
-        self._paused_until = self._clock() + _PAUSE_S
+        self._paused_until = self._clock() + PAUSE_S
         if reason != self._reason:
             logger.warning(
                 "no KV blocks from the engine at %s:%d: %s. This engine computes the prompts "

@@ -273,7 +273,7 @@ def _run(start: StartCore, connection: _Connection) -> int:
     send = connection.send
     executor = core = None
     try:
-        config = _config_of(start)
+        config = config_of(start)
         executor = make_executor(config)
         executor.begin()  # before this process starts threads
         connection.open()
@@ -304,7 +304,7 @@ def _run(start: StartCore, connection: _Connection) -> int:
             executor.shutdown()
 
 
-def _config_of(start: StartCore) -> VllmConfig:
+def config_of(start: StartCore) -> VllmConfig:
     """Create the config of the engine in this process, and register the models and devices that it
     names.
     """

@@ -41,7 +41,7 @@ _ANSWER_TIME_S = 2.0
 _FAST_ANSWER_TIME_S = 0.5
 """Seconds to send errors after a second signal."""
 _POLL_S = 0.05
-_CERTIFICATE_CHECK_S = 2.0
+CERTIFICATE_CHECK_S = 2.0
 
 
 @contextlib.contextmanager
@@ -185,7 +185,7 @@ class _Server(uvicorn.Server):
         _log_address(listener, self._args)
         self._spawn(self._start())
         if self.config.ssl is not None and self._args.enable_ssl_refresh:
-            self._spawn(refresh_certificate(self.config, _CERTIFICATE_CHECK_S))
+            self._spawn(refresh_certificate(self.config, CERTIFICATE_CHECK_S))
         try:
             await self.serve(sockets=[listener])
         finally:

@@ -13,7 +13,7 @@ _listener: Listener | None = None
 _imported = time.monotonic()
 
 _MAX_BEFORE_IMPORT_S = 60.0
-_STAT = Path("/proc/self/stat")
+STAT = Path("/proc/self/stat")
 _START_TIME = 19
 """Index of the field in that file, counted from 0 after the name of the program."""
 
@@ -46,10 +46,10 @@ def process_start() -> float:
     The time of the import of this module is returned instead if the system does not report the
     start, or if the start was long before, because the program did something else first.
     """
-    if not _STAT.is_file():
+    if not STAT.is_file():
         return _imported
     # Split after the last ")": the program name may contain spaces and brackets.
-    fields = _STAT.read_text().rpartition(")")[2].split()
+    fields = STAT.read_text().rpartition(")")[2].split()
     since_boot = int(fields[_START_TIME]) / os.sysconf("SC_CLK_TCK")
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot
     began = time.monotonic() - age
