@@ -145,7 +145,7 @@ _LLAMAS = (
     ),
     Family(
         model_type="mistral",
-        module="mistral",
+        module="llama",
         architectures=("MistralForCausalLM",),
         pooling_architectures=("MistralModel", "MistralForSequenceClassification"),
         config_defaults=ConfigDefaults(class_prefix="Mistral", values=_MISTRAL_DEFAULTS),
@@ -242,7 +242,7 @@ _LLAMAS = (
     ),
     Family(
         model_type="ministral3",
-        module="mistral",
+        module="llama",
         architectures=("Ministral3ForCausalLM",),
         config_class="llama",
         tokenizer=_GENERIC,
@@ -362,7 +362,7 @@ _QWENS = (
         model_type="qwen2",
         also_typed=("qwen2_vl_text", "qwen2_5_vl_text"),
         values_of_type=dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), _QWEN2_VL_DEFAULTS),
-        module="qwen2",
+        module="llama",
         architectures=("Qwen2ForCausalLM",),
         pooling_architectures=(
             *("Qwen2Model", "Qwen2ForSequenceClassification"),
@@ -392,7 +392,7 @@ _QWENS = (
     Family(
         model_type="qwen3",
         also_typed=("qwen3_vl_text",),
-        module="qwen3",
+        module="llama",
         architectures=("Qwen3ForCausalLM",),
         pooling_architectures=("Qwen3Model", "Qwen3ForSequenceClassification"),
         windows="if_switched_on",
@@ -442,7 +442,7 @@ _QWENS = (
     ),
     Family(
         model_type="mimo",
-        module="qwen2",
+        module="llama",
         architectures=("MiMoForCausalLM",),
         mtp=MTPFacts(
             prefix="model.mtp_layers.0.",
