@@ -77,7 +77,9 @@ def test_after_the_warm_up_no_image_compiles_and_none_depends_on_others(
     monkeypatch.setattr(
         warmup_estimate.WarmUpEstimate.__init__, "__defaults__", (lambda: next(clock),)
     )
-    monkeypatch.setattr(startup_progress, "_listener", lambda *report: reports.append(report))
+    monkeypatch.setattr(
+        startup_progress, "current_listener", lambda *report: reports.append(report)
+    )
     card = simulated_hpu(has_profiling_run=False, **LAZY)
     with card as bridge, captured_log(logging.INFO) as log:
         llm = LLM(str(folder), **ENGINE | {"dtype": dtype}, enforce_eager=True)
