@@ -104,10 +104,7 @@ class CheckedCollectives(TorchCollectives):
     """
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        process_group: "torch.distributed.ProcessGroup | None" = None,
+        self, rank: int, size: int, process_group: "torch.distributed.ProcessGroup | None" = None
     ) -> None:
         super().__init__(size, process_group)
         self._rank = rank

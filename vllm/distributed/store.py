@@ -28,11 +28,7 @@ _EAGAIN = "Socket Timeout"
 
 
 def open_store(
-    address: tuple[str, int],
-    *,
-    is_host: bool,
-    listener: socket.socket | None,
-    timeout_s: float,
+    address: tuple[str, int], *, is_host: bool, listener: socket.socket | None, timeout_s: float
 ) -> "torch.distributed.TCPStore":
     """Open the store at an address.
 

@@ -623,9 +623,7 @@ class AsyncLLM:
         """
         outputs = self.output_processor
         return await asyncio.to_thread(
-            self.input_processor.adapter,
-            lora_request,
-            lambda: outputs.num_unfinished_requests > 0,
+            self.input_processor.adapter, lora_request, lambda: outputs.num_unfinished_requests > 0
         )
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:

@@ -18,14 +18,7 @@ from vllm.messages import NO_TOKEN_LEFT, EngineRequest, FloatArray, IntArray, Lo
 from vllm.sample.block_reductions import num_draws
 from vllm.sample.buffers import ToDevice
 from vllm.sample.constraints import BiasTables, LogitEdits, RowConstraints
-from vllm.sample.features import (
-    DISTRIBUTION,
-    NEUTRAL,
-    PLAIN_PARAMS,
-    SMALL_TOP_K,
-    Feature,
-    Param,
-)
+from vllm.sample.features import DISTRIBUTION, NEUTRAL, PLAIN_PARAMS, SMALL_TOP_K, Feature, Param
 from vllm.sample.logprobs import split_rows
 from vllm.sample.metadata import (
     ALL_GREEDY,
@@ -354,10 +347,7 @@ class SamplingState:
         return self._metadata(rows, num_output_tokens, features, active, drafts or {})
 
     def distribution(
-        self,
-        rows: IntArray,
-        num_output_tokens: IntArray,
-        padded_size: int | None = None,
+        self, rows: IntArray, num_output_tokens: IntArray, padded_size: int | None = None
     ) -> SamplingMetadata:
         """Return metadata like `metadata`, limited to the features of `DISTRIBUTION`."""
         rows, num_output_tokens = self._pad(rows, num_output_tokens, padded_size)

@@ -9,11 +9,7 @@ import numpy as np
 
 from vllm.logger import init_logger
 from vllm.messages import NO_ALLOWED_TOKEN, EngineRequest, IntArray
-from vllm.structured_output.backends.interface import (
-    BackendError,
-    LoadedGrammar,
-    OutputMatcher,
-)
+from vllm.structured_output.backends.interface import BackendError, LoadedGrammar, OutputMatcher
 from vllm.structured_output.backends.vocabulary import Vocabulary, pack_tokens
 from vllm.structured_output.call_matcher import CallMatcher
 from vllm.structured_output.late_start import LateMatcher

@@ -29,14 +29,7 @@ from vllm.worker.interface import MemoryReport, WarmUpStep, WarmUpUpdate
 from vllm.worker.model_runner import ModelRunner
 from vllm.worker.parts.adapters import Adapters
 from vllm.worker.pooling_runner import PoolingRunner
-from vllm.worker.sleep import (
-    KV_CACHE,
-    WEIGHTS,
-    ModelWithDrafter,
-    Sleep,
-    SleepingWeights,
-    SleepPart,
-)
+from vllm.worker.sleep import KV_CACHE, WEIGHTS, ModelWithDrafter, Sleep, SleepingWeights, SleepPart
 from vllm.worker.torch_profile import TorchProfile
 
 

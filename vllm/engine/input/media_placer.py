@@ -285,10 +285,7 @@ class Vocabulary:
 
 
 def _is_within(
-    around: tuple[str, str] | None,
-    before: Sequence[int],
-    after: Sequence[int],
-    lookup: TokenLookup,
+    around: tuple[str, str] | None, before: Sequence[int], after: Sequence[int], lookup: TokenLookup
 ) -> bool:
     """Return whether a placeholder is already between the two given tokens."""
     if around is None or not before or not after:

@@ -25,13 +25,7 @@ from vllm.engine.process.wire import (
     Refused,
     ToCore,
 )
-from vllm.errors import (
-    CapacityError,
-    ConfigError,
-    EngineDeadError,
-    RequestError,
-    WorkerCallError,
-)
+from vllm.errors import CapacityError, ConfigError, EngineDeadError, RequestError, WorkerCallError
 from vllm.logger import init_logger
 from vllm.message_codec import decode_value, encode_arguments
 from vllm.messages import EngineRequest

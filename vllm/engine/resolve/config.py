@@ -70,11 +70,7 @@ from vllm.engine.resolve.speculators import check_speculator, find_method, resol
 from vllm.engine.resolve.unsupported import check_described, no_architecture, unsupported
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.model_executor.models.registry import (
-    BY_TRANSFORMERS,
-    TEXT_BY_TRANSFORMERS,
-    ModelRegistry,
-)
+from vllm.model_executor.models.registry import BY_TRANSFORMERS, TEXT_BY_TRANSFORMERS, ModelRegistry
 from vllm.platforms import Platform, resolve_platform
 from vllm.platforms.hpu import HPUPlatform
 from vllm.transformers_utils.hf_config import (

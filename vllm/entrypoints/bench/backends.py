@@ -127,11 +127,7 @@ class Backend:
         self._path = path
         self._is_chat = is_chat
         self._keep_text = keep_text
-        self._fields = {
-            **fields,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        self._fields = {**fields, "stream": True, "stream_options": {"include_usage": True}}
 
     async def send(self, request: BenchRequest, record: RequestRecord) -> None:
         """Send a request and fill its record. Errors are recorded; only a cancellation is

@@ -46,11 +46,7 @@ class HttpClient:
     """
 
     def __init__(
-        self,
-        base_url: str,
-        *,
-        headers: Mapping[str, str] | None = None,
-        verify_tls: bool = True,
+        self, base_url: str, *, headers: Mapping[str, str] | None = None, verify_tls: bool = True
     ) -> None:
         _check(base_url, headers or {})
         self.base_url = base_url.rstrip("/")

@@ -27,24 +27,11 @@ from vllm.entrypoints.openai.completion import serving as serving_completion
 from vllm.entrypoints.openai.pooling import embedding as serving_embedding
 from vllm.entrypoints.openai.pooling import score as serving_score
 from vllm.entrypoints.openai.responses import serving as serving_responses
-from vllm.entrypoints.openai.routes import (
-    adapters as serving_lora,
-)
-from vllm.entrypoints.openai.routes import (
-    invocations as serving_invocations,
-)
-from vllm.entrypoints.openai.routes import (
-    models as serving_models,
-)
-from vllm.entrypoints.openai.routes import (
-    tokenization as serving_tokenization,
-)
-from vllm.entrypoints.operations import (
-    description,
-    dev_routes,
-    health,
-    metrics_route,
-)
+from vllm.entrypoints.openai.routes import adapters as serving_lora
+from vllm.entrypoints.openai.routes import invocations as serving_invocations
+from vllm.entrypoints.openai.routes import models as serving_models
+from vllm.entrypoints.openai.routes import tokenization as serving_tokenization
+from vllm.entrypoints.operations import description, dev_routes, health, metrics_route
 from vllm.entrypoints.pages.routes import page_routers
 from vllm.entrypoints.server.direct_routes import DirectRoutes
 from vllm.entrypoints.server.unknown_routes import UnknownRoutes

@@ -117,9 +117,7 @@ class Qwen2ForProcessRewardModel(Qwen2ForRewardModel):
 
 
 def pooling_class(
-    name: str,
-    generative_class: type[CausalLM],
-    base: type[DecoderPooling] = DecoderPooling,
+    name: str, generative_class: type[CausalLM], base: type[DecoderPooling] = DecoderPooling
 ) -> type[DecoderPooling]:
     """Make a pooling model class from the decoder of a generative class, with the head of
     `base`.

@@ -65,10 +65,7 @@ class CardEncoder:
         smallest = encoder.size_of(self._small)
         self._largest = max(smallest, self._largest_size(config, family))
         self.sizes = encoder_sizes(
-            smallest,
-            self._largest,
-            encoder.unit,
-            config.hpu.multimodal_buckets,
+            smallest, self._largest, encoder.unit, config.hpu.multimodal_buckets
         )
         self._is_measured = not config.multimodal.skip_mm_profiling
         self._warm: set[int] = set()
@@ -80,9 +77,7 @@ class CardEncoder:
             wanted = 1 + len(self.sizes)
             dynamo.cache_size_limit = max(dynamo.cache_size_limit, wanted)
             self._run = bridge.compile(
-                self._run,
-                fullgraph=config.hpu.compile_fullgraph,
-                dynamic=False,
+                self._run, fullgraph=config.hpu.compile_fullgraph, dynamic=False
             )
 
     def _largest_size(self, config: VllmConfig, family: MediaFamily) -> int:
