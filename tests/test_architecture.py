@@ -26,7 +26,6 @@ LAYERS = read_layers(ROOT)
 KNOWN_PAIRS = {
     ("vllm", "vllm/env"),
     ("vllm/engine", "vllm/engine/process"),
-    ("vllm/engine", "vllm/engine/replicas"),
     ("vllm/executor", "vllm/executor/ray"),
     ("vllm/ops", "vllm/ops/native"),
 }

@@ -20,10 +20,10 @@ import msgspec
 import zmq
 
 from vllm.config import VllmConfig
-from vllm.engine.core_calls import CORE_CALLS
 from vllm.engine.engine_core import EngineCore
 from vllm.engine.fan_out import fan_out, known_ids
 from vllm.engine.process import socket_folder
+from vllm.engine.process.core_calls import CORE_CALLS
 from vllm.engine.process.wire import (
     AbortRequests,
     AddRequests,
