@@ -104,8 +104,8 @@ class _Operator:
 _OPERATORS: dict[int, _Operator] = {}
 """By the id of the operator, whose hash would be computed by a method in Python."""
 _RESULTS: dict[Hashable, Results | None] = {}
-"""What operators return in compile-only mode, by operator, operands and default dtype; None: it
-must be computed. All cards of a process share it.
+"""Results of operators in compile-only mode, by operator, operands and default dtype; None: they
+must be computed. All cards of a process share them.
 """
 _UNKNOWN = object()
 _NUMBERS_AND_NAMES = frozenset({bool, float, str, torch.dtype, torch.layout, torch.memory_format})

@@ -134,9 +134,19 @@ def replace_ops(patch: pytest.MonkeyPatch, ops: Any) -> None:
 
 def use_device_nodes(patch: pytest.MonkeyPatch, nodes: Any, accelerators: Any = None) -> None:
     """Look for cards in folders of the test instead of `/dev` and, if given, `/sys/class/accel`."""
-    patch.setattr("vllm.platforms.hpu._DEV", nodes)
+    patch.setattr("vllm.platforms.habana.nodes._DEV", nodes)
     if accelerators is not None:
-        patch.setattr("vllm.platforms.hpu._ACCEL_CLASS", accelerators)
+        patch.setattr("vllm.platforms.habana.nodes._ACCEL_CLASS", accelerators)
+
+
+def use_machine(patch: pytest.MonkeyPatch, folder: Any) -> None:
+    """Look for cards, their driver and other processes in a folder of the test, with the tree of
+    the system below it.
+    """
+    use_device_nodes(patch, folder / "dev", folder / "sys" / "class" / "accel")
+    patch.setattr("vllm.platforms.habana.nodes._PCI_DEVICES", folder / "sys" / "bus" / "pci")
+    patch.setattr("vllm.platforms.habana.nodes._PROCESSES", folder / "proc")
+    patch.setattr("vllm.platforms.habana.versions._DRIVER_VERSION", folder / "driver")
 
 
 def report_of(worker: Any) -> Any:

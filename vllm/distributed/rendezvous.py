@@ -20,6 +20,7 @@ from vllm.config import ParallelConfig
 from vllm.distributed.layout import RankLayout, ranks_text
 from vllm.distributed.pipeline import CardLink, GlooLink
 from vllm.distributed.store import has_no_answer, open_store
+from vllm.env.interfaces import check_interfaces
 from vllm.errors import CollectiveError, ConfigError
 from vllm.utils.process.memory_file import memory_file
 
@@ -311,7 +312,8 @@ class Rendezvous:
             backend: such as gloo.
 
         Raises:
-            ConfigError: this process already belongs to such a group.
+            ConfigError: this process already belongs to such a group, or a variable names a
+                network interface that this machine lacks.
             CollectiveError: a rank has not joined in time.
         """
         distributed = torch.distributed
@@ -321,6 +323,7 @@ class Rendezvous:
                 "join its workers. Shut the other engine down, or call "
                 "vllm.distributed.cleanup_dist_env_and_memory(), first"
             )
+        check_interfaces(backend)
         self.minimum(
             "addresses for tensors", 0
         )  # reports ranks that do not arrive by name; init_process_group does not

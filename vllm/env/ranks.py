@@ -62,6 +62,17 @@ def named_modules() -> list[str]:
     return [str(int(name)) for name in names]
 
 
+def respell_modules() -> None:
+    """Write HABANA_VISIBLE_MODULES as libraries expect it, without spaces and empty parts, if it is
+    set.
+
+    Raises:
+        ConfigError: it is not a list of different numbers.
+    """
+    if names := named_modules():
+        envs.export(_VISIBLE_MODULES, ",".join(names))
+
+
 def export_modules(modules: Sequence[int]) -> None:
     """Name the modules of the cards of this machine or container, unless the user has named
     some, or they are the first ones, which libraries take by default.

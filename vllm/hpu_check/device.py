@@ -3,15 +3,14 @@
 import importlib
 import warnings
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
 from vllm.hpu_check.check import Outcome
 from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.platforms.habana.versions import driver_version
 from vllm.utils.triton_range import triton_fits, triton_range
 
-_DRIVER = Path("/sys/module/habanalabs/version")
 _COMPILER = "torch._inductor.freezing"
 """Module that the bridge's compiler imports from torch, and with it triton."""
 _MIB = 2**20
@@ -25,7 +24,7 @@ def describe(bridge: HabanaBridge) -> Outcome:
         plugin = version("habana-torch-plugin")
     except PackageNotFoundError:
         plugin = "none"
-    driver = _DRIVER.read_text().strip() if _DRIVER.is_file() else "unknown"
+    driver = driver_version() or "unknown"
     return Outcome(
         "pass",
         f"{bridge.device_name}, {mode} mode, torch {torch.__version__}, "

@@ -2,10 +2,8 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from vllm import envs
@@ -15,6 +13,7 @@ from vllm.env.bridge import has_vendor_library
 from vllm.env.recipe_folder import RecipeFolder
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
+from vllm.platforms.habana import nodes
 from vllm.platforms.interface import Platform
 
 if TYPE_CHECKING:
@@ -27,11 +26,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_DEV = Path("/dev")
-_ACCEL_CLASS = Path("/sys/class/accel")
-_HABANA_LABS = 0x1DA3
-"""Vendor number of the cards on the PCI bus."""
-_DRIVER = "habanalabs"
 _FIRST_GENERATION = "GAUDI"
 """Name of cards of the first generation, which has no FP8 and less memory."""
 _TOKENS_OF_A_READ = 176
@@ -40,6 +34,11 @@ _TOKENS_OF_A_READ = 176
 _MIN_LOOKUP_DRAFTS, _MAX_LOOKUP_DRAFTS = 7, 16
 """With fewer drafts, texts that repeat themselves gain too little; with more, a launch whose drafts
 are wrong computes too much for nothing."""
+
+
+LOAD_ERRORS = (ImportError, OSError, AssertionError, AttributeError, RuntimeError)
+"""Errors at the import of the vendor library: it asserts that it was built for this torch, may
+expect a local version of it, and its own libraries may be missing."""
 
 
 class HPUPlatform(Platform):
@@ -106,10 +105,10 @@ class HPUPlatform(Platform):
             ConfigError: the machine has too few cards.
         """
         needed = count * world_size
-        if simulated_card() is None and num_cards() < needed:
+        if simulated_card() is None and nodes.num_cards() < needed:
             raise ConfigError(
                 f"data_parallel_size={count} with {world_size} cards each needs {needed} cards, "
-                f"but this machine has {num_cards()}. Lower data_parallel_size"
+                f"but this machine has {nodes.num_cards()}. Lower data_parallel_size"
             )
         env_ranks.export_replica(index, count, world_size)
 
@@ -129,11 +128,11 @@ class HPUPlatform(Platform):
         if world_size == 1:
             return
         num_local = world_size if num_local_ranks is None else num_local_ranks
-        if simulated_card() is None and num_cards() < num_local:
+        if simulated_card() is None and (count := nodes.num_cards()) < num_local:
             raise ConfigError(
                 f"the engine needs {num_local} cards of this machine (tensor_parallel_size * "
-                f"pipeline_parallel_size is {world_size}), but there are only {num_cards()}. Lower "
-                f"one of the two sizes. In a container, HABANA_VISIBLE_DEVICES chooses the cards"
+                f"pipeline_parallel_size is {world_size}), but there are only {count}. Lower one "
+                f"of the two sizes. In a container, HABANA_VISIBLE_DEVICES chooses the cards"
             )
         if "bridge" in self.__dict__ and not _wants_lazy_collectives(envs.get()):
             raise ConfigError(
@@ -145,7 +144,7 @@ class HPUPlatform(Platform):
 
     def card_reader(self, num_ranks: int) -> "Callable[[], Sequence[CardReading]] | None":
         """Return the reader of real cards; None for a simulated card, which has no sensors."""
-        if simulated_card() is not None or not num_cards():
+        if simulated_card() is not None or not nodes.num_cards():
             return None
         from vllm.platforms.habana.telemetry import CardReader
 
@@ -255,49 +254,9 @@ def missing_of_card() -> list[str]:
             f"the package habana_frameworks (habana-torch-plugin) is not installed for "
             f"{sys.executable}"
         )
-    if not num_cards():
-        missing.append(
-            "there is no Gaudi among /dev/accel/accel* and /dev/hl*: no card, no driver, or a "
-            "container without --runtime=habana"
-        )
+    if not nodes.num_cards():
+        missing.append(nodes.why_no_card(envs.of_launcher("HABANA_VISIBLE_DEVICES")))
     return missing
-
-
-def num_cards() -> int:
-    """Count the Gaudi cards that this machine, or container, shows.
-
-    Accelerators of other vendors, such as the NPU of a processor, have nodes with the same names;
-    they are not counted.
-    """
-    return len(_card_names()) or len(list(_DEV.glob("hl[0-9]*")))
-
-
-def card_modules() -> list[int]:
-    """Return the module of each card that this machine, or container, shows, in ascending order;
-    empty if the system does not report the module of each card.
-    """
-    try:
-        return sorted(
-            int((_ACCEL_CLASS / name / "device" / "module_id").read_text())
-            for name in _card_names()
-        )
-    except (OSError, ValueError):
-        return []
-
-
-def _card_names() -> list[str]:
-    return [node.name for node in _DEV.glob("accel/accel[0-9]*") if _is_gaudi(node.name)]
-
-
-def _is_gaudi(name: str) -> bool:
-    """Return whether an accelerator is a Gaudi, by its PCI vendor or else its driver; True if the
-    system reports neither.
-    """
-    device = _ACCEL_CLASS / name / "device"
-    with suppress(OSError, ValueError):
-        return int((device / "vendor").read_text(), 16) == _HABANA_LABS
-    driver = device / "driver"
-    return not driver.exists() or driver.resolve().name == _DRIVER
 
 
 def _open_simulation(model: str) -> "HabanaBridge":
@@ -349,6 +308,8 @@ def _check_card() -> None:
             f"no usable Gaudi card: {'; and '.join(missing)}. Start from the vendor's image or "
             f"installation (README_GAUDI.md), or set VLLM_HPU_SIM=gaudi2 to run on a simulated card"
         )
+    if (reason := nodes.why_not_permitted()) is not None:
+        raise ConfigError(f"no usable Gaudi card: {reason}")
 
 
 def _make_bridge_settings() -> None:
@@ -356,7 +317,7 @@ def _make_bridge_settings() -> None:
     them (`env/bridge`, and the modules of the cards).
     """
     _warn_of_visible_devices()
-    env_ranks.export_modules(card_modules())
+    env_ranks.export_modules(nodes.card_modules())
     is_imported = "habana_frameworks.torch" in sys.modules
     made = envs.export_bridge_settings()
     if is_imported and made:
@@ -373,19 +334,21 @@ def _warn_of_visible_devices() -> None:
     """
     devices = envs.of_launcher("HABANA_VISIBLE_DEVICES") or ""
     names = [name.strip() for name in devices.split(",") if name.strip()]
-    is_read = len(names) >= num_cards() or not all(name.isdecimal() for name in names)
-    if names and not is_read and not envs.is_child() and not envs.is_set("HABANA_VISIBLE_MODULES"):
+    is_fewer = all(name.isdecimal() for name in names) and len(names) < nodes.num_cards()
+    has_effect = not names or not (is_fewer or (nodes.hides_cards(devices) and nodes.num_cards()))
+    if not has_effect and not envs.is_child() and not envs.is_set("HABANA_VISIBLE_MODULES"):
         logger.warning(
-            "HABANA_VISIBLE_DEVICES=%s has no effect outside of a container, and %d cards are "
-            "visible. To choose cards here, set HABANA_VISIBLE_MODULES to their modules "
-            "(`hl-smi -Q index,module_id -f csv` lists them)",
-            *(devices, num_cards()),
+            "HABANA_VISIBLE_DEVICES=%s has no effect here, and %d cards are visible: it is read "
+            "when a container is created (`docker run -e`), and not later. To choose cards "
+            "here, set HABANA_VISIBLE_MODULES to their modules (`hl-smi -Q index,module_id -f csv` "
+            "lists them)",
+            *(devices, nodes.num_cards()),
         )
 
 
 def _open_card() -> "HabanaBridge":
     _check_card()
-    env_ranks.named_modules()  # checks their variable
+    env_ranks.respell_modules()
     settings = envs.get()
     if (folder := RecipeFolder.parse(settings.PT_HPU_RECIPE_CACHE_CONFIG)) is not None:
         folder.make()
@@ -417,16 +380,22 @@ def _load_bridge(*, has_peers: bool) -> "HabanaBridge":
     Raises:
         ConfigError: it cannot be imported.
     """
+    from vllm.platforms.habana import versions
     from vllm.platforms.habana.real import RealBridge
 
+    installed = versions.find_installed()
+    reason = installed.why_not_loadable(is_lazy=envs.get().PT_HPU_LAZY_MODE is True)
+    if reason is not None:
+        raise ConfigError(f"the Habana bridge (habana_frameworks) cannot be loaded: {reason}")
+    if not envs.is_child() and (mismatch := installed.driver_mismatch()) is not None:
+        logger.warning("the Gaudi software is of several releases: %s", mismatch)
     try:
         return RealBridge(has_peers=has_peers)
-    # The bridge asserts that it was built for this torch, and its libraries may be missing.
-    except (ImportError, OSError, AssertionError, AttributeError, RuntimeError) as error:
+    except LOAD_ERRORS as error:
+        words = _own_words(error)
         raise ConfigError(
-            f"the Habana bridge (habana_frameworks) cannot be loaded: {_own_words(error)}. "
-            f"{_installed_versions()}: they must be of one release of the Gaudi software, as the "
-            f"driver (hl-smi). Start again from the vendor's image if pip has replaced torch"
+            f"the Habana bridge (habana_frameworks) cannot be loaded: {words}. Found: {installed}. "
+            f"{versions.advice_for(words)}"
         ) from error
 
 
@@ -441,15 +410,8 @@ def _take_card(bridge: "HabanaBridge") -> None:
     try:
         bridge.memory_info()
     except (RuntimeError, AssertionError) as error:
-        visible = env_ranks.named_modules()
-        chosen = f", and HABANA_VISIBLE_MODULES={','.join(visible)} allows no other" * bool(visible)
-        found = card_modules()
-        if found and not {int(module) for module in visible} <= set(found):
-            chosen += f" (the cards here are the modules {', '.join(map(str, found))})"
         raise ConfigError(
-            f"no Gaudi card can be opened: {_own_words(error)}. Another process may use the card "
-            f"(`hl-smi` lists processes; each needs a card of its own{chosen}), or the driver is "
-            f"not of the release of the Gaudi software of this container"
+            f"no Gaudi card can be opened: {_own_words(error)}. {_why_not_taken()}"
         ) from error
     name = bridge.device_name
     if name == _FIRST_GENERATION:
@@ -461,18 +423,30 @@ def _take_card(bridge: "HabanaBridge") -> None:
         logger.warning("the card is a %r, which is not known: it is used like a Gaudi 3", name)
 
 
+def _why_not_taken() -> str:
+    """Return the likely reasons that the bridge could not take a card, as a sentence."""
+    from vllm.platforms.habana import versions
+
+    visible = env_ranks.named_modules()
+    chosen = f", and HABANA_VISIBLE_MODULES={','.join(visible)} allows no other" * bool(visible)
+    found = nodes.card_modules()
+    if found and not {int(module) for module in visible} <= set(found):
+        chosen += f" (the cards here are the modules {', '.join(map(str, found))})"
+    mismatch = versions.find_installed().driver_mismatch()
+    if holders := nodes.holders():
+        return f"Each process needs a card of its own{chosen}: {'; '.join(holders)}. End them first"
+    if mismatch is not None:
+        return f"{mismatch[:1].upper()}{mismatch[1:]}"
+    return (
+        f"Another process may use the card (`hl-smi` lists processes; each needs a card of its "
+        f"own{chosen}), or the driver is not of the release of the Gaudi software of this container"
+    )
+
+
 def _own_words(error: BaseException) -> str:
     """Return the first line of an error of the vendor library, without its list of calls."""
     lines = str(error).strip().splitlines() or [repr(error)]
     return lines[0].strip().rstrip(".:")
-
-
-def _installed_versions() -> str:
-    found = []
-    for name in ("torch", "habana-torch-plugin"):
-        with suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
-    return " and ".join(found)
 
 
 def _wants_lazy_collectives(settings: envs.Envs) -> bool:
@@ -488,7 +462,7 @@ def absent_parts() -> list[str]:
     Loads the vendor library, and opens no card.
 
     Raises:
-        ImportError: the library is missing or cannot be loaded.
+        ImportError: the library is missing, or another of `LOAD_ERRORS`: it cannot be loaded.
     """
     from vllm.platforms.habana import parts
 

@@ -3,6 +3,8 @@
 import argparse
 import os
 import platform
+import resource
+import shutil
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -12,7 +14,9 @@ from typing import TYPE_CHECKING
 from vllm import envs
 from vllm.env.bridge import has_vendor_library
 from vllm.errors import ConfigError
-from vllm.platforms.hpu import absent_parts, simulated_card
+from vllm.platforms.cgroup import ControlGroups
+from vllm.platforms.habana import nodes
+from vllm.platforms.hpu import LOAD_ERRORS, absent_parts, simulated_card
 from vllm.utils import FlexibleArgumentParser
 from vllm.version import __version__
 
@@ -32,6 +36,7 @@ _PACKAGES = (
 )
 DESCRIPTION = "Print versions, machine and settings for a bug report."
 _CPUINFO = Path("/proc/cpuinfo")
+_SHARED_MEMORY = Path("/dev/shm")
 _CPU_FLAGS = (
     "avx",
     "avx2",
@@ -70,6 +75,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield from _memory_facts()
     for package in _PACKAGES:
         yield package, _version(package)
+    yield from _gaudi_facts()
     yield from _engine_facts()
     yield from (envs.reportable() | _bridge_settings()).items()
 
@@ -92,6 +98,42 @@ def _memory_facts() -> Iterator[tuple[str, str]]:
 
     memory = psutil.virtual_memory()
     yield "Memory", f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB available"
+    if (limit := ControlGroups().memory_limit_bytes()) is not None:
+        yield "Memory limit", f"{limit / 2**30:.1f} GiB (of the container or job)"
+    if _SHARED_MEMORY.is_dir():
+        free = shutil.disk_usage(_SHARED_MEMORY).free
+        yield "Shared memory", f"{free / 2**30:.1f} GiB free in {_SHARED_MEMORY}"
+    files = _limit(resource.RLIMIT_NOFILE, 1, "")
+    yield "Limits", f"{files} open files, {_limit(resource.RLIMIT_MEMLOCK, 2**10, ' KiB')} locked"
+
+
+def _limit(name: int, unit: int, suffix: str) -> str:
+    """Return a soft limit of this process as text."""
+    value, _ = resource.getrlimit(name)
+    return "unlimited" if value == resource.RLIM_INFINITY else f"{value // unit}{suffix}"
+
+
+def _gaudi_facts() -> Iterator[tuple[str, str]]:
+    """Yield the driver, the device nodes, and what is wrong with them; nothing on a machine without
+    software of the vendor.
+    """
+    count = nodes.num_cards()
+    if not has_vendor_library() and not count:
+        return
+    from vllm.platforms.habana.versions import find_installed
+
+    installed = find_installed()
+    yield "Gaudi driver", installed.driver or "not loaded"
+    modules = ", ".join(map(str, nodes.card_modules()))
+    cards = f"{count} (modules {modules or 'unknown'})" if count else ""
+    yield "Gaudi cards", cards or nodes.why_no_card(envs.of_launcher("HABANA_VISIBLE_DEVICES"))
+    is_lazy = envs.get().PT_HPU_LAZY_MODE is True
+    problems = (
+        nodes.why_not_permitted(),
+        installed.why_not_loadable(is_lazy=is_lazy),
+        installed.driver_mismatch(),
+    )
+    yield from (("Gaudi problem", problem) for problem in (*problems, *nodes.holders()) if problem)
 
 
 def _version(package: str) -> str:
@@ -152,7 +194,7 @@ def _bridge_settings() -> dict[str, str]:
 def _describe_gaudi_kernels() -> str:
     try:
         absent = absent_parts()
-    except (ImportError, OSError) as error:
+    except LOAD_ERRORS as error:
         return f"habana_frameworks cannot be loaded: {error}"
     return f"absent, with torch operators instead: {', '.join(absent)}" if absent else "all"
 

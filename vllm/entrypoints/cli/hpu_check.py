@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from vllm.cost_model.cards import CARDS
 from vllm.cost_model.measured import Measured
 from vllm.errors import ConfigError
+from vllm.platforms.habana.nodes import num_cards
 from vllm.platforms.hpu import (
     create_hpu_platform,
     missing_of_card,
-    num_cards,
     simulated_card,
 )
 from vllm.utils import FlexibleArgumentParser
