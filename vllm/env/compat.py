@@ -94,7 +94,7 @@ def _family(dimensions: tuple[str, ...], *parts: str) -> str:
     return " ".join(f"VLLM_{d}_BUCKET_{part}" for d in dimensions for part in parts)
 
 
-VARIABLES: tuple[CompatVariable, ...] = (
+_VARIABLES: tuple[CompatVariable, ...] = (
     # Refused, because the engine would compute something other than what was asked for.
     _refused("models are not downloaded from ModelScope", "VLLM_USE_MODELSCOPE", same_as=False),
     _refused("names of models cannot be redirected to other folders", "VLLM_MODEL_REDIRECT_PATH"),
@@ -322,5 +322,5 @@ VARIABLES: tuple[CompatVariable, ...] = (
     ),
 )
 
-COMPAT_VARIABLES: Mapping[str, CompatVariable] = {v.name: v for v in VARIABLES}
+COMPAT_VARIABLES: Mapping[str, CompatVariable] = {v.name: v for v in _VARIABLES}
 """Name -> variable, in the order of the documentation."""

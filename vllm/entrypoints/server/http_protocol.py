@@ -21,7 +21,7 @@ reset of the connection and not the answer."""
 MAX_LINGER_BYTES = 64 * 2**20
 """Maximum size of that rest."""
 
-BODY_GRACE_S = 2.0
+_BODY_GRACE_S = 2.0
 """Seconds for the application to answer 408 itself, and for the client to read it."""
 _UPGRADE_TO_HTTP2 = re.compile(rb"\r\nUpgrade(?=:[ \t]*h2c?[ \t]*\r\n)", re.IGNORECASE)
 _IGNORED = b"\r\nIgnored"
@@ -114,7 +114,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_in_body = True
         self._body_left = _content_length(self.headers)
         self._body_deadline = self.loop.time() + self.body_timeout_s
-        self._start_body_timer(self.body_timeout_s + BODY_GRACE_S)
+        self._start_body_timer(self.body_timeout_s + _BODY_GRACE_S)
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
@@ -173,7 +173,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         body.
         """
         is_late = self.loop.time() >= self._body_deadline
-        return BODY_GRACE_S if is_late else LINGER_TIMEOUT_S
+        return _BODY_GRACE_S if is_late else LINGER_TIMEOUT_S
 
     def _linger(self, seconds: float) -> None:
         """Close this side of the connection, and discard what the client still sends."""
@@ -232,7 +232,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
         else:
             self.transport.write(_TOO_SLOW)
-            self._linger(BODY_GRACE_S)
+            self._linger(_BODY_GRACE_S)
 
 
 def _without_upgrade(data: bytes) -> bytes:
