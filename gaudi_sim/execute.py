@@ -245,7 +245,7 @@ class _Call:
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_bytes = card.memory.device_bytes(source.nbytes, source.dtype)
-        card.copy_to_host(num_bytes, "a copy to the host", waits=waits)
+        card.copy_to_host(num_bytes, waits=waits)
         result = self.operator.op(*self.args, **self.kwargs)
         return result if into is None else into
 

@@ -3,6 +3,7 @@
 An engine is an `LLM`, an `LLMEngine` or an `EngineCore` whose worker is in this process.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,7 +49,12 @@ def runner_of(engine: Any) -> Any:
 
 def pids_of(engine: Any) -> list[int]:
     """Return the process ids of the ranks that are processes."""
-    found: list[int] = executor_of(engine)._ranks.pids
+    return pids_of_ranks(executor_of(engine))
+
+
+def pids_of_ranks(executor: Any) -> list[int]:
+    """Return the process ids of the ranks of an executor that has started."""
+    found: list[int] = executor._ranks.pids
     return found
 
 
@@ -65,6 +71,39 @@ def steps_in_flight_of(engine: Any) -> Any:
 def connector_of(engine: Any) -> Any:
     """Return the connector that moves blocks between engines."""
     return core_of(engine)._transfer._connector
+
+
+def forget_host_blocks(engine: Any) -> None:
+    """Drop the blocks that a connector keeps in host memory."""
+    connector_of(engine)._host.clear()
+
+
+def next_event_number_of(engine: Any) -> int:
+    """Return the number of the next message about the KV cache."""
+    number: int = core_of(engine)._publisher._next_number
+    return number
+
+
+def replace_background_warm_up(core: Any, warm_up: Any) -> None:
+    """Let a core warm up between its steps as the test says."""
+    core._warm_up = warm_up
+
+
+def has_warmed_up(core: Any) -> bool:
+    """Return whether the warm-up between steps has ended."""
+    is_done: bool = core._warm_up.is_done
+    return is_done
+
+
+def note_before_waiting(patch: pytest.MonkeyPatch, core: Any, note: Callable[[], object]) -> None:
+    """Call a function each time that a core is about to wait for the result of a step."""
+    wait = core._wait
+
+    def note_and_wait() -> Any:
+        note()
+        return wait()
+
+    patch.setattr(core, "_wait", note_and_wait)
 
 
 def program_of(runner: Any) -> Any:
@@ -146,6 +185,17 @@ def kept_encodings_of(media: Any) -> dict[Any, Any]:
     """Return the embeddings that the worker holds, by the item."""
     kept: dict[Any, Any] = media._kept
     return kept
+
+
+def check_media_are_gone(part: Any) -> None:
+    """Check that the encoder's side of a part of a runner keeps nothing of any item."""
+    media, pool = part._media, getattr(part, "pool", None)
+    assert not media._items and not media._request_ids and not media._errors
+    assert not media._files
+    if pool is not None:
+        assert not pool._slots and pool._is_free.all()
+    else:
+        assert not media._kept
 
 
 def held_media_of(scheduler: Any) -> Any:

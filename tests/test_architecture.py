@@ -26,10 +26,11 @@ LAYERS = read_layers(ROOT)
 KNOWN_PAIRS = {
     ("vllm", "vllm/env"),
     ("vllm/engine", "vllm/engine/process"),
-    ("vllm/engine", "vllm/engine/replicas"),
     ("vllm/executor", "vllm/executor/ray"),
     ("vllm/ops", "vllm/ops/native"),
 }
+MAX_PRIVATE_NAMES = 165
+"""Uses of private names of other modules that tests may have."""
 # External package -> the only parts of the tree that may import it: a file or a package.
 CONFINED = {
     "habana_frameworks": {"platforms/habana/real.py"},
@@ -236,3 +237,47 @@ def test_one_module_of_the_tests_knows_the_way_into_an_engine():
     way = re.compile(r"(?<!self)\._(?:worker|running_worker|fused|decode_step|connector)\b")
     knowing = {p.name for p in (ROOT / "tests").rglob("*.py") if way.search(p.read_text())}
     assert knowing == {"reach.py"}
+
+
+PRIVATE_NAME = re.compile(
+    r"(?<!self)(?<!cls)\.(_[A-Za-z]\w*)"  # of an object
+    r"|setattr\([^,()]+, \"(_[A-Za-z]\w*)"  # replaced by its name
+    r"|^from [\w.]+ import .*\b(_[A-Za-z]\w*)",  # imported
+    re.MULTILINE,
+)
+KNOWING = ("reach.py", Path(__file__).name)
+OF_OTHERS = {
+    *("_asdict", "_exit", "_replace", "_run_exitfuncs", "_shutdown"),
+    *("_actions", "_option_string_actions", "_SubParsersAction"),  # of argparse
+    *("_dynamo", "_forward_pre_hooks", "_fsdp_wrapped_module", "_orig_mod", "_python_dispatch"),
+    *("_checkpoint_wrapped_module", "_get_privateuse1_backend_name", "_inductor", "_internal"),
+    *("_C", "_pytree", "_subclasses", "_unsafe_view", "_utils"),  # of torch
+    *("_attn_implementation", "_mapping", "_retrieve_segment"),  # of transformers
+    *("_data_ptr", "_get_device_type"),  # of the Habana bridge
+}
+
+
+def private_names(source: str) -> list[str]:
+    """Return the private names of other modules that a test uses, once for each use."""
+    found = [name for match in PRIVATE_NAME.findall(source) for name in match if name]
+    return [name for name in found if name not in OF_OTHERS]
+
+
+def test_few_tests_use_private_names():
+    tests = [p for p in (ROOT / "tests").rglob("*.py") if p.name not in KNOWING]
+    uses = sum(len(private_names(path.read_text())) for path in tests)
+    assert uses <= MAX_PRIVATE_NAMES, "use public names, or a function of tests/reach.py"
+    assert uses > MAX_PRIVATE_NAMES - 10, f"lower MAX_PRIVATE_NAMES to {uses}"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("core._wait(self._left)", ["_wait"]),
+        ('patch.setattr(core, "_wait", None)', ["_wait"]),
+        ("from vllm.x import y, _z", ["_z"]),
+        ("row._replace(a=1)", []),
+    ],
+)
+def test_private_names_are_recognised(source, expected):
+    assert private_names(source) == expected

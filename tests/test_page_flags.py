@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm.entrypoints.cli.main import _create_parser
+from vllm.entrypoints.cli.main import create_parser
 from vllm.env.compat import COMPAT_VARIABLES
 from vllm.envs import Envs
 
@@ -52,7 +52,7 @@ def read_commands(text: str) -> Iterator[list[str]]:
 
 @cache
 def flags_of(*subcommands: str) -> frozenset[str]:
-    parser: argparse.ArgumentParser = _create_parser(subcommands)
+    parser: argparse.ArgumentParser = create_parser(subcommands)
     for name in subcommands:
         (action,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
         parser = action.choices[name]

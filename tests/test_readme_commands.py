@@ -29,7 +29,7 @@ from vllm.bucketing.catalog.bucket_plan import plan_buckets
 from vllm.bucketing.catalog.catalog import Catalog
 from vllm.bucketing.catalog.closure import prove
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.cli.main import _create_parser
+from vllm.entrypoints.cli.main import create_parser
 from vllm.entrypoints.openai.cli_args import read_args
 from vllm.planning.engine_plan import EnginePlan, make_engine_plan
 from vllm.planning.plan import plan_memory
@@ -233,7 +233,7 @@ def engine_of(command: Command, models: dict[str, Path]) -> Iterator[EngineArgs]
     if "QUANT_CONFIG" in variables:
         variables["QUANT_CONFIG"] = str(ROOT / "tests" / "seeds" / "maxabs_quant_g3.json")
     with simulated_hpu(**variables), captured_log():
-        args = _create_parser(command.arguments).parse_args(command.arguments)
+        args = create_parser(command.arguments).parse_args(command.arguments)
         if args.command == "serve":
             del args.command, args.run
             engine, _ = read_args(args)
@@ -281,7 +281,7 @@ def test_every_command_is_run_or_has_a_reason():
 @pytest.mark.parametrize("command", OURS, ids=name)
 def test_a_command_has_flags_that_exist(command):
     arguments = command.arguments
-    assert _create_parser(arguments).parse_args(arguments).command == arguments[0]
+    assert create_parser(arguments).parse_args(arguments).command == arguments[0]
 
 
 # ---- plans ---------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.tiny_models import _FAMILIES
+from tests.tiny_models import FAMILY_CONFIGS
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ PROOFS: dict[str, tuple[Proof, ...]] = {
 def architectures_with(capability: str) -> frozenset[str]:
     """Return the architectures for which a tiny model is tested with this capability."""
     families = set().union(*(proof.families() for proof in PROOFS[capability]))
-    return frozenset(_architecture(family) for family in families & _FAMILIES.keys())
+    return frozenset(_architecture(family) for family in families & FAMILY_CONFIGS.keys())
 
 
 def _rows(test: object) -> Iterator[dict[str, Any]]:
@@ -93,5 +93,5 @@ def _cases(names: Any, cases: Any) -> Iterator[dict[str, Any]]:
 
 
 def _architecture(family: str) -> str:
-    create, _ = _FAMILIES[family]
+    create, _ = FAMILY_CONFIGS[family]
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[create.model_type])

@@ -25,7 +25,7 @@ from vllm.transformers_utils.transformers_version import dtype_argument, is_vers
 
 VOCAB_SIZE = 4096
 
-_DECODER: dict[str, Any] = {
+DECODER: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 176,
@@ -53,7 +53,7 @@ _OPT: dict[str, Any] = {
     "pad_token_id": 2,
 }
 
-_LLAMA3_ROPE = {
+LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
     "factor": 8.0,
@@ -62,7 +62,7 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-_YARN_ROPE = {
+YARN_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
     "factor": 4.0,
@@ -71,21 +71,21 @@ _YARN_ROPE = {
 
 _STRETCHED_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0}
 
-_FAMILIES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
-    "llama": (transformers.LlamaConfig, _DECODER | {"head_dim": 32, "num_hidden_layers": 3}),
-    "llama3": (transformers.LlamaConfig, _DECODER | {"rope_parameters": _LLAMA3_ROPE}),
-    "llama_linear": (transformers.LlamaConfig, _DECODER | {"rope_parameters": _LINEAR_ROPE}),
-    "llama_yarn": (transformers.LlamaConfig, _DECODER | {"rope_parameters": _YARN_ROPE}),
+FAMILY_CONFIGS: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, DECODER | {"head_dim": 32, "num_hidden_layers": 3}),
+    "llama3": (transformers.LlamaConfig, DECODER | {"rope_parameters": LLAMA3_ROPE}),
+    "llama_linear": (transformers.LlamaConfig, DECODER | {"rope_parameters": _LINEAR_ROPE}),
+    "llama_yarn": (transformers.LlamaConfig, DECODER | {"rope_parameters": YARN_ROPE}),
     "granite_code": (
         transformers.LlamaConfig,
-        _DECODER | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        DECODER | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
-    "mistral": (transformers.MistralConfig, _DECODER | {"sliding_window": 16}),
+    "mistral": (transformers.MistralConfig, DECODER | {"sliding_window": 16}),
     "qwen2": (
         transformers.Qwen2Config,
-        _DECODER | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+        DECODER | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
     ),
-    "qwen3": (transformers.Qwen3Config, _DECODER | {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3": (transformers.Qwen3Config, DECODER | {"head_dim": 32, "tie_word_embeddings": True}),
     "opt": (transformers.OPTConfig, _OPT),
     "opt_post_norm": (
         transformers.OPTConfig,
@@ -93,7 +93,7 @@ _FAMILIES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     ),
 }
 
-FAMILIES = tuple(_FAMILIES)
+FAMILIES = tuple(FAMILY_CONFIGS)
 """Families that are run in every mode and feature."""
 
 _GPT: dict[str, Any] = {
@@ -124,19 +124,19 @@ def _if_known(family: str, config: str, arguments: dict[str, Any]) -> dict[str, 
     return {} if cls is None else {family: (cls, arguments)}
 
 
-_GEMMA = _DECODER | {"head_dim": 32, "hidden_activation": "gelu_pytorch_tanh"}
-_GEMMA2 = _GEMMA | {"num_hidden_layers": 4, "query_pre_attn_scalar": 24, "sliding_window": 16}
+_GEMMA = DECODER | {"head_dim": 32, "hidden_activation": "gelu_pytorch_tanh"}
+GEMMA2 = _GEMMA | {"num_hidden_layers": 4, "query_pre_attn_scalar": 24, "sliding_window": 16}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
     "short_factor": [1.0 + 0.1 * i for i in range(8)],
     "long_factor": [1.5 + 0.5 * i for i in range(8)],
 }
-_PHI3_LONG = _DECODER | {"rope_parameters": _LONGROPE}
+_PHI3_LONG = DECODER | {"rope_parameters": _LONGROPE}
 _MORE: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     "granite": (
         transformers.GraniteConfig,
-        _DECODER
+        DECODER
         | {
             "embedding_multiplier": 6.0,
             "residual_multiplier": 0.4,
@@ -147,43 +147,43 @@ _MORE: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     "gemma": (transformers.GemmaConfig, _GEMMA | {"tie_word_embeddings": True}),
     "gemma2": (
         transformers.Gemma2Config,
-        _GEMMA2 | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
+        GEMMA2 | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
     ),
-    "gemma3": (transformers.Gemma3TextConfig, _GEMMA2 | {"num_hidden_layers": 7}),
+    "gemma3": (transformers.Gemma3TextConfig, GEMMA2 | {"num_hidden_layers": 7}),
     "phi": (
         transformers.PhiConfig,
         _GPT | {"intermediate_size": 176, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
     ),
-    "phi3": (transformers.Phi3Config, _DECODER),
+    "phi3": (transformers.Phi3Config, DECODER),
     "phi3_long": (transformers.Phi3Config, _PHI3_LONG | {"original_max_position_embeddings": 64}),
     "phi3_short": (
         transformers.Phi3Config,
         _PHI3_LONG | {"original_max_position_embeddings": 256},
     ),
-    "olmo": (transformers.OlmoConfig, _DECODER | {"clip_qkv": 0.5}),
-    "olmo2": (transformers.Olmo2Config, _DECODER),
-    **_if_known("olmo3", "Olmo3Config", _DECODER | {"num_hidden_layers": 4, "sliding_window": 16}),
+    "olmo": (transformers.OlmoConfig, DECODER | {"clip_qkv": 0.5}),
+    "olmo2": (transformers.Olmo2Config, DECODER),
+    **_if_known("olmo3", "Olmo3Config", DECODER | {"num_hidden_layers": 4, "sliding_window": 16}),
     "stablelm": (
         transformers.StableLmConfig,
-        _DECODER | {"use_qkv_bias": True, "partial_rotary_factor": 0.25},
+        DECODER | {"use_qkv_bias": True, "partial_rotary_factor": 0.25},
     ),
     "stablelm_head_norms": (
         transformers.StableLmConfig,
-        _DECODER | {"qk_layernorm": True, "use_qkv_bias": True},
+        DECODER | {"qk_layernorm": True, "use_qkv_bias": True},
     ),
-    "stablelm_parallel": (transformers.StableLmConfig, _DECODER | {"use_parallel_residual": True}),
-    "starcoder2": (transformers.Starcoder2Config, _DECODER | {"sliding_window": 16}),
-    "cohere": (transformers.CohereConfig, _DECODER | {"logit_scale": 2.0}),
+    "stablelm_parallel": (transformers.StableLmConfig, DECODER | {"use_parallel_residual": True}),
+    "starcoder2": (transformers.Starcoder2Config, DECODER | {"sliding_window": 16}),
+    "cohere": (transformers.CohereConfig, DECODER | {"logit_scale": 2.0}),
     "cohere_head_norms": (
         transformers.CohereConfig,
-        _DECODER | {"use_qk_norm": True, "logit_scale": 2.0},
+        DECODER | {"use_qk_norm": True, "logit_scale": 2.0},
     ),
     "cohere2": (
         transformers.Cohere2Config,
-        _DECODER | {"num_hidden_layers": 5, "sliding_window": 16, "logit_scale": 2.0},
+        DECODER | {"num_hidden_layers": 5, "sliding_window": 16, "logit_scale": 2.0},
     ),
-    "glm": (transformers.GlmConfig, _DECODER | {"head_dim": 16, "attention_bias": True}),
-    "glm4": (transformers.Glm4Config, _DECODER | {"head_dim": 16}),
+    "glm": (transformers.GlmConfig, DECODER | {"head_dim": 16, "attention_bias": True}),
+    "glm4": (transformers.Glm4Config, DECODER | {"head_dim": 16}),
     "gpt2": (transformers.GPT2Config, _GPT | {"n_positions": 512}),
     "gpt_bigcode": (transformers.GPTBigCodeConfig, _GPT | {"n_positions": 512}),
     "gpt_bigcode_multi_head": (
@@ -221,8 +221,8 @@ _MORE: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
         },
     ),
 }
-_MORE |= _if_known("nemotron", "NemotronConfig", _DECODER | {"head_dim": 32, "norm_eps": 1e-5})
-_MOE = _DECODER | {"num_experts_per_tok": 2}
+_MORE |= _if_known("nemotron", "NemotronConfig", DECODER | {"head_dim": 32, "norm_eps": 1e-5})
+_MOE = DECODER | {"num_experts_per_tok": 2}
 _MORE |= {
     "mixtral": (transformers.MixtralConfig, _MOE | {"num_local_experts": 4}),
     "qwen2_moe": (
@@ -247,17 +247,17 @@ _MORE |= _if_known(
     "GptOssConfig",
     _MOE
     | {"num_local_experts": 6, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 16}
-    | {"rope_parameters": _YARN_ROPE | {"truncate": False}, "swiglu_limit": 1.0},
+    | {"rope_parameters": YARN_ROPE | {"truncate": False}, "swiglu_limit": 1.0},
 )
 _MORE |= _if_known(
     "llama4",
     "Llama4TextConfig",
-    _DECODER
+    DECODER
     | {"num_hidden_layers": 4, "head_dim": 32, "num_local_experts": 4, "intermediate_size_mlp": 112}
     | {"interleave_moe_layer_step": 2, "attention_chunk_size": 20, "floor_scale": 8}
-    | {"rope_parameters": _LLAMA3_ROPE, "attn_scale": 0.5},
+    | {"rope_parameters": LLAMA3_ROPE, "attn_scale": 0.5},
 )
-_LATENT = _DECODER | {
+_LATENT = DECODER | {
     "num_key_value_heads": 4,
     "q_lora_rank": 40,
     "kv_lora_rank": 48,
@@ -265,7 +265,7 @@ _LATENT = _DECODER | {
     "qk_rope_head_dim": 16,
     "v_head_dim": 20,
 }
-_DEEPSEEK = _LATENT | {
+DEEPSEEK = _LATENT | {
     "num_hidden_layers": 3,
     "first_k_dense_replace": 1,
     "n_routed_experts": 8,
@@ -275,20 +275,20 @@ _DEEPSEEK = _LATENT | {
     "n_shared_experts": 2,
     "moe_intermediate_size": 48,
     "routed_scaling_factor": 1.5,
-    "rope_parameters": _YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 1.3},
+    "rope_parameters": YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 1.3},
 }
 _MORE |= {
     **_if_known(
-        "deepseek_v2", "DeepseekV2Config", _DEEPSEEK | {"topk_method": "group_limited_greedy"}
+        "deepseek_v2", "DeepseekV2Config", DEEPSEEK | {"topk_method": "group_limited_greedy"}
     ),
     **_if_known(
         "deepseek_v2_lite",
         "DeepseekV2Config",
-        _DEEPSEEK | {"q_lora_rank": None, "attention_bias": True, "rope_parameters": _LINEAR_ROPE},
+        DEEPSEEK | {"q_lora_rank": None, "attention_bias": True, "rope_parameters": _LINEAR_ROPE},
     ),
-    "deepseek_v3": (transformers.DeepseekV3Config, _DEEPSEEK),
+    "deepseek_v3": (transformers.DeepseekV3Config, DEEPSEEK),
 }
-_ROUTED = _DECODER | {
+_ROUTED = DECODER | {
     "first_k_dense_replace": 1,
     "n_routed_experts": 8,
     "n_group": 2,
@@ -303,7 +303,7 @@ _ROUTED = _DECODER | {
 _NOT_OF_MIMO = ("first_k_dense_replace", "n_shared_experts")
 _PARTLY = {"rope_type": "default", "partial_rotary_factor": 0.5}
 _NOT_OF_SOLAR = ("first_k_dense_replace", "intermediate_size")
-_LATENT_MIXTURE = {name: value for name, value in _DEEPSEEK.items() if name != "rope_parameters"}
+_LATENT_MIXTURE = {name: value for name, value in DEEPSEEK.items() if name != "rope_parameters"}
 _ROW_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known(
         "glm4_moe_lite",
@@ -314,7 +314,7 @@ _ROW_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]]
     **_if_known(
         "deepseek_v32",
         "DeepseekV32Config",
-        _LATENT_MIXTURE | {"num_hidden_layers": 2, "rope_parameters": _DEEPSEEK["rope_parameters"]},
+        _LATENT_MIXTURE | {"num_hidden_layers": 2, "rope_parameters": DEEPSEEK["rope_parameters"]},
     ),
     **_if_known("dots1", "Dots1Config", _ROUTED | {"sliding_window": 16, "max_window_layers": 1}),
     **_if_known(
@@ -359,7 +359,7 @@ _OWN_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]]
     **_if_known(
         "ernie4_5_moe",
         "Ernie4_5_MoeConfig",
-        _DECODER
+        DECODER
         | {"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 2}
         # In transformers 4, `use_bias` also gives biases to the experts.
         | {"moe_intermediate_size": 48, "moe_layer_start_index": 1, "use_bias": not is_version_4()},
@@ -367,7 +367,7 @@ _OWN_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]]
     **_if_known(
         "hunyuan_moe",
         "HunYuanMoEV1Config",
-        _DECODER
+        DECODER
         | {"num_experts": 6, "moe_topk": [2, 3], "intermediate_size": 48, "head_dim": 32}
         | {"rope_parameters": _STRETCHED_ROPE},
     ),
@@ -390,7 +390,7 @@ _MAMBA = {
     "pad_token_id": 2,
 }
 _MAMBA2 = _MAMBA | {"num_heads": 8, "head_dim": 16, "n_groups": 4, "num_hidden_layers": 2}
-_HYBRID = _DECODER | _MIXERS | {"num_hidden_layers": 4}
+_HYBRID = DECODER | _MIXERS | {"num_hidden_layers": 4}
 _GRANITE_HYBRID = _HYBRID | {
     "layer_types": ["mamba", "mamba", "attention", "mamba"],  # as in the published config
     "shared_intermediate_size": 80,
@@ -399,14 +399,14 @@ _GRANITE_HYBRID = _HYBRID | {
     "attention_multiplier": 0.2,
     "logits_scaling": 0.5,
 }
-_LFM2 = _DECODER | {
+_LFM2 = DECODER | {
     "num_hidden_layers": 3,
     "layer_types": ["conv", "full_attention", "conv"],
     "norm_eps": 1e-5,
     "conv_bias": True,
 }
 _FALCON_H1 = (
-    _DECODER
+    DECODER
     | _MIXERS
     | {
         "mamba_d_ssm": 128,
@@ -421,7 +421,7 @@ _FALCON_H1 = (
         "ssm_out_multiplier": 0.8,
     }
 )
-_JAMBA = _DECODER | {
+_JAMBA = DECODER | {
     "num_hidden_layers": 3,
     "attn_layer_period": 3,
     "attn_layer_offset": 1,
@@ -432,7 +432,7 @@ _JAMBA = _DECODER | {
     "use_associative_scan": False,
     "use_mamba_kernels": not is_version_4(),  # transformers 4 needs a GPU for these kernels
 }
-_NEMOTRON_H = _DECODER | {
+_NEMOTRON_H = DECODER | {
     "hybrid_override_pattern": "M-*E",
     "head_dim": 32,
     "mamba_num_heads": 8,
@@ -446,7 +446,7 @@ _NEMOTRON_H = _DECODER | {
     "routed_scaling_factor": 2.5,
     "time_step_min": 1e-20,  # transformers applies this lower limit to prompts, but not to decodes
 }
-_DELTA_NET = _DECODER | {
+DELTA_NET = DECODER | {
     "num_hidden_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
     "head_dim": 32,
@@ -459,7 +459,7 @@ _DELTA_NET = _DECODER | {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 40,
 }
-_DELTA_NET_ROPE = {
+DELTA_NET_ROPE = {
     "rope_type": "default",
     "rope_theta": 10000.0,
     "partial_rotary_factor": 0.25,
@@ -467,7 +467,7 @@ _DELTA_NET_ROPE = {
     "mrope_interleaved": True,
 }
 _KIMI_LINEAR = {
-    **{name: value for name, value in _DECODER.items() if name != "max_position_embeddings"},
+    **{name: value for name, value in DECODER.items() if name != "max_position_embeddings"},
     "num_key_value_heads": 4,
     "model_max_length": 512,
     "linear_attn_config": {
@@ -488,7 +488,7 @@ _KIMI_LINEAR = {
     "num_experts_per_token": 3,
     "moe_intermediate_size": 48,
 }
-_ZAMBA2 = {name: value for name, value in _DECODER.items() if name != "num_key_value_heads"} | {
+_ZAMBA2 = {name: value for name, value in DECODER.items() if name != "num_key_value_heads"} | {
     "num_hidden_layers": 4,
     "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid"],  # as in the published config
     "tie_word_embeddings": True,  # transformers ties the shared blocks only if embeddings are tied
@@ -540,36 +540,36 @@ _STATES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     "mamba2": (transformers.Mamba2Config, _MAMBA2),
     **({} if is_version_4() else _if_known("zamba2", "Zamba2Config", _ZAMBA2)),
     **_if_known("kimi_linear", "KimiLinearConfig", _KIMI_LINEAR),
-    **_if_known("qwen3_next", "Qwen3NextConfig", _DELTA_NET),
-    **_if_known("qwen3_5", "Qwen3_5TextConfig", _DELTA_NET | {"rope_parameters": _DELTA_NET_ROPE}),
+    **_if_known("qwen3_next", "Qwen3NextConfig", DELTA_NET),
+    **_if_known("qwen3_5", "Qwen3_5TextConfig", DELTA_NET | {"rope_parameters": DELTA_NET_ROPE}),
     **_if_known(
-        "qwen3_5_moe", "Qwen3_5MoeTextConfig", _DELTA_NET | {"rope_parameters": _DELTA_NET_ROPE}
+        "qwen3_5_moe", "Qwen3_5MoeTextConfig", DELTA_NET | {"rope_parameters": DELTA_NET_ROPE}
     ),
 }
 _MORE |= _STATES
 _BIASES = {"attention_bias": True, "mlp_bias": True}
 _NTK_ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 8.0}
 _ROWS: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
-    **_if_known("smollm3", "SmolLM3Config", _DECODER | {"num_hidden_layers": 4}),
+    **_if_known("smollm3", "SmolLM3Config", DECODER | {"num_hidden_layers": 4}),
     **_if_known(
         "cwm",
         "CwmConfig",
-        _DECODER | {"num_hidden_layers": 2, "sliding_window": 16, "head_dim": 16},
+        DECODER | {"num_hidden_layers": 2, "sliding_window": 16, "head_dim": 16},
     ),
-    **_if_known("seed_oss", "SeedOssConfig", _DECODER | {"head_dim": 16, "mlp_bias": True}),
-    **_if_known("helium", "HeliumConfig", _DECODER | {"head_dim": 16}),
-    **_if_known("ernie4_5", "Ernie4_5Config", _DECODER | {"head_dim": 32, "use_bias": True}),
+    **_if_known("seed_oss", "SeedOssConfig", DECODER | {"head_dim": 16, "mlp_bias": True}),
+    **_if_known("helium", "HeliumConfig", DECODER | {"head_dim": 16}),
+    **_if_known("ernie4_5", "Ernie4_5Config", DECODER | {"head_dim": 32, "use_bias": True}),
     **_if_known("youtu", "YoutuConfig", _LATENT | {"rope_interleave": True}),
-    **_if_known("vaultgemma", "VaultGemmaConfig", _GEMMA2 | {"num_hidden_layers": 2}),
+    **_if_known("vaultgemma", "VaultGemmaConfig", GEMMA2 | {"num_hidden_layers": 2}),
 }
 _OWN: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known(
-        "exaone4", "Exaone4Config", _DECODER | {"num_hidden_layers": 4, "sliding_window": 16}
+        "exaone4", "Exaone4Config", DECODER | {"num_hidden_layers": 4, "sliding_window": 16}
     ),
     **_if_known(
         "hunyuan_dense",
         "HunYuanDenseV1Config",
-        _DECODER | {"head_dim": 16, "attention_bias": True, "rope_parameters": _NTK_ALPHA},
+        DECODER | {"head_dim": 16, "attention_bias": True, "rope_parameters": _NTK_ALPHA},
     ),
     **_if_known(
         "minicpm3",
@@ -581,11 +581,11 @@ _OWN: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known(
         "ministral3",
         "Ministral3Config",
-        _DECODER | {"head_dim": 16, "rope_parameters": _YARN_ROPE | {"llama_4_scaling_beta": 0.5}},
+        DECODER | {"head_dim": 16, "rope_parameters": YARN_ROPE | {"llama_4_scaling_beta": 0.5}},
     ),
-    **_if_known("apertus", "ApertusConfig", _DECODER | {"attention_bias": True}),
-    **_if_known("arcee", "ArceeConfig", _DECODER | _BIASES | {"head_dim": 16}),
-    **_if_known("jais2", "Jais2Config", _DECODER | _BIASES | {"head_dim": 16}),
+    **_if_known("apertus", "ApertusConfig", DECODER | {"attention_bias": True}),
+    **_if_known("arcee", "ArceeConfig", DECODER | _BIASES | {"head_dim": 16}),
+    **_if_known("jais2", "Jais2Config", DECODER | _BIASES | {"head_dim": 16}),
 }
 _GEMMA4 = _GEMMA | {
     "num_hidden_layers": 4,
@@ -594,7 +594,7 @@ _GEMMA4 = _GEMMA | {
     "global_head_dim": 64,
     "hidden_size_per_layer_input": 0,
 }
-_GEMMA4_SHARING = (
+GEMMA4_SHARING = (
     _GEMMA4
     | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}
     | {"num_kv_shared_layers": 2}
@@ -614,7 +614,7 @@ _GEMMA3N = _GEMMA | {
     "final_logit_softcapping": 8.0,
 }
 _SHARING: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
-    **_if_known("gemma4", "Gemma4TextConfig", _GEMMA4_SHARING),
+    **_if_known("gemma4", "Gemma4TextConfig", GEMMA4_SHARING),
     **_if_known(
         "gemma4_wide",
         "Gemma4TextConfig",
@@ -662,7 +662,7 @@ _WITHOUT_PROGRAM: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any
     **_if_known("longcat_flash", "LongcatFlashConfig", _LONGCAT),
 }
 _MORE |= _ROWS | _OWN | _WITHOUT_PROGRAM | _SHARING
-_FAMILIES |= _MORE
+FAMILY_CONFIGS |= _MORE
 
 STATE_FAMILIES = tuple(_STATES)
 """Families with recurrent state."""
@@ -700,7 +700,7 @@ them."""
 WITHOUT_PROGRAM = (*STATE_FAMILIES, *_WITHOUT_PROGRAM)
 """Families without a program on the CPU: with states, or with an operation that no kernel has."""
 
-ALL_FAMILIES = tuple(_FAMILIES)
+ALL_FAMILIES = tuple(FAMILY_CONFIGS)
 """Every family `make_tiny_model` knows."""
 
 MORE_FAMILIES = tuple(name for name in _MORE if name not in ("phi3_long", *_STATES))
@@ -722,7 +722,7 @@ def sparing(families: Iterable[str], rare: Sequence[str]) -> list[Any]:
 
 def tiny_config(family: str) -> PretrainedConfig:
     """Return the config of the small model of a family."""
-    create_config, values = _FAMILIES[family]
+    create_config, values = FAMILY_CONFIGS[family]
     return create_config(**spelled(values))
 
 
@@ -742,9 +742,9 @@ def make_tiny_model(
     Returns:
         The folder.
     """
-    if family not in _FAMILIES and is_version_4():
+    if family not in FAMILY_CONFIGS and is_version_4():
         pytest.skip(f"this transformers does not know {family}")
-    create_config, values = _FAMILIES[family]
+    create_config, values = FAMILY_CONFIGS[family]
     config = create_config(**spelled(values | overrides))
     with _without_initialization():
         model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)

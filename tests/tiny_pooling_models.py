@@ -18,7 +18,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 
 from tests.kept_folders import kept
-from tests.tiny_models import _DECODER, LOAD_FLOAT32, VOCAB_SIZE, randomize
+from tests.tiny_models import DECODER, LOAD_FLOAT32, VOCAB_SIZE, randomize
 
 _BERT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -31,7 +31,7 @@ _BERT: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _ROBERTA = _BERT | {"max_position_embeddings": 130, "type_vocab_size": 1, "pad_token_id": 1}
-_QWEN = _DECODER | {"num_labels": 3}
+QWEN = DECODER | {"num_labels": 3}
 
 MODELS: dict[str, tuple[type, dict[str, Any]]] = {
     "BertModel": (transformers.BertConfig, _BERT),
@@ -43,15 +43,15 @@ MODELS: dict[str, tuple[type, dict[str, Any]]] = {
         transformers.XLMRobertaConfig,
         _ROBERTA | {"num_labels": 4},
     ),
-    "LlamaModel": (transformers.LlamaConfig, _DECODER),
-    "MistralModel": (transformers.MistralConfig, _DECODER | {"sliding_window": 16}),
-    "Qwen2Model": (transformers.Qwen2Config, _DECODER),
-    "Qwen3Model": (transformers.Qwen3Config, _DECODER | {"head_dim": 32}),
-    "LlamaForSequenceClassification": (transformers.LlamaConfig, _QWEN),
-    "MistralForSequenceClassification": (transformers.MistralConfig, _QWEN),
-    "Qwen2ForSequenceClassification": (transformers.Qwen2Config, _QWEN),
-    "Qwen3ForSequenceClassification": (transformers.Qwen3Config, _QWEN | {"head_dim": 32}),
-    "Qwen2ForCausalLM": (transformers.Qwen2Config, _DECODER),
+    "LlamaModel": (transformers.LlamaConfig, DECODER),
+    "MistralModel": (transformers.MistralConfig, DECODER | {"sliding_window": 16}),
+    "Qwen2Model": (transformers.Qwen2Config, DECODER),
+    "Qwen3Model": (transformers.Qwen3Config, DECODER | {"head_dim": 32}),
+    "LlamaForSequenceClassification": (transformers.LlamaConfig, QWEN),
+    "MistralForSequenceClassification": (transformers.MistralConfig, QWEN),
+    "Qwen2ForSequenceClassification": (transformers.Qwen2Config, QWEN),
+    "Qwen3ForSequenceClassification": (transformers.Qwen3Config, QWEN | {"head_dim": 32}),
+    "Qwen2ForCausalLM": (transformers.Qwen2Config, DECODER),
 }
 """Architecture -> transformers config."""
 
@@ -75,7 +75,7 @@ def make_pooling_model(architecture: str, folder: Path, **overrides: Any) -> Pat
 def _make_reward_model(architecture: str, folder: Path, num_rewards: int) -> Path:
     make_pooling_model("Qwen2ForCausalLM", folder)
     path = folder / "model.safetensors"
-    size, generator = _DECODER["hidden_size"], torch.Generator().manual_seed(1)
+    size, generator = DECODER["hidden_size"], torch.Generator().manual_seed(1)
     shapes = {"0.weight": (size, size), "0.bias": (size,), "2.weight": (num_rewards, size)}
     shapes["2.bias"] = (num_rewards,)
     head = {f"score.{k}": torch.randn(v, generator=generator) * 0.2 for k, v in shapes.items()}

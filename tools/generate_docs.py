@@ -297,8 +297,6 @@ def supported_models() -> Iterator[str]:
     yield ""
     for capability, meaning in _TESTED.items():
         yield f"- {capability}: {meaning}."
-    yield "- lines: length of the file in vllm/model_executor/models that has the model class."
-    yield "  Several families may share a file."
     yield ""
     yield "The simulated card computes on the CPU. None of these tests has run on a real card."
     yield ""
@@ -333,8 +331,8 @@ def supported_models() -> Iterator[str]:
         yield f"## {title}"
         yield ""
         tested = tuple(_TESTED) if kind is CausalLM else ()
-        yield _row("architecture", "what it is", "lines", *tested)
-        yield _row("---", "---", "---", *("---" for _ in tested))
+        yield _row("architecture", "what it is", *tested)
+        yield _row("---", "---", *("---" for _ in tested))
         for name in ModelRegistry.supported():
             model = ModelRegistry.resolve(name)
             if issubclass(model, kind):
@@ -342,8 +340,7 @@ def supported_models() -> Iterator[str]:
                 if model.__name__ != name:
                     text = f"Another name of `{model.__name__}`."
                 marks = ("yes" * (name in architectures_with(column)) for column in tested)
-                lines = len(inspect.getsource(sys.modules[model.__module__]).splitlines())
-                yield _row(f"`{name}`", text, f"{lines}", *marks)
+                yield _row(f"`{name}`", text, *marks)
 
 
 def glossary() -> Iterator[str]:

@@ -125,11 +125,7 @@ class KVCacheLayout:
 
 
 def plan_layout(
-    specs: Sequence[KVCacheSpec],
-    block_size: int,
-    max_model_len: int,
-    *,
-    keeps_all: bool = False,
+    specs: Sequence[KVCacheSpec], block_size: int, max_model_len: int, *, keeps_all: bool = False
 ) -> KVCacheLayout:
     """Plan the KV cache of a model: group its layers, and compute the bytes of a block.
 

@@ -41,8 +41,7 @@ class PoolingParams(msgspec.Struct, omit_defaults=True):
             return
         if type(value) is not int or not smallest <= value <= largest:
             raise RequestError(
-                f"{name} must be an integer from {smallest} to {largest}, got {value!r}",
-                param=name,
+                f"{name} must be an integer from {smallest} to {largest}, got {value!r}", param=name
             )
 
     def clone(self) -> "PoolingParams":

@@ -260,11 +260,12 @@ class SimulatedCard:
         self._num_blocking_h2d += waits
         self.clock.copy(num_bytes)
 
-    def copy_to_host(self, num_bytes: int, cause: str, *, waits: bool) -> None:
+    def copy_to_host(self, num_bytes: int, *, waits: bool) -> None:
         """Add the time of a copy to the host.
 
         If it does not wait it is not a sync, but ends the recorded graph.
         """
+        cause = "a copy to the host"
         if waits:
             self.host_sync(cause)
         else:

@@ -13,8 +13,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from gaudi_sim.bridge import SimulatedKernels
 from gaudi_sim.kernels.kernels import register
 from tests.reach import replace_ops
-from tests.tiny_models import _FAMILIES
-from tests.tiny_pooling_models import _QWEN, MODELS, REWARD_MODELS
+from tests.tiny_models import FAMILY_CONFIGS
+from tests.tiny_pooling_models import MODELS, QWEN, REWARD_MODELS
 from vllm.attention.backends.sdpa import bridge_sdpa
 from vllm.attention.cached_layer import layers_with_cache
 from vllm.bucketing.bucket import decode, prefill
@@ -38,7 +38,7 @@ from vllm.worker.hpu.launches.device_tokens import DeviceTokens
 from vllm.worker.hpu.launches.input import fields_of, padded_sizes
 from vllm.worker.hpu.launches.model import HPUModel, LaunchModel
 from vllm.worker.hpu.launches.planner import PaddedShape
-from vllm.worker.hpu.pooling_model import _TYPED, WholePromptModel
+from vllm.worker.hpu.pooling_model import TYPED, WholePromptModel
 from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, cache_layout
 
 BLOCK_SIZE = 16
@@ -57,7 +57,7 @@ SHAPES = {
 
 GENERATORS: dict[str, str] = {}
 """Architecture -> a family of tiny models that has it."""
-for _family, (_create, _) in _FAMILIES.items():
+for _family, (_create, _) in FAMILY_CONFIGS.items():
     GENERATORS.setdefault(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_create.model_type], _family)
 
 _NUM_LAYERS = dict.fromkeys(
@@ -81,12 +81,12 @@ def _values_of(architecture: str) -> tuple[Any, dict[str, Any]]:
     """
     if architecture in GENERATORS:
         family = GENERATORS[architecture]
-        create, values = _FAMILIES[family]
+        create, values = FAMILY_CONFIGS[family]
         name = "num_layers" if "num_layers" in values else "num_hidden_layers"
         return create, values | {name: _NUM_LAYERS.get(family, 1)}
     if architecture in REWARD_MODELS:
         create = MODELS["Qwen2ForSequenceClassification"][0]
-        return create, _QWEN | {"num_hidden_layers": 1, "num_labels": REWARD_MODELS[architecture]}
+        return create, QWEN | {"num_hidden_layers": 1, "num_labels": REWARD_MODELS[architecture]}
     create, values = MODELS[architecture]
     return create, values | {"num_hidden_layers": 1}
 
@@ -156,5 +156,5 @@ def padding_input(model: LaunchModel, shape: PaddedShape) -> Tensor:
     """Return packed input of zeros for a forward pass of this shape."""
     sizes = padded_sizes(shape)
     has_types = isinstance(model, WholePromptModel) and model._has_types
-    fields = _TYPED if has_types else fields_of(shape)
+    fields = TYPED if has_types else fields_of(shape)
     return torch.zeros(sum(fields.part_sizes(sizes)), dtype=torch.int32)

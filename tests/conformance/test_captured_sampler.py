@@ -73,7 +73,7 @@ def test_masks_run_on_the_device():
 
     def apply(logits: Tensor) -> Tensor:
         copy = logits.clone()
-        masks._apply_on_card(copy, rows)
+        masks.apply_on_card(copy, rows)
         return copy
 
     assert violations_of(apply, torch.zeros(NUM_ROWS, 640)) == []
@@ -87,8 +87,8 @@ def test_rules_of_a_model_run_on_the_device():
 
     def apply(logits: Tensor) -> Tensor:
         copy = logits.clone()
-        masks._apply_on_card(copy, rows)
-        rules._apply_on_card(copy, rules.first_times)
+        masks.apply_on_card(copy, rows)
+        rules.apply_on_card(copy, rules.first_times)
         return copy
 
     assert violations_of(apply, torch.zeros(NUM_ROWS, VOCAB_SIZE).bfloat16()) == []

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.test_images import ENGINE
 from tests.hpu import FEW_BUCKETS, simulated_hpu
-from tests.reach import runner_of, scheduler_of
+from tests.reach import check_media_are_gone, runner_of, scheduler_of
 from tests.tiny_images import FAMILIES, draw_image, make_tiny_images
 from vllm import LLM, SamplingParams
 from vllm.worker.hpu.items import DeviceItems
@@ -69,7 +69,7 @@ def run(llm, requests, rng, abort_share):
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3", "qwen3_vl", "mllama"])
 def test_any_images_compile_nothing_and_leave_nothing(family, tmp_path, monkeypatch):
     folder, rng = str(make_tiny_images(family, tmp_path)), random.Random(20261127)
-    monkeypatch.setattr("vllm.config.scheduler._ENCODER_CACHE_SIZE", 64)
+    monkeypatch.setattr("vllm.config.scheduler.ENCODER_CACHE_SIZE", 64)
     llm = LLM(folder, **ENGINE)
     requests = random_requests(family, rng)
     expected, _ = run(llm, requests, rng, 0)
@@ -83,15 +83,9 @@ def test_any_images_compile_nothing_and_leave_nothing(family, tmp_path, monkeypa
         assert num_aborted > 5 and len(found) + num_aborted == len(requests)
         scheduler, parts = scheduler_of(llm), runner_of(llm).parts
         part = parts.find(DeviceItems) or parts.find(EmbeddingRows)
-        media = part._media
         assert scheduler.num_preemptions
         assert not scheduler.media.holders and scheduler.media.num_kept <= scheduler.media.capacity
         llm.reset_prefix_cache()
         # Only a further step tells the worker which images to drop.
         llm.generate("No picture", GREEDY)
-        assert not media._items and not media._request_ids and not media._errors
-        assert not media._files
-        if isinstance(part, DeviceItems):
-            assert not part.pool._slots and part.pool._is_free.all()
-        else:
-            assert not media._kept
+        check_media_are_gone(part)

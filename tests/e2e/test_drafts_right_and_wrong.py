@@ -46,9 +46,9 @@ def make(method: str, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) 
     else:
         config["prompt_lookup_min"] = 1
         if lies:
-            monkeypatch.setattr(NgramDrafts, "_propose", another_token)
+            monkeypatch.setattr(NgramDrafts, "propose_for", another_token)
             monkeypatch.setattr(
-                "vllm.core.drafting.lookup_drafts.SuffixDrafts._propose", another_token
+                "vllm.core.drafting.lookup_drafts.SuffixDrafts.propose_for", another_token
             )
     return replace(made, config=config)
 

@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.test_random_load import count_decodes
 from tests.exhaustive import exhaustive
 from tests.hpu import FEW_BUCKETS, simulated_hpu
-from tests.reach import core_of, steps_in_flight_of
+from tests.reach import core_of, note_before_waiting, steps_in_flight_of
 from vllm import LLM, SamplingParams
 from vllm.engine import engine_core
 from vllm.engine.async_scheduling import AsyncSchedulingPolicy
@@ -63,10 +63,10 @@ def generate(llm: LLM, params: SamplingParams) -> tuple[list[list[int]], int, in
     of decodes of one step.
     """
     core = core_of(llm)
-    depths, wait = [], core._wait
+    depths = []
     decodes = count_decodes(llm.llm_engine)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core, "_wait", lambda: depths.append(len(steps_in_flight_of(core))) or wait())
+        note_before_waiting(patch, core, lambda: depths.append(len(steps_in_flight_of(core))))
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         # A step that was started before the last end was known.
         while core.has_unfinished_requests():

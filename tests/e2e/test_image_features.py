@@ -197,7 +197,7 @@ def expected(plain):
 def test_settings_of_the_engine_change_no_token(folder, expected, settings, monkeypatch):
     settings = dict(settings)
     if size := settings.pop("encoder_cache", None):
-        monkeypatch.setattr("vllm.config.scheduler._ENCODER_CACHE_SIZE", size)
+        monkeypatch.setattr("vllm.config.scheduler.ENCODER_CACHE_SIZE", size)
     if speculation := settings.get("speculative_config"):
         own = {} if "method" in speculation else {"model": str(folder)}
         settings["speculative_config"] = {**speculation, **own}

@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 
 from tests.e2e.server import ROOT
 from tests.executor.thread_ranks import ThreadRanks
-from tests.reach import connector_of, pool_of, port_of, scheduler_of, stats_of
+from tests.reach import connector_of, forget_host_blocks, pool_of, port_of, scheduler_of, stats_of
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer.block_folder import BlockFolder
 from vllm.engine import engine_core
@@ -194,7 +194,7 @@ def test_an_engine_gets_prompts_of_another_one_over_tcp_and_does_without_it(expe
     tokens, cached = generate(other)
     assert tokens == expected and all(cached)
     one.llm_engine.shutdown()
-    connector_of(other)._host.clear()
+    forget_host_blocks(other)
     assert other.reset_prefix_cache()
     tokens, cached = generate(other)
     assert tokens == expected and not all(cached)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.e2e.namespaces import Machine, two_machines
 from tests.e2e.server import ROOT, free_port, start_server, wait_until
 from tests.e2e.test_far_replicas import FLAGS, complete, machine
 from tests.e2e.test_kv_transfer import SMALL, generate
-from tests.reach import connector_of, core_of
+from tests.reach import core_of, forget_host_blocks
 from vllm import LLM
 from vllm.distributed.kv_transfer import block_peers
 from vllm.errors import EngineDeadError
@@ -151,14 +152,19 @@ def run_producer(address: str, port: str) -> None:
 def test_blocks_of_another_machine_are_computed_here_while_its_link_is_cut(monkeypatch):
     """The link is cut between two parts of the blocks of a prompt."""
     want, port = generate(LLM(**SMALL))[0], free_port()
-    receive, num_parts = block_peers._receive, 0
+    receiver, num_parts = block_peers.receiver, 0
 
-    def receive_and_cut(*args: Any) -> bytes:
-        nonlocal num_parts
-        num_parts += 1
-        if num_parts == 20:
-            first.set_link("down")
-        return receive(*args)
+    def receiver_that_cuts(*args: Any) -> Callable[[int], bytes]:
+        read = receiver(*args)
+
+        def read_and_cut(size: int) -> bytes:
+            nonlocal num_parts
+            num_parts += 1
+            if num_parts == 20:
+                first.set_link("down")
+            return read(size)
+
+        return read_and_cut
 
     with two_machines() as (first, second):
         producer = start(second, "run_producer", second.address, port)
@@ -170,14 +176,14 @@ def test_blocks_of_another_machine_are_computed_here_while_its_link_is_cut(monke
 
                 def cached_again() -> list[int]:
                     core = core_of(llm)
-                    connector_of(core)._host.clear()
+                    forget_host_blocks(core)
                     assert llm.reset_prefix_cache()
                     tokens, cached = generate(llm)
                     assert tokens == want
                     return cached
 
                 assert all(cached_again())
-                monkeypatch.setattr(block_peers, "_receive", receive_and_cut)
+                monkeypatch.setattr(block_peers, "receiver", receiver_that_cuts)
                 assert not all(cached_again()) and num_parts >= 20
                 first.set_link("up")
                 wait_until(lambda: all(cached_again()))

@@ -61,7 +61,7 @@ def test_plug_ins_run_once_in_every_process_and_one_that_raises_is_a_warning(
     monkeypatch.syspath_prepend(installed)  # of this process, which is the API process here
     paths = [str(installed), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    monkeypatch.setattr("vllm.model_executor.models.registry.ModelRegistry._models", {})
+    monkeypatch.setattr("vllm.model_executor.models.registry.ModelRegistry.models", {})
 
     async def generate() -> RequestOutput:
         engine = AsyncLLM.from_engine_args(
@@ -116,7 +116,7 @@ def test_the_environment_chooses_plug_ins(installed, names, ran, message, monkey
     if names is not None:
         monkeypatch.setenv("VLLM_PLUGINS", names)
     monkeypatch.setattr(envs, "get", envs.Envs.load)
-    monkeypatch.setattr("vllm.model_executor.models.registry.ModelRegistry._models", {})
+    monkeypatch.setattr("vllm.model_executor.models.registry.ModelRegistry.models", {})
     assert plugins.load_general_plugins.__wrapped__() == ran
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(warnings) == (message is not None)

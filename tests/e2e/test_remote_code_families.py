@@ -22,7 +22,7 @@ from tests.e2e.reference import (
     random_prompts,
 )
 from tests.hpu import FEW_BUCKETS, simulated_hpu
-from tests.tiny_models import _LLAMA3_ROPE, make_tiny_model
+from tests.tiny_models import LLAMA3_ROPE, make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError
 
@@ -231,14 +231,14 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors], Te
     ),
     "BaichuanForCausalLM": (FULL, {"model_type": "baichuan"}, baichuan),
     "ExaoneForCausalLM": (
-        {"rope_parameters": _LLAMA3_ROPE},
+        {"rope_parameters": LLAMA3_ROPE},
         {
             "model_type": "exaone",
             "num_layers": 2,
             "activation_function": "silu",
             "layer_norm_epsilon": 1e-5,
-            "rope_theta": _LLAMA3_ROPE["rope_theta"],
-            "rope_scaling": {k: v for k, v in _LLAMA3_ROPE.items() if k != "rope_theta"},
+            "rope_theta": LLAMA3_ROPE["rope_theta"],
+            "rope_scaling": {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"},
         },
         exaone,
     ),

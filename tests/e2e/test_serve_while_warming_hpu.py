@@ -13,7 +13,7 @@ import torch
 from gaudi_sim.bridge import SimBridge
 from tests.e2e.ranks import assert_same
 from tests.hpu import MODES, captured_log, simulated_hpu
-from tests.reach import core_of, executor_of, runner_of, worker_of
+from tests.reach import core_of, executor_of, has_warmed_up, runner_of, worker_of
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.bucketing import MemoryClass
 from vllm.bucketing.catalog.closure import prove
@@ -227,7 +227,7 @@ def test_requests_from_the_first_second_get_the_tokens_of_the_cpu(
             rounds = serve(llm, load(), 12, until=lambda: all_are_warm(core))
             before = {*executor.collective_rpc("warmed_buckets")[0]}
             assert core.replace_buckets(OTHERS) and not core.replace_buckets(OTHERS)
-            rounds += serve(llm, load(), 12, until=lambda: core._warm_up.is_done)
+            rounds += serve(llm, load(), 12, until=lambda: has_warmed_up(core))
         stats = core.stats()
         assert set(executor.collective_rpc("late_compilations")) == {0}
         warmed, *others = executor.collective_rpc("warmed_buckets")

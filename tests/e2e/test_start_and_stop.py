@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.ranks import ENGINE
 from tests.forked_programs import FORKS, start_programs_with
+from tests.reach import pids_of_ranks
 from tests.shared_memory import assert_no_new_files, named_files
 from tests.tiny_models import make_tiny_model
 from vllm.config import VllmConfig
@@ -68,8 +69,7 @@ def start_and_stop(config: VllmConfig) -> None:
 def start_and_lose_a_rank(config: VllmConfig) -> None:
     executor = MultiprocExecutor(config)
     executor.start()
-    assert executor._ranks is not None
-    (pid,) = executor._ranks.pids
+    (pid,) = pids_of_ranks(executor)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(RankError, match="has ended: killed by signal 9"):
         executor.collective_rpc("sleeping_tags")

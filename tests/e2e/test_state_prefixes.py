@@ -139,7 +139,7 @@ def test_the_simulated_card_finds_prefixes_and_compiles_nothing(family, mode, mo
 
 
 def draft_what_was_seen(seen: dict[tuple[int, ...], list[int]], most: int) -> Any:
-    """Return `NgramDrafts._propose` with some right drafts, followed by wrong ones."""
+    """Return `NgramDrafts.propose_for` with some right drafts, followed by wrong ones."""
     rng = random.Random(3)
 
     def propose(source: NgramDrafts, request: Request) -> list[int]:
@@ -161,7 +161,7 @@ def guess_what_a_load_says(folder, modules, most, tmp_path, monkeypatch):
         for n in ((1, 2) if modules else ())
     ]
     seen: dict[tuple[int, ...], list[int]] = {}
-    monkeypatch.setattr(NgramDrafts, "_propose", draft_what_was_seen(seen, most))
+    monkeypatch.setattr(NgramDrafts, "propose_for", draft_what_was_seen(seen, most))
     asked = SETTINGS | ({"enable_lora": True, "max_loras": 2} if modules else {})
     llm = LLM(folder, **asked, enable_prefix_caching=False)
     want, _ = run_random_load(llm, adapters, seen)

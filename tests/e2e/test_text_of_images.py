@@ -25,13 +25,13 @@ from tests.e2e.test_positions import requests_of
 from tests.multimodal.sound_models import QWEN2_AUDIO, VOXTRAL
 from tests.reference_model import load_reference
 from tests.tiny_models import (
-    _DECODER,
-    _DELTA_NET,
-    _DELTA_NET_ROPE,
-    _GEMMA2,
-    _GEMMA4_SHARING,
-    _LLAMA3_ROPE,
-    _YARN_ROPE,
+    DECODER,
+    DELTA_NET,
+    DELTA_NET_ROPE,
+    GEMMA2,
+    GEMMA4_SHARING,
+    LLAMA3_ROPE,
+    YARN_ROPE,
     is_version_4,
     make_tiny_model,
     randomize,
@@ -73,121 +73,121 @@ _ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
-_WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Gemma3ForConditionalGeneration": (
         "gemma3",
-        _GEMMA2 | {"num_hidden_layers": 7, "rope_parameters": _ROPES, "tie_word_embeddings": True},
+        GEMMA2 | {"num_hidden_layers": 7, "rope_parameters": _ROPES, "tie_word_embeddings": True},
         {"vision_config": _VISION, "mm_tokens_per_image": 4},
     ),
     "Gemma4ForConditionalGeneration": (
         "gemma4",
-        _GEMMA4_SHARING | {"tie_word_embeddings": True},
+        GEMMA4_SHARING | {"tie_word_embeddings": True},
         {"vision_config": _VISION | {"head_dim": 8, "position_embedding_size": 16}},
     ),
     "Llama4ForConditionalGeneration": (
         "llama4",
-        _DECODER
+        DECODER
         | {"num_hidden_layers": 4, "head_dim": 32, "num_local_experts": 4, "floor_scale": 8}
         | {"intermediate_size_mlp": 112, "attention_chunk_size": 20, "attn_scale": 0.5}
-        | {"rope_parameters": _LLAMA3_ROPE},
+        | {"rope_parameters": LLAMA3_ROPE},
         {"vision_config": _VISION | {"vision_output_dim": 16, "projector_output_dim": 16}},
     ),
     "MllamaForConditionalGeneration": (
         "mllama",
-        _DECODER
+        DECODER
         | {"num_hidden_layers": 3, "cross_attention_layers": [1]}
-        | {"rope_parameters": _LLAMA3_ROPE},
+        | {"rope_parameters": LLAMA3_ROPE},
         {"vision_config": _MLLAMA_VISION},
     ),
     "Qwen2VLForConditionalGeneration": (
         "qwen2_vl",
-        _DECODER | {"rope_parameters": _SECTIONS},
+        DECODER | {"rope_parameters": _SECTIONS},
         {"vision_config": _QWEN_VISION | {"embed_dim": 16, "hidden_size": 64}},
     ),
     "Qwen2_5_VLForConditionalGeneration": (
         "qwen2_5_vl",
-        _DECODER | {"rope_parameters": _SECTIONS},
+        DECODER | {"rope_parameters": _SECTIONS},
         {"vision_config": _QWEN_VISION},
     ),
     "Qwen3VLForConditionalGeneration": (
         "qwen3_vl",
-        _DECODER | {"head_dim": 16, "rope_parameters": _SECTIONS | {"mrope_interleaved": True}},
+        DECODER | {"head_dim": 16, "rope_parameters": _SECTIONS | {"mrope_interleaved": True}},
         {"vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]}},
     ),
     "Qwen3VLMoeForConditionalGeneration": (
         "qwen3_vl_moe",
-        _DECODER
+        DECODER
         | {"head_dim": 16, "rope_parameters": _SECTIONS | {"mrope_interleaved": True}}
         | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
         {"vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]}},
     ),
     "Glm4vForConditionalGeneration": (
         "glm4v",
-        _DECODER | {"head_dim": 16, "rope_parameters": _HALF_SECTIONS},
+        DECODER | {"head_dim": 16, "rope_parameters": _HALF_SECTIONS},
         {"vision_config": _QWEN_VISION | {"image_size": 8}},
     ),
     "Glm4vMoeForConditionalGeneration": (
         "glm4v_moe",
-        _DECODER
+        DECODER
         | {"num_hidden_layers": 3, "head_dim": 16, "rope_parameters": _HALF_SECTIONS}
         | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
         {"vision_config": _QWEN_VISION | {"image_size": 8}},
     ),
     "Qwen3_5ForConditionalGeneration": (
         "qwen3_5",
-        _DELTA_NET | {"rope_parameters": _DELTA_NET_ROPE},
+        DELTA_NET | {"rope_parameters": DELTA_NET_ROPE},
         {"vision_config": _QWEN_VISION},
     ),
     "Qwen3_5MoeForConditionalGeneration": (
         "qwen3_5_moe",
-        _DELTA_NET | {"rope_parameters": _DELTA_NET_ROPE},
+        DELTA_NET | {"rope_parameters": DELTA_NET_ROPE},
         {"vision_config": _QWEN_VISION},
     ),
     "Mistral3ForConditionalGeneration": (
         "mistral3",
-        _DECODER | {"model_type": "mistral", "head_dim": 32},
+        DECODER | {"model_type": "mistral", "head_dim": 32},
         {"vision_config": _VISION | {"model_type": "pixtral", "head_dim": 8}},
     ),
     "LlavaForConditionalGeneration": (
         "llava",
-        _DECODER | {"model_type": "llama"},
+        DECODER | {"model_type": "llama"},
         {"vision_config": _VISION | {"model_type": "clip_vision_model"}},
     ),
     "InternVLForConditionalGeneration": (
         "internvl",
-        _DECODER | {"model_type": "qwen2"},
+        DECODER | {"model_type": "qwen2"},
         {"vision_config": _VISION | {"model_type": "internvl_vision", "image_size": 8}},
     ),
     "Idefics3ForConditionalGeneration": (
         "idefics3",
-        _DECODER | {"model_type": "llama"},
+        DECODER | {"model_type": "llama"},
         {"vision_config": _VISION | {"model_type": "idefics3_vision"}, "scale_factor": 2},
     ),
     "SmolVLMForConditionalGeneration": (
         "smolvlm",
-        _DECODER | {"model_type": "llama"},
+        DECODER | {"model_type": "llama"},
         {"vision_config": _VISION | {"model_type": "smolvlm_vision"}, "scale_factor": 2},
     ),
     "LlavaNextForConditionalGeneration": (
         "llava_next",
-        _DECODER | {"model_type": "llama"},
+        DECODER | {"model_type": "llama"},
         {"vision_config": _VISION | {"model_type": "clip_vision_model"}},
     ),
     "Qwen2AudioForConditionalGeneration": (
         "qwen2_audio",
-        _DECODER | {"model_type": "qwen2"},
+        DECODER | {"model_type": "qwen2"},
         {"audio_config": QWEN2_AUDIO},
     ),
     "VoxtralForConditionalGeneration": (
         "voxtral",
-        _DECODER | {"model_type": "llama", "head_dim": 16},
+        DECODER | {"model_type": "llama", "head_dim": 16},
         {"audio_config": VOXTRAL},
     ),
 }
 """Architecture -> model type of the whole, config of its language model, the rest."""
 _MINISTRAL = {
     "model_type": "ministral3",
-    "rope_parameters": _YARN_ROPE | {"llama_4_scaling_beta": 0.5},
+    "rope_parameters": YARN_ROPE | {"llama_4_scaling_beta": 0.5},
 }
 _GEMMA4_EXPERTS = {
     "enable_moe_block": True,
@@ -215,7 +215,7 @@ _OTHER_TEXTS = {
 
 WITH_SECTIONS = [
     name
-    for name, (_, text, _) in _WHOLE.items()
+    for name, (_, text, _) in WHOLE.items()
     if text.get("rope_parameters", {}).get("mrope_section")
 ]
 """Architectures whose tokens have several positions."""
@@ -240,7 +240,7 @@ def whole(tmp_path_factory):
     def of(name: str) -> Path:
         if name not in made:
             architecture, more = _OTHER_TEXTS.get(name, (name, {}))
-            model_type, text, rest = _WHOLE[architecture]
+            model_type, text, rest = WHOLE[architecture]
             config = transformers.AutoConfig.for_model(model_type, text_config=text | more, **rest)
             model = getattr(transformers, architecture)(config)
             randomize(model, 0)
@@ -344,7 +344,7 @@ code in the checkpoint, or is larger than a test needs."""
 
 
 def test_every_architecture_is_in_the_table():
-    assert {*_WHOLE, *_PUT_TOGETHER} == set(map(usual_architecture, TEXT_TYPES))
+    assert {*WHOLE, *_PUT_TOGETHER} == set(map(usual_architecture, TEXT_TYPES))
     others = {kind for name in TEXT_TYPES for kind in text_types_of(name)[1:]}
     tested = {more.get("model_type") for _, more in _OTHER_TEXTS.values()}
     assert others <= {*tested, "kimi_k2"}
@@ -411,7 +411,7 @@ ONLY_SINCE = (
 )
 """Architectures that older versions of transformers did not have, or with the same names."""
 CASES = [
-    *((name, "vllm") for name in (*_WHOLE, *_OTHER_TEXTS)),
+    *((name, "vllm") for name in (*WHOLE, *_OTHER_TEXTS)),
     *((name, "transformers") for name in BY_TRANSFORMERS),
 ]
 
@@ -436,7 +436,7 @@ def test_text_gives_the_tokens_of_transformers(name, model_impl, whole, tmp_path
         assert_all_greedy(outputs, prompts, params, reference)
     lines = [r.getMessage() for r in caplog.records if "serves text input only" in r.getMessage()]
     architecture, _ = _OTHER_TEXTS.get(name, (name, None))
-    items = "sounds" if "audio_config" in _WHOLE[architecture][2] else "images"
+    items = "sounds" if "audio_config" in WHOLE[architecture][2] else "images"
     rest = f"serves text input only: the part of the checkpoint for {items} is not loaded"
     assert len(lines) == (1 if name in ONLY_SINCE else 2)
     begin = f"{architecture} {rest}, because {WHY_TEXT.get(architecture, '')}"

@@ -23,7 +23,7 @@ from tests.e2e.reference import (
     random_prompts,
 )
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
-from tests.tiny_models import _DECODER, ALL_FAMILIES, make_tiny_model, randomize
+from tests.tiny_models import ALL_FAMILIES, DECODER, make_tiny_model, randomize
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError
 from vllm.model_executor.models.registry import ModelRegistry
@@ -64,7 +64,7 @@ needs_backend = pytest.mark.skipif(
 def make(model_type: str, folder: Path, **values: Any) -> Path:
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
-    config = CONFIG_MAPPING[model_type](**_DECODER | values)
+    config = CONFIG_MAPPING[model_type](**DECODER | values)
     model = transformers.AutoModelForCausalLM.from_config(config)
     randomize(model, 0)
     model.save_pretrained(folder)
@@ -142,7 +142,7 @@ def test_other_types_are_refused_in_one_line_or_run(tmp_path):
     checked = 0
     for name in random.Random(0).sample(others, len(others)):
         try:
-            config = CONFIG_MAPPING[name](**_DECODER | {"num_key_value_heads": 4})
+            config = CONFIG_MAPPING[name](**DECODER | {"num_key_value_heads": 4})
             with torch.device("meta"):
                 model = transformers.AutoModelForCausalLM.from_config(config)
         # Transformers cannot make a model of this family so small; the error may be of any class.

@@ -17,7 +17,7 @@ from vllm.engine.input.input_processor import LONG_TEXT_CHARS
 from vllm.engine.input.prompt_tokenizer import PromptTokenizer
 from vllm.engine.process import core_supervisor
 from vllm.engine.process.admission import AdmissionLimits
-from vllm.engine.process.core_supervisor import _MAX_TOGETHER
+from vllm.engine.process.core_supervisor import MAX_TOGETHER
 from vllm.engine.process.wire import AddRequests, CoreFailed, CoreOutput
 from vllm.errors import (
     CapacityError,
@@ -171,7 +171,7 @@ def test_requests_of_one_moment_are_sent_together_and_refused_alone(run, monkeyp
         monkeypatch.setattr(client, "send", spy)
         tasks = [asyncio.ensure_future(collect(engine, f"r{i}")) for i in range(40)]
         await asyncio.gather(*tasks)
-        assert sent == [_MAX_TOGETHER, 40 - _MAX_TOGETHER]
+        assert sent == [MAX_TOGETHER, 40 - MAX_TOGETHER]
         code = {"logits_processors": [lambda ids, logits: logits]}
         outputs = await asyncio.gather(
             *(collect(engine, f"s{i}", **(code if i == 1 else {})) for i in range(3)),

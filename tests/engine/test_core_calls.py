@@ -8,9 +8,9 @@ import pytest
 
 from vllm import LLM
 from vllm.engine.async_llm_engine import AsyncLLM
-from vllm.engine.core_calls import CORE_CALLS, CoreCalls
 from vllm.engine.engine_core import EngineCore
 from vllm.engine.llm_engine import LLMEngine
+from vllm.engine.process.core_calls import CORE_CALLS, CoreCalls
 from vllm.utils.methods import passed_on
 
 FOR_USERS = sorted(CORE_CALLS - {"call_workers", "replace_buckets"})

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.engine.test_background_warm_up import FakeSteps
+from tests.reach import replace_background_warm_up
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.engine import async_scheduling
 from vllm.engine.async_scheduling import AsyncSchedulingPolicy
@@ -293,7 +294,7 @@ def test_parts_of_the_warm_up_run_between_steps_and_are_no_work_of_the_host(is_a
     policy = AsyncSchedulingPolicy(is_ahead, min_share=0)
     monkeypatch.setattr(async_scheduling, "time", clock)
     core = make_core(policy)
-    core._warm_up = BackgroundWarmUp(parts, 1.0, 1.0, clock.perf_counter)
+    replace_background_warm_up(core, BackgroundWarmUp(parts, 1.0, 1.0, clock.perf_counter))
     run = parts.run
 
     def run_part() -> None:
@@ -321,7 +322,7 @@ def test_parts_of_the_warm_up_run_between_steps_and_are_no_work_of_the_host(is_a
 def test_a_part_of_the_warm_up_that_fails_stops_the_engine(monkeypatch):
     parts = FakeSteps([0.5])
     core = make_core()
-    core._warm_up = BackgroundWarmUp(parts, 1.0, 1.0, parts.time)
+    replace_background_warm_up(core, BackgroundWarmUp(parts, 1.0, 1.0, parts.time))
     monkeypatch.setattr(parts, "run", lambda: 1 / 0)
     core.add_request(make_request("a"))
     with pytest.raises(EngineDeadError, match=r"a part of the warm-up failed: .*division by zero"):

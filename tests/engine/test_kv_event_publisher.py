@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from tests.core.cache_follower import CacheFollower
-from tests.reach import cached_blocks_of, core_of, pool_of
+from tests.reach import cached_blocks_of, core_of, next_event_number_of, pool_of
 from vllm import LLM, SamplingParams
 from vllm.config import KVEventsConfig, ObservabilityConfig
 from vllm.config.fields import config_fields
@@ -151,7 +151,7 @@ def test_an_engine_tells_all_that_its_cache_holds(open_socket, addresses):
     llm = LLM(
         max_model_len=128, num_gpu_blocks_override=20, max_num_seqs=4, kv_events_config=config
     )
-    assert core_of(llm)._publisher._next_number == 1
+    assert next_event_number_of(llm) == 1
     subscriber = subscribe(open_socket, addresses, llm.reset_prefix_cache)
     pool = pool_of(llm)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -165,7 +165,7 @@ def test_an_engine_tells_all_that_its_cache_holds(open_socket, addresses):
     assert decode(ask_again(open_socket, addresses, 0)[0][1]).events == [AllBlocksCleared()]
     core = core_of(llm)
     core.shutdown()
-    last = core._publisher._next_number - 1
+    last = next_event_number_of(core) - 1
     known, number, numbers = CacheFollower(), -1, []
     while number != last:
         _, frame, data = subscriber.recv_multipart()

@@ -137,10 +137,10 @@ def test_leftovers_and_files_of_a_wrong_clock_are_removed_first(tmp_path, monkey
     for path, used_at in ((old, 90_000), (new, 99_000)):
         path.write_bytes(bytes(10))
         os.utime(path, (used_at, used_at))
-    folder._remove_oldest()
+    folder.remove_oldest()
     assert new.exists() and not old.exists() and sum(map(folder.has, KEYS)) == 12
     folder._max_bytes = 12_000
-    folder._remove_oldest()
+    folder.remove_oldest()
     assert [number for number in range(12) if not folder.has(KEYS[number])][-2:] == [10, 11]
     # Files that cannot be deleted are not counted as deleted.
     unlink, kept = os.unlink, [file_of(tmp_path, key) for key in KEYS if folder.has(key)]
@@ -152,7 +152,7 @@ def test_leftovers_and_files_of_a_wrong_clock_are_removed_first(tmp_path, monkey
 
     monkeypatch.setattr(os, "unlink", refuse)
     folder._max_bytes = 2_000
-    folder._remove_oldest()
+    folder.remove_oldest()
     assert [path for path in kept if path.exists()] == kept[:1]
 
 

@@ -171,7 +171,7 @@ def test_a_peer_that_fails_is_left_alone_for_a_while_and_then_asked_again(capsys
         one.open("new weights")
         for _ in range(2):
             assert peer.fetch("model", KEYS, 30.0) == [] and not peer.is_asked
-            now += block_peers._PAUSE_S
+            now += block_peers.PAUSE_S
             assert peer.is_asked
         one.open("model")
         one.save(KEYS[:1], BLOCKS[:1])

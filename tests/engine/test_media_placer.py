@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm.engine.input.media_placer import ReadMedia, _Expanded, _find_expanded
+from vllm.engine.input.media_placer import Expanded, ReadMedia, find_expanded
 from vllm.multimodal.interface.family import EncoderInput, Expansion
 
 TEXT, IMAGE = 5, 7
@@ -25,8 +25,8 @@ class CountedTokens(list[int]):
 def test_a_long_text_is_searched_without_copies_of_it() -> None:
     num_tokens = 500
     item = ReadMedia("image", "key", EncoderInput({"pixels": np.zeros(1)}, ()), "image 0")
-    expanded = [_Expanded(item, Expansion([IMAGE] * num_tokens, [True] * num_tokens))]
+    expanded = [Expanded(item, Expansion([IMAGE] * num_tokens, [True] * num_tokens))]
     for rest, expected in (([IMAGE] * num_tokens, [(expanded[0], 2000)]), ([IMAGE], None)):
         prompt = CountedTokens([TEXT] * 2000 + rest + [TEXT] * 2000)
-        assert _find_expanded(prompt, expanded, {IMAGE: "image"}) == expected
+        assert find_expanded(prompt, expanded, {IMAGE: "image"}) == expected
         assert prompt.num_copied <= num_tokens

@@ -10,7 +10,7 @@ from vllm import envs
 from vllm.config import DeviceConfig, ObservabilityConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
-from vllm.engine.process.core_process import _config_of as config_of
+from vllm.engine.process.core_process import config_of
 from vllm.engine.process.wire import StartCore
 from vllm.engine.resolve import parallel as resolve_module
 from vllm.engine.resolve import replicas

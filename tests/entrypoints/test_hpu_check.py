@@ -237,7 +237,7 @@ def drafts_that_are_all_right(self, packed, shape, sampled, accept=DeviceTokens.
     return output if output is None or output.is_cpu else output.clamp_min(1 + self.max_drafts)
 
 
-def masks_of_the_first_rows(self, logits, rows, apply=TokenMasks._apply_on_card):
+def masks_of_the_first_rows(self, logits, rows, apply=TokenMasks.apply_on_card):
     apply(self, logits, torch.arange(len(rows)).to(logits.device))
 
 
@@ -289,7 +289,7 @@ BROKEN = {
         "the outputs of a forward pass with drafts differ from the host",
     ),
     "masks for other rows": (
-        (TokenMasks, "_apply_on_card", masks_of_the_first_rows),
+        (TokenMasks, "apply_on_card", masks_of_the_first_rows),
         {"token masks"},
         "with 4000 tokens, the masked tokens differ from the host",
     ),
@@ -438,7 +438,7 @@ bridge = SimpleNamespace(
 rates = measure_links(bridge, SimpleNamespace(size=4, all_reduce=sum_up))
 collectives._rates_file(sys.argv[3]).write_text(json.dumps(rates))
 """
-    monkeypatch.setattr(collectives, "_RANK_PROGRAM", program)
+    monkeypatch.setattr(collectives, "RANK_PROGRAM", program)
     monkeypatch.setattr(run, "CHECKS", {"memory": CHECKS["memory"]})
     monkeypatch.setattr("vllm.entrypoints.cli.hpu_check.simulated_card", lambda: None)
     monkeypatch.setattr("vllm.entrypoints.cli.hpu_check.missing_of_card", list)
@@ -493,7 +493,7 @@ def test_a_wrong_value_from_the_card_before_is_found():
     ],
 )
 def test_collectives_that_do_not_work_fail_in_time(monkeypatch, program, timeout_s, detail):
-    monkeypatch.setattr(collectives, "_RANK_PROGRAM", program)
-    monkeypatch.setattr(collectives, "_TIMEOUT_S", timeout_s)
+    monkeypatch.setattr(collectives, "RANK_PROGRAM", program)
+    monkeypatch.setattr(collectives, "TIMEOUT_S", timeout_s)
     outcome = collectives.check_collectives(2)
     assert (outcome.status, outcome.detail) == ("fail", detail)

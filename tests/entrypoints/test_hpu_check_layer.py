@@ -240,7 +240,7 @@ def test_a_kind_of_sampling_with_a_fault_is_found(bridge, monkeypatch):
         "sampling min-p": (sampler, "logit_floor", on_card_only(sampler.logit_floor, no_floor)),
         "sampling top-p": (sampler, "nucleus_floor", on_card_only(sampler.nucleus_floor, zero)),
         "sampling penalties": (Penalties, "apply", no_penalties_on_card),
-        "sampling allowed tokens": (TokenMasks, "_apply_on_card", lambda *_: None),
+        "sampling allowed tokens": (TokenMasks, "apply_on_card", lambda *_: None),
         "sampling logprobs": (
             sampler,
             "gather_logprobs",

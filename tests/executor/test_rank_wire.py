@@ -110,9 +110,9 @@ class OneStep:
 )
 def test_a_rank_looks_for_the_next_step_after_a_long_one(monkeypatch, expects_step, long_s, looks):
     found, look = [], RankLoop._look_for_message
-    monkeypatch.setattr(rank_process, "_LONG_STEP_S", long_s)
+    monkeypatch.setattr(rank_process, "LONG_STEP_S", long_s)
     # With this interval, the rank must notice at once that the engine has left.
-    monkeypatch.setattr(rank_process, "_LOOK_S", 3600.0)
+    monkeypatch.setattr(rank_process, "LOOK_S", 3600.0)
     monkeypatch.setattr(RankLoop, "_look_for_message", lambda each: found.append(look(each)))
     engine, rank = socket.socketpair()
     with rank:

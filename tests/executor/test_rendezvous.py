@@ -16,7 +16,7 @@ import torch
 
 from vllm.config import ParallelConfig
 from vllm.distributed import Rendezvous
-from vllm.distributed.store import _own_sockets
+from vllm.distributed.store import own_sockets
 from vllm.errors import CollectiveError
 from vllm.utils.process.blocking_sockets import set_socket_timeouts_of
 
@@ -35,7 +35,7 @@ def lose_patience(rendezvous: Rendezvous) -> None:
     """
     rendezvous.store.set_timeout(timedelta(seconds=0.5))
     rendezvous.timeout_s = 0.5
-    for descriptor in _own_sockets():
+    for descriptor in own_sockets():
         with contextlib.suppress(OSError):
             set_socket_timeouts_of(descriptor, rendezvous.address[1], socket.SO_RCVTIMEO, 0.5)
 

@@ -100,7 +100,9 @@ def test_whoever_advances_the_warm_up_runs_one_launch_at_a_time(monkeypatch):
     workers = [FakeWorker(), FakeWorker(refuses={"middle"})]
     workers[1].lateness_s = 0.5  # each rank measures its own time; the first report counts
     reports: list[tuple[str, int, int, float]] = []
-    monkeypatch.setattr(startup_progress, "_listener", lambda *report: reports.append(report))
+    monkeypatch.setattr(
+        startup_progress, "current_listener", lambda *report: reports.append(report)
+    )
     executor = ListExecutor(workers)
     executor.start_workers()
     executor.allocate()

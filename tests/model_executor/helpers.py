@@ -62,14 +62,14 @@ def logits_of(model: CausalLM, input_ids: Tensor) -> Tensor:
 
 
 @cache
-def _reference(folder: Path) -> Any:
+def reference_of(folder: Path) -> Any:
     return load_reference(folder)
 
 
 @torch.inference_mode()
 def reference_logits(folder: Path, input_ids: Tensor) -> Tensor:
     """Return the logits of transformers in float32, [T, vocab]."""
-    logits: Tensor = _reference(folder)(input_ids[None]).logits[0]
+    logits: Tensor = reference_of(folder)(input_ids[None]).logits[0]
     return logits
 
 

@@ -33,14 +33,16 @@ from vllm.model_executor.models.deepseek import DeepseekV2ForCausalLM, DeepseekV
 from vllm.model_executor.models.gemma import Gemma2ForCausalLM
 from vllm.model_executor.models.gpt import GPTBigCodeForCausalLM, GPTNeoXForCausalLM
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
-from vllm.model_executor.models.llama import LlamaForCausalLM
-from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.llama import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 from vllm.model_executor.models.mixture import Qwen2MoeForCausalLM
 from vllm.model_executor.models.olmo import OlmoForCausalLM
 from vllm.model_executor.models.opt import OPTForCausalLM
 from vllm.model_executor.models.phi import PhiForCausalLM
-from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
-from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.ops import get_ops, set_ops
 from vllm.ops.attention_options import FP8_DTYPES
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels

@@ -22,7 +22,7 @@ from tests.model_executor.helpers import (
     reference_logits,
 )
 from tests.model_executor.test_quantized_checkpoints import weight_of
-from tests.tiny_models import _DEEPSEEK, make_tiny_model
+from tests.tiny_models import DEEPSEEK, make_tiny_model
 from tests.tiny_pooling_models import class_logits, hidden_states, make_pooling_model
 from vllm.config.pooler import PoolerConfig
 from vllm.distributed import TPGroup
@@ -68,7 +68,7 @@ LATENT_SIZES = {
     "moe_intermediate_size": 256,
     "qk_nope_head_dim": 32,
     "v_head_dim": 64,
-    "rope_parameters": _DEEPSEEK["rope_parameters"] | {"mscale": 1.3},
+    "rope_parameters": DEEPSEEK["rope_parameters"] | {"mscale": 1.3},
 }
 LITE = {"attention_bias": False, "q_lora_rank": None, "n_group": 1}
 MODELS = {
@@ -193,7 +193,7 @@ def test_numbers_of_every_type_are_those_of_the_package(tmp_path, monkeypatch):
         assert (kind.block_size, kind.block_bytes) == gguf.GGML_QUANT_SIZES[Type(number)]
     kinds = [kind.name for kind in BLOCK_TYPES.values()]
     want = write_matrices(tmp_path / "model.gguf", kinds)
-    monkeypatch.setattr("vllm.model_executor.loader.gguf_file._PART_NUMBERS", 2 * 768)
+    monkeypatch.setattr("vllm.model_executor.loader.gguf_file.PART_NUMBERS", 2 * 768)
     for (name, source), kind in zip(read_gguf([tmp_path / "model.gguf"]), kinds, strict=True):
         numbers = want[name]
         assert numbers.isfinite().all() and numbers.std() > 0.01, kind

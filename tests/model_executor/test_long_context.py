@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.model_executor.helpers import _reference, make_config, prompt_of, read_arch
+from tests.model_executor.helpers import make_config, prompt_of, read_arch, reference_of
 from tests.tiny_models import make_tiny_model
 from vllm.distributed import TPGroup
 from vllm.model_executor.loader import load_model
@@ -59,7 +59,7 @@ def test_logits_at_position_100_000_are_those_of_transformers(kind, tmp_path):
     config = replace(config, model=replace(config.model, arch=arch))
     model = load_model(config, TPGroup(), torch.device("cpu"))
     got = model.compute_logits(model(input_ids, positions))
-    reference = _reference(folder)
+    reference = reference_of(folder)
     want = reference(
         input_ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False
     ).logits[0]

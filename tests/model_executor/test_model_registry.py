@@ -7,7 +7,7 @@ import sys
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.tiny_models import _FAMILIES, NOT_SAVED
+from tests.tiny_models import FAMILY_CONFIGS, NOT_SAVED
 from vllm.config.families import FAMILIES, TEXT_TYPES
 from vllm.errors import ConfigError
 from vllm.model_executor.models.interface import CausalLM
@@ -21,7 +21,7 @@ def test_every_built_in_name_is_the_name_of_its_class_or_another_one_of_it():
 
 
 def test_every_decoder_is_compared_with_transformers():
-    configs = {name: create().model_type for name, (create, _) in _FAMILIES.items()}
+    configs = {name: create().model_type for name, (create, _) in FAMILY_CONFIGS.items()}
     compared = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for kind in configs.values()}
     decoders = {
         name

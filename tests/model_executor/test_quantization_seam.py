@@ -75,7 +75,7 @@ def quantized(tiny_model, tmp_path):
 
 
 def test_a_registered_format_is_loaded_and_applied(quantized, monkeypatch):
-    monkeypatch.setattr(registry, "_formats", {})
+    monkeypatch.setattr(registry, "FORMATS", {})
     register_quantization("toy_int8", MLPOnly)
     int8, dense = quantized
     model = load(int8)
@@ -160,7 +160,7 @@ def scaled(tiny_model, tmp_path):
 
 
 def test_a_format_may_load_finish_and_hold_embeddings_in_its_own_way(scaled, monkeypatch):
-    monkeypatch.setattr(registry, "_formats", {})
+    monkeypatch.setattr(registry, "FORMATS", {})
     register_quantization("toy_scaled", WholeModel)
     int8, dense = scaled
     model, input_ids = load(int8), prompt_of(10)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.test_text_of_images import _WHOLE
+from tests.e2e.test_text_of_images import WHOLE
 from tests.model_executor.helpers import make_config
 from tests.quantized_checkpoints import FORMATS
 from tests.tiny_models import is_version_4
@@ -71,7 +71,7 @@ CASES = [*((f, entry, dense) for f in KEYS for entry, dense in ENTRIES), *PATTER
 
 def layers_of(architecture: str, model_impl: str, folder: Path) -> tuple[ModelConfig, Any]:
     """Return the layers of the language model, dense and without memory."""
-    model_type, text, _ = _WHOLE[architecture]
+    model_type, text, _ = WHOLE[architecture]
     text = {"model_type": TEXT_TYPES[architecture], **text, "intermediate_size": 192}
     config = {"architectures": [architecture], "model_type": model_type, "text_config": text}
     (folder / "config.json").write_text(json.dumps(config))

@@ -27,7 +27,7 @@ PARTS = [(), (slice(2, 9),), (slice(None), slice(1, 3)), (slice(1, 8), slice(2, 
 @pytest.fixture(autouse=True, params=[1, 64, 8 << 20])
 def part_bytes(request, monkeypatch):
     """Set the bytes of one read: less than a row, a few rows, or everything."""
-    monkeypatch.setattr(safetensors_file, "_PART_BYTES", request.param)
+    monkeypatch.setattr(safetensors_file, "PART_BYTES", request.param)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -442,7 +442,7 @@ def test_the_next_address_is_tried(monkeypatch, error):
         return await connect(address, **options)
 
     monkeypatch.setattr(asyncio, "open_connection", open_connection)
-    monkeypatch.setattr(http_get, "_CONNECT_S", 0.01)
+    monkeypatch.setattr(http_get, "CONNECT_S", 0.01)
 
     async def run():
         fetcher = make_fetcher([NAME], resolve=Resolver(pictures_test=[["127.0.0.2", "127.0.0.1"]]))

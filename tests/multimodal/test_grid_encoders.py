@@ -124,7 +124,7 @@ def test_many_queries_are_read_in_parts(monkeypatch):
     heads = torch.randn(3, 20, 2, 4, generator=torch.Generator().manual_seed(1))
     groups = torch.arange(4).repeat_interleave(5)
     wanted = attend_within(*heads, groups)
-    monkeypatch.setattr("vllm.model_executor.media.vision.packed_attention._MAX_QUERIES", 7)
+    monkeypatch.setattr("vllm.model_executor.media.vision.packed_attention.MAX_QUERIES", 7)
     torch.testing.assert_close(attend_within(*heads, groups), wanted)
 
 

@@ -328,7 +328,7 @@ def test_names_of_all_releases_of_transformers(rename):
 def test_patches_are_those_of_a_convolution():
     torch.manual_seed(0)
     convolution = torch.nn.Conv2d(3, 5, 4, stride=4)
-    patches = PatchEmbedding(3, 5, 4)
+    patches = PatchEmbedding(5, 4)
     patches.load_state_dict(convolution.state_dict())
     pixels = torch.randn(2, 3, 13, 10)
     want = convolution(pixels).flatten(2).transpose(1, 2)

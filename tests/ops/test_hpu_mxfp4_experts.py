@@ -53,7 +53,7 @@ def test_they_stay_packed_and_give_what_torch_gives(case, mode):
     bridge = SimBridge("gaudi2", is_lazy=mode == "lazy", is_strict=True)
     options, make_biases = CASES[case]
     ops = HPUOps(bridge)
-    ops._kernels = counted = CountsOfExperts(bridge.kernels)
+    ops.kernels = counted = CountsOfExperts(bridge.kernels)
     stored, biases = [mxfp4_experts(*shape) for shape in SHAPES], make_biases()
     experts = ops.prepare_experts(*stored, torch.bfloat16, biases, options)
     assert isinstance(experts, HPUMxfp4Experts)

@@ -243,7 +243,7 @@ def test_without_a_bridge_it_is_that_of_the_platform(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_are_one_operator_of_the_bridge_where_it_has_one(bridge, dtype, monkeypatch):
     ops, kernels = HPUOps(bridge), CountsOfExperts(bridge.kernels)
-    monkeypatch.setattr(ops, "_kernels", kernels)
+    monkeypatch.setattr(ops, "kernels", kernels)
     x, gate_up, down = torch.randn(9, 32), torch.randn(5, 48, 32) / 6, torch.randn(5, 32, 24) / 5
     given = [t.to(dtype) for t in (x, gate_up, down)]
     routed = NATIVE.route(torch.randn(9, 5), RoutingOptions(top_k=3, weights="softmax_of_chosen"))
@@ -299,7 +299,7 @@ def test_experts_in_fp8_stay_in_fp8(card, block_inputs, is_lazy):
         fp8_experts(*shape, block_inputs or shape[1])
         for shape in ((size, hidden), (size, hidden), (hidden, size))
     ]
-    ops._kernels = counted = CountsOfExperts(bridge.kernels)
+    ops.kernels = counted = CountsOfExperts(bridge.kernels)
     experts = ops.prepare_experts(*stored, torch.bfloat16, options=OTHERS_FIRST)
     assert isinstance(experts, HPUFp8Experts)
     numbers = [p for name, p in experts.named_parameters() if "scale" not in name]
@@ -412,7 +412,7 @@ def test_experts_of_few_bits_stay_so_and_are_widened_for_each_launch(kind, is_la
     gates, ups, downs = (make(*s) for s in ((size, hidden), (size, hidden), (hidden, size)))
     if "order" in kind:  # both weights have the same inputs, so the same order
         ups = [replace(up, groups=gate.groups) for gate, up in zip(gates, ups, strict=True)]
-    ops._kernels = counted = CountsOfExperts(bridge.kernels)
+    ops.kernels = counted = CountsOfExperts(bridge.kernels)
     gate, up, down = (
         torch.stack([w.dequantize() for w in weights]).bfloat16() for weights in (gates, ups, downs)
     )

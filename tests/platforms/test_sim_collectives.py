@@ -19,7 +19,7 @@ from vllm.cost_model.fitted import CONSTANTS
 from vllm.cost_model.links import empty_all_reduce_seconds
 from vllm.cost_model.throughput import ModelFigures, ServingCost
 from vllm.distributed import CardLink, Collectives, TorchCollectives
-from vllm.distributed.groups import _gather_function
+from vllm.distributed.groups import gather_function
 from vllm.errors import CollectiveError
 from vllm.platforms.habana.real import RealBridge
 
@@ -107,7 +107,7 @@ def test_a_collective_takes_the_time_that_plans_predict(lazy, num_cards):
         x = torch.ones(16, 2**16).to("hpu")
         gathered = torch.empty(16 * num_cards, 2**16, device="hpu")
         found = []
-        for run in (dist.all_reduce, partial(_gather_function(), gathered)):
+        for run in (dist.all_reduce, partial(gather_function(), gathered)):
             lazy.mark_step()
             before = lazy.card.clock.compute_s
             run(x)

@@ -183,7 +183,7 @@ def test_the_end_of_the_thoughts_is_found_among_tokens():
 
 
 def test_parsers_are_registered_by_name(monkeypatch):
-    monkeypatch.setattr(ReasoningParserManager, "_parsers", dict(ReasoningParserManager._parsers))
+    monkeypatch.setattr(ReasoningParserManager, "parsers", dict(ReasoningParserManager.parsers))
 
     @ReasoningParserManager.register_module(["muse", "mull"])
     class Muse(ReasoningParser):

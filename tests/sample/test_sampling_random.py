@@ -13,20 +13,18 @@ NUM_BINS = 64
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
-def uniforms(seeds: np.ndarray, positions: np.ndarray, stream: int = 0) -> np.ndarray:
-    """Return the first random number [n] at `positions[i]` in a stream of `seeds[i]`, converted to
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return the first random number [n] at `positions[i]` of `seeds[i]`, converted to
     be uniform.
     """
-    first = exponentials_at(stream_keys(seeds, stream), positions, 1)[:, 0]
+    first = exponentials_at(stream_keys(seeds), positions, 1)[:, 0]
     return np.exp(-first.astype(np.float64))
 
 
-def grid(num_seeds: int, num_positions: int, first_seed: int = 0, stream: int = 0) -> np.ndarray:
+def grid(num_seeds: int, num_positions: int, first_seed: int = 0) -> np.ndarray:
     """Return random numbers [seeds, positions] of consecutive seeds and positions."""
     seeds = np.arange(first_seed, first_seed + num_seeds, dtype=np.int64)
-    flat = uniforms(
-        np.repeat(seeds, num_positions), np.tile(np.arange(num_positions), num_seeds), stream
-    )
+    flat = uniforms(np.repeat(seeds, num_positions), np.tile(np.arange(num_positions), num_seeds))
     return flat.reshape(num_seeds, num_positions)
 
 
@@ -62,19 +60,11 @@ def test_neighbours_are_independent(distance):
     assert_independent(values[distance:, :-distance], values[:-distance, distance:])
 
 
-def test_streams_are_independent_of_each_other():
-    first, second = grid(200, 200, stream=0), grid(200, 200, stream=1)
-    assert_uniform(second)
-    assert_independent(first, second)
-    assert_independent(first[1:], second[:-1])
-    assert_independent(first[:, 1:], second[:, :-1])
-
-
 @repeatable
-@given(st.lists(st.tuples(INT64, st.integers(0, 2**31 - 1)), min_size=1), st.integers(0, 9))
-def test_numbers_are_positive_and_finite(pairs, stream):
+@given(st.lists(st.tuples(INT64, st.integers(0, 2**31 - 1)), min_size=1))
+def test_numbers_are_positive_and_finite(pairs):
     seeds, positions = (np.array(column, np.int64) for column in zip(*pairs, strict=True))
-    values = exponentials_at(stream_keys(seeds, stream), positions, 3)
+    values = exponentials_at(stream_keys(seeds), positions, 3)
     assert values.dtype == np.float32
     assert ((values >= 2.0**-24) & (values < 17)).all()
     odd = np.exp(-values.astype(np.float64)) * 2**24

@@ -15,7 +15,7 @@ from tests.tiny_models import make_tiny_model
 from vllm.bucketing.catalog.bucket_plan import plan_buckets
 from vllm.bucketing.catalog.closure import prove
 from vllm.config import VllmConfig
-from vllm.entrypoints.cli.main import _create_parser
+from vllm.entrypoints.cli.main import create_parser
 from vllm.entrypoints.openai.cli_args import make_arg_parser, read_args
 from vllm.utils import FlexibleArgumentParser
 
@@ -46,7 +46,7 @@ def resolve(row: Statement, model: Path) -> VllmConfig:
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(words[3:])
     else:
         assert words[:2] == ["vllm", "serve"]
-        args = _create_parser(words[1:]).parse_args(words[1:])
+        args = create_parser(words[1:]).parse_args(words[1:])
         del args.command, args.run
     engine, _ = read_args(args)
     assert engine.model

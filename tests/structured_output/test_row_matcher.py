@@ -137,8 +137,8 @@ def test_matchers_of_one_grammar_do_not_touch_each_other():
     [("ebnf", 'root ::= "a" | root root'), ("lark", 'start: x\nx: x x | "a"')],
 )
 def test_a_grammar_that_takes_ever_longer_ends_its_request(kind, source, monkeypatch):
-    monkeypatch.setattr("vllm.structured_output.row_matcher._BUDGET_S", 0.1)
-    monkeypatch.setattr("vllm.structured_output.row_matcher._BUDGET_PER_TOKEN_S", 0.001)
+    monkeypatch.setattr("vllm.structured_output.row_matcher.BUDGET_S", 0.1)
+    monkeypatch.setattr("vllm.structured_output.row_matcher.BUDGET_PER_TOKEN_S", 0.001)
     matcher = row_matcher(kind, source, max_tokens=5000)
     mask = np.empty(BYTES.num_words, np.int32)
     for _ in range(2000):

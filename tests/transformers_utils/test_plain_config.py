@@ -13,7 +13,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.loops import loop_over
-from tests.tiny_models import _FAMILIES, FAMILIES, spelled
+from tests.tiny_models import FAMILIES, FAMILY_CONFIGS, spelled
 from tests.tiny_pooling_models import MODELS
 from vllm.assets import BUNDLED_MODEL
 from vllm.config import ModelArch, ModelConfig
@@ -204,7 +204,7 @@ def test_a_plain_config_says_what_transformers_would(raw):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_config_that_transformers_saves_of_a_generative_family_is_plain(family, tmp_path):
-    create_config, values = _FAMILIES[family]
+    create_config, values = FAMILY_CONFIGS[family]
     values = spelled(values)
     create_config(**values, architectures=[MODEL_NAMES[create_config]]).save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())

@@ -176,8 +176,8 @@ def test_the_table_is_that_of_the_installed_transformers():
         model_type, name = family.model_type, family.tokenizer
         theirs = auto.TOKENIZER_MAPPING_NAMES.get(model_type) or ""
         generic = theirs in ("TokenizersBackend", "MistralCommonBackend")
-        assert name == (module._GENERIC if generic else theirs), model_type
-        if name not in ("", module._GENERIC):
+        assert name == (module.GENERIC if generic else theirs), model_type
+        if name not in ("", module.GENERIC):
             is_forced = model_type in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
             assert is_forced == family.replaces_tokenizer, model_type
 

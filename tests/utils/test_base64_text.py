@@ -41,7 +41,7 @@ def test_every_length_is_decoded(size):
 
 @pytest.mark.parametrize("size", [-3, -2, -1, 0, 1, 2, 3, 4])
 def test_a_large_text_is_decoded_in_pieces(size):
-    data = os.urandom(base64_text._PIECE // 4 * 3 * 2 + size)
+    data = os.urandom(base64_text.PIECE // 4 * 3 * 2 + size)
     text = base64.b64encode(data).decode()
     lines = base64.encodebytes(data).decode()
     for each in (text, text.rstrip("="), lines):

@@ -78,7 +78,7 @@ def test_a_child_that_goes_on_is_left_alone_and_its_stop_is_no_end(child):
 
 
 def test_a_child_that_is_stopped_for_too_long_is_killed(child, monkeypatch):
-    monkeypatch.setattr(child_process, "_LOOK_S", 0.01)
+    monkeypatch.setattr(child_process, "LOOK_S", 0.01)
     child.stop_limit_s = 0.02
     ends = Ends(child)
     child.process.send_signal(signal.SIGSTOP)

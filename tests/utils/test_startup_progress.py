@@ -21,8 +21,8 @@ def test_a_process_began_after_its_parent_asked_and_before_its_first_line():
 
 
 def test_without_the_system_s_word_it_is_the_import(monkeypatch, tmp_path):
-    monkeypatch.setattr(startup_progress, "_STAT", tmp_path / "none")
-    assert startup_progress.process_start() == startup_progress._imported
+    monkeypatch.setattr(startup_progress, "STAT", tmp_path / "none")
+    assert startup_progress.process_start() == startup_progress.IMPORTED
 
 
 def test_reports_reach_the_listener_and_nobody_else():

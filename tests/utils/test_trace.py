@@ -158,7 +158,7 @@ def test_threads_write_side_by_side_and_nothing_is_lost(writer):
 KILLED = """
 import os, signal, sys, time
 from vllm.utils import trace
-trace._FLUSH_INTERVAL_S = 0.01
+trace.FLUSH_INTERVAL_S = 0.01
 writer = trace.TraceWriter(sys.argv[1])
 for number in range(100):
     writer.instant("event", number=number)
@@ -214,7 +214,7 @@ class FullDisk(FileIO):
 
 def test_a_full_disk_ends_the_trace_with_one_warning(tmp_path, monkeypatch, log):
     monkeypatch.setattr(trace, "FileIO", FullDisk)
-    monkeypatch.setattr(trace, "_FLUSH_AT_EVENTS", 1)
+    monkeypatch.setattr(trace, "FLUSH_AT_EVENTS", 1)
     writer = TraceWriter(tmp_path / "events.json")
     for number in range(100):
         with writer.span("step", number=number):
@@ -252,7 +252,7 @@ def test_events_the_disk_is_too_slow_for_are_dropped_and_counted(tmp_path, monke
 
     monkeypatch.setattr(trace, "FileIO", SlowDisk)
     monkeypatch.setattr(trace, "MAX_PENDING_EVENTS", 10)
-    monkeypatch.setattr(trace, "_FLUSH_INTERVAL_S", 0.001)
+    monkeypatch.setattr(trace, "FLUSH_INTERVAL_S", 0.001)
     writer = TraceWriter(tmp_path / "events.json")
     assert is_writing.wait(120)
     for number in range(50):

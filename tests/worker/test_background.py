@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import torch
 
 from vllm.utils.background_work import TIME_SLICE_S
-from vllm.worker.parts import background
-from vllm.worker.parts.background import StepClock, run_in_background
+from vllm.worker.parts import adapters
+from vllm.worker.parts.adapters import StepClock, run_in_background
 
 
 def test_work_takes_one_thread_and_short_turns_and_leaves_nothing_behind():
@@ -31,7 +31,7 @@ def test_work_takes_one_thread_and_short_turns_and_leaves_nothing_behind():
 
 def test_steps_run_for_a_while_after_the_last_has_begun(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(adapters, "time", SimpleNamespace(monotonic=lambda: now[0]))
     steps = StepClock()
     steps._began = now[0] - 1
     assert not steps.is_busy()

@@ -21,7 +21,7 @@ from vllm.errors import CapacityError, RequestError
 from vllm.model_executor.loader.model_loader import load_model
 from vllm.multimodal.job import family_of_model
 from vllm.utils.process import startup_progress
-from vllm.worker.hpu.encoder import CardEncoder, _as_tensors
+from vllm.worker.hpu.encoder import CardEncoder, as_tensors
 from vllm.worker.hpu.warmup import warmup_estimate
 
 pytest.importorskip("PIL", reason="images need Pillow")
@@ -47,7 +47,7 @@ def qwen(tmp_path_factory):
 def items_of(config, shapes):
     family = family_of_model(config)
     return [
-        _as_tensors(family.process(draw_image(seed, *shape)).tensors)
+        as_tensors(family.process(draw_image(seed, *shape)).tensors)
         for seed, shape in enumerate(shapes)
     ]
 
@@ -77,7 +77,9 @@ def test_after_the_warm_up_no_image_compiles_and_none_depends_on_others(
     monkeypatch.setattr(
         warmup_estimate.WarmUpEstimate.__init__, "__defaults__", (lambda: next(clock),)
     )
-    monkeypatch.setattr(startup_progress, "_listener", lambda *report: reports.append(report))
+    monkeypatch.setattr(
+        startup_progress, "current_listener", lambda *report: reports.append(report)
+    )
     card = simulated_hpu(has_profiling_run=False, **LAZY)
     with card as bridge, captured_log(logging.INFO) as log:
         llm = LLM(str(folder), **ENGINE | {"dtype": dtype}, enforce_eager=True)

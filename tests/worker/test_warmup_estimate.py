@@ -141,7 +141,7 @@ def test_log_probes_and_pages_show_the_figure_of_the_warm_up(monkeypatch):
         return clock[0]
 
     monkeypatch.setattr(warmup_estimate.WarmUpEstimate.__init__, "__defaults__", (now,))
-    monkeypatch.setattr(startup_state, "_LOG_INTERVAL_S", 0.0)
+    monkeypatch.setattr(startup_state, "LOG_INTERVAL_S", 0.0)
     monkeypatch.setattr(startup_state.logger, "propagate", True)
     startup, reports = StartupState(), []
 
@@ -150,7 +150,7 @@ def test_log_probes_and_pages_show_the_figure_of_the_warm_up(monkeypatch):
         reports.append((phase, eta_seconds, startup.eta_seconds))
 
     variables = FEW_BUCKETS | {"PT_HPU_LAZY_MODE": 1, "VLLM_PROMPT_SEQ_BUCKET_MAX": 64}
-    monkeypatch.setattr(startup_progress, "_listener", listen)
+    monkeypatch.setattr(startup_progress, "current_listener", listen)
     with simulated_hpu(**variables, has_profiling_run=False), captured_log(logging.INFO) as log:
         executor = make_executor(EngineArgs(**SMALL_ENGINE).create_engine_config())
         try:

@@ -226,10 +226,7 @@ def _is_rate(value: Any) -> bool:
 
 _IO_KEYS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "image": {
-        "rgba_background_color": (
-            _is_color,
-            "three integers from 0 to 255 (red, green, blue)",
-        )
+        "rgba_background_color": (_is_color, "three integers from 0 to 255 (red, green, blue)")
     },
     "audio": {},
     "video": {

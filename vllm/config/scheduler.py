@@ -9,7 +9,7 @@ from vllm.errors import ConfigError
 SchedulerPolicy = Literal["fcfs", "priority"]
 
 
-_ENCODER_CACHE_SIZE = 16384
+ENCODER_CACHE_SIZE = 16384
 """Embeddings of images that are kept at least: 128 MiB of a model with a hidden size of 4096."""
 
 
@@ -125,7 +125,7 @@ class SchedulerConfig:
     @property
     def encoder_cache_size(self) -> int:
         """Number of image embeddings that are stored."""
-        return max(_ENCODER_CACHE_SIZE, 2 * self.max_num_batched_tokens, self.encoder_budget)
+        return max(ENCODER_CACHE_SIZE, 2 * self.max_num_batched_tokens, self.encoder_budget)
 
     @property
     def longest_chunk(self) -> int:

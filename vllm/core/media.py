@@ -323,12 +323,7 @@ class EncoderCache:
         return 0 if entry is None else entry.num_encoded
 
     def _parts_from(
-        self,
-        first: int,
-        item: MediaItem,
-        plan: MediaPlan,
-        budget: PromptBudget | None,
-        before: int,
+        self, first: int, item: MediaItem, plan: MediaPlan, budget: PromptBudget | None, before: int
     ) -> range:
         """Return the parts of an image that this step may encode.
 

@@ -116,9 +116,7 @@ class Step:
             new = slice(sent - start, None)
             request.num_prompt_logprobs = end
             unsent[request.request_id] = LogprobRows(
-                token_ids=chunk.token_ids[new],
-                logprobs=chunk.logprobs[new],
-                ranks=chunk.ranks[new],
+                token_ids=chunk.token_ids[new], logprobs=chunk.logprobs[new], ranks=chunk.ranks[new]
             )
         return unsent
 

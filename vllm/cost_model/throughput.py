@@ -274,11 +274,7 @@ class ServingCost:
         return coordinates(prompt_share, batch, length, self.figures.token_params / self.num_cards)
 
     def _step_time(
-        self,
-        terms: Floats,
-        at: Floats,
-        outside: NDArray[np.bool_],
-        attention: ArrayLike = 0.0,
+        self, terms: Floats, at: Floats, outside: NDArray[np.bool_], attention: ArrayLike = 0.0
     ) -> StepTime:
         by_constant = terms * self.fitted.values
         parts = np.stack([by_constant[..., _COLUMNS_OF[name]].sum(-1) for name in PARTS], axis=-1)

@@ -46,7 +46,7 @@ class Collectives(Protocol):
         ...
 
 
-def _gather_function() -> Callable[..., Any]:
+def gather_function() -> Callable[..., Any]:
     """Return the function that gathers into one tensor. torch 2.13 renamed it, and warns about the
     old name.
     """
@@ -74,7 +74,7 @@ class TorchCollectives:
         self._size = size
         self._process_group = process_group
         self._before = before
-        self._gather = _gather_function()
+        self._gather = gather_function()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum a tensor over the ranks, in place."""
@@ -104,10 +104,7 @@ class CheckedCollectives(TorchCollectives):
     """
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        process_group: "torch.distributed.ProcessGroup | None" = None,
+        self, rank: int, size: int, process_group: "torch.distributed.ProcessGroup | None" = None
     ) -> None:
         super().__init__(size, process_group)
         self._rank = rank

@@ -173,10 +173,7 @@ class GlooLink(_StageLink):
     """
 
     def __init__(
-        self,
-        group: "torch.distributed.ProcessGroup",
-        rank: int,
-        *around: int | None,
+        self, group: "torch.distributed.ProcessGroup", rank: int, *around: int | None
     ) -> None:
         super().__init__(rank, *around)
         self._group: torch.distributed.ProcessGroup | None = group

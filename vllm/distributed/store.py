@@ -28,11 +28,7 @@ _EAGAIN = "Socket Timeout"
 
 
 def open_store(
-    address: tuple[str, int],
-    *,
-    is_host: bool,
-    listener: socket.socket | None,
-    timeout_s: float,
+    address: tuple[str, int], *, is_host: bool, listener: socket.socket | None, timeout_s: float
 ) -> "torch.distributed.TCPStore":
     """Open the store at an address.
 
@@ -47,7 +43,7 @@ def open_store(
         torch.distributed.DistError: the store cannot be served, or no process serves it.
     """
     host, port = address
-    before = _own_sockets()
+    before = own_sockets()
     opened: Future[torch.distributed.TCPStore] = Future()
 
     def open_it() -> None:
@@ -72,7 +68,7 @@ def open_store(
         store = opened.result(2 * timeout_s)  # once for connecting, once for the first answer
     except FutureTimeoutError:
         raise torch.distributed.DistNetworkError(_EAGAIN) from None
-    for descriptor in _own_sockets() - before:
+    for descriptor in own_sockets() - before:
         with contextlib.suppress(OSError):  # not the socket of this connection
             set_socket_timeouts_of(descriptor, port, socket.SO_RCVTIMEO, timeout_s)
     return store
@@ -83,7 +79,7 @@ def has_no_answer(error: "torch.distributed.DistError") -> bool:
     return _EAGAIN in str(error)
 
 
-def _own_sockets() -> set[int]:
+def own_sockets() -> set[int]:
     """Return the file descriptors of this process's sockets."""
     found = set()
     for name in os.listdir("/proc/self/fd"):

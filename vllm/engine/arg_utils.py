@@ -14,11 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.config.fields import ConfigField, config_fields, config_sections
-from vllm.engine.resolve.compat_args import (
-    COMPAT_ARGUMENTS,
-    CompatArgument,
-    accept,
-)
+from vllm.engine.resolve.compat_args import COMPAT_ARGUMENTS, CompatArgument, accept
 from vllm.engine.resolve.newer_args import OBJECTS, RENAMED, TEXT_ONLY, is_newer, with_own_names
 from vllm.errors import ConfigError
 from vllm.utils.arguments import flag_of

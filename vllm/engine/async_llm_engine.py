@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from vllm.config import LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.config.structured_output import StructuredOutputConfig
 from vllm.engine.adapter_calls import POLL_S, call_of, check_on, check_pinned, is_loaded
-from vllm.engine.core_calls import CoreCalls
 from vllm.engine.input.input_processor import InputProcessor
 from vllm.engine.input.media_input import MediaInput
 from vllm.engine.input.preparation import Preparation
@@ -42,6 +41,7 @@ from vllm.engine.metrics.traffic_metrics import BucketAdvice, TrafficFile
 from vllm.engine.output.output_processor import OutputProcessor
 from vllm.engine.output.stats_recorder import StatsRecorder
 from vllm.engine.process.admission import Admission, AdmissionLimits
+from vllm.engine.process.core_calls import CoreCalls
 from vllm.engine.process.startup_state import StartupState
 from vllm.engine.process.wire import CoreOutput, Refused
 from vllm.engine.replicas.core_replicas import CoreReplicas, ReplicaState
@@ -623,9 +623,7 @@ class AsyncLLM:
         """
         outputs = self.output_processor
         return await asyncio.to_thread(
-            self.input_processor.adapter,
-            lora_request,
-            lambda: outputs.num_unfinished_requests > 0,
+            self.input_processor.adapter, lora_request, lambda: outputs.num_unfinished_requests > 0
         )
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:

@@ -21,10 +21,10 @@ from vllm.distributed.kv_transfer import KVConnector
 from vllm.distributed.kv_transfer.choose import make_connector
 from vllm.engine.async_scheduling import AsyncSchedulingPolicy
 from vllm.engine.background_warm_up import BackgroundWarmUp
-from vllm.engine.core_calls import CoreCalls
 from vllm.engine.input.named_processors import NamedProcessors
 from vllm.engine.kv_event_publisher import KVEventPublisher
 from vllm.engine.kv_transfer import KVTransfer
+from vllm.engine.process.core_calls import CoreCalls
 from vllm.engine.request_resources import RequestResources
 from vllm.errors import (
     CapacityError,

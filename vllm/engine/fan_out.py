@@ -22,7 +22,7 @@ def fan_out(request: EngineRequest) -> list[EngineRequest]:
         own.n, own.best_of = 1, None
         if params.is_ranked and own.logprobs is None:
             own.logprobs = 0  # samples are ranked by the log-probabilities of their tokens
-        seed = _wrap_int64(request.seed + index)
+        seed = (request.seed + index + 2**63) % 2**64 - 2**63  # wraps around like an int64
         if own.seed is not None:
             own.seed = seed
         if index:
@@ -50,7 +50,3 @@ def known_ids(request_id: str) -> tuple[str, str]:
     sample.
     """
     return request_id, sample_id(request_id, 0)
-
-
-def _wrap_int64(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63

@@ -234,11 +234,7 @@ class KVTransfer:
         keys, size = self._keys(request), self._cache.block_size
         self._num_queries += (len(keys) - len(self._cache.pool.find(keys))) * size
         num_loaded = self._cache.restore(
-            keys,
-            request.prompt_token_ids,
-            self._connector.load,
-            self._write,
-            request,
+            keys, request.prompt_token_ids, self._connector.load, self._write, request
         )
         self._num_hits += num_loaded * size
         if num_loaded:

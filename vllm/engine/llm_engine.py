@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from vllm.config import LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.config.structured_output import StructuredOutputConfig
 from vllm.engine.adapter_calls import POLL_S, call_of, check_on, check_pinned, is_loaded
-from vllm.engine.core_calls import CoreCalls
 from vllm.engine.fan_out import fan_out
 from vllm.engine.input.input_processor import InputProcessor
 from vllm.engine.metrics.engine_metrics import EngineMetrics
@@ -26,6 +25,7 @@ from vllm.engine.metrics.traffic_metrics import TrafficFile
 from vllm.engine.older_names import ModelExecutor, TokenizerGroup
 from vllm.engine.output.output_processor import OutputProcessor
 from vllm.engine.output.stats_recorder import StatsRecorder
+from vllm.engine.process.core_calls import CoreCalls
 from vllm.engine.unavailable import refuse
 from vllm.errors import ConfigError, EngineDeadError, RequestError
 from vllm.executor import Worker

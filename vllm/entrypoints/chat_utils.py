@@ -8,12 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.entrypoints.conversation.media import (
-    MediaPart,
-    MediaParts,
-    MediaRules,
-    RenderedChat,
-)
+from vllm.entrypoints.conversation.media import MediaPart, MediaParts, MediaRules, RenderedChat
 from vllm.entrypoints.conversation.messages import ContentFormat, check_continued, read_messages
 from vllm.entrypoints.conversation.thinking import with_all_switches
 from vllm.errors import RequestError

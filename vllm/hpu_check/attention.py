@@ -85,11 +85,7 @@ def check_decode(bridge: HabanaBridge) -> Outcome:
 
 
 def _decode(
-    bridge: HabanaBridge,
-    cache: _Cache,
-    seq_lens: IntArray,
-    is_contiguous: bool,
-    window: int | None,
+    bridge: HabanaBridge, cache: _Cache, seq_lens: IntArray, is_contiguous: bool, window: int | None
 ) -> tuple[Tensor, Tensor, float]:
     num_rows, device, dtype = len(seq_lens), bridge.device, cache.keys.dtype
     options = AttentionOptions(sliding_window=window)

@@ -16,9 +16,9 @@ from vllm.hpu_check.stopwatch import measure_links
 from vllm.platforms.hpu import create_hpu_platform
 from vllm.utils.process.child_process import describe_exit
 
-_TIMEOUT_S = 120.0
+TIMEOUT_S = 120.0
 """The first collective connects the cards, which takes seconds."""
-_RANK_PROGRAM = f"import sys; from {__name__} import exchange; exchange(*sys.argv[1:])"
+RANK_PROGRAM = f"import sys; from {__name__} import exchange; exchange(*sys.argv[1:])"
 
 
 def check_collectives(num_cards: int) -> Outcome:
@@ -124,7 +124,7 @@ def _start(rank: int, num_cards: int, folder: Path) -> "subprocess.Popen[bytes]"
     arguments = [str(rank), str(num_cards), str(folder / "store")]
     with _errors(folder, rank).open("wb") as errors:
         return subprocess.Popen(
-            ["env", *place, sys.executable, "-c", _RANK_PROGRAM, *arguments],
+            ["env", *place, sys.executable, "-c", RANK_PROGRAM, *arguments],
             stdout=subprocess.DEVNULL,
             stderr=errors,
         )
@@ -140,7 +140,7 @@ def _errors(folder: Path, rank: int) -> Path:
 
 def _wait(processes: "Sequence[subprocess.Popen[bytes]]") -> None:
     """Wait until all processes have exited, one has failed, or the time is up."""
-    end = time.monotonic() + _TIMEOUT_S
+    end = time.monotonic() + TIMEOUT_S
     while time.monotonic() < end:
         codes = [process.poll() for process in processes]
         if any(codes) or None not in codes:

@@ -150,11 +150,7 @@ def _judge(
 
 
 def _launch(
-    bridge: HabanaBridge,
-    config: VllmConfig,
-    share: float,
-    prepare: Prepare,
-    comparison: Comparison,
+    bridge: HabanaBridge, config: VllmConfig, share: float, prepare: Prepare, comparison: Comparison
 ) -> _Launched:
     rig = LayerTestHarness(bridge, config, num_blocks_of(bridge, config, share))
     rig.prefill_all()

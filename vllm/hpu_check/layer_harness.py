@@ -18,14 +18,7 @@ from vllm.attention.backends.hpu_metadata import build_decode_metadata, build_pr
 from vllm.attention.backends.sdpa import bridge_sdpa
 from vllm.attention.cached_layer import layers_with_cache
 from vllm.bucketing.bucket import decode, prefill
-from vllm.config import (
-    CacheConfig,
-    LoadConfig,
-    ModelArch,
-    ModelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
+from vllm.config import CacheConfig, LoadConfig, ModelArch, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.hpu_check.check import Outcome
@@ -113,13 +106,7 @@ class LayerTestHarness:
             token_ids[row, : end - start] = self._tokens[row][start:end]
             positions[row, : end - start] = np.arange(start, end)
         metadata = build_prefill_metadata(
-            self._tables,
-            starts,
-            ends - starts,
-            _PADDED_BATCH,
-            _PADDED_QUERY,
-            blocks,
-            BLOCK_SIZE,
+            self._tables, starts, ends - starts, _PADDED_BATCH, _PADDED_QUERY, blocks, BLOCK_SIZE
         )
         unused = np.zeros(_PADDED_BATCH, np.int32)
         given = PrefillInput(

@@ -88,15 +88,11 @@ def check_bias_moe(bridge: HabanaBridge) -> Outcome:
     gate, up, down = (torch.stack([w.dequantize() for w in part]) for part in stored)
     both = torch.cat([gate, up], dim=1)
     want = NativeOps().moe(
-        *(x.float(), ids, weights, both, down),
-        ExpertBiases(first.float(), second.float()),
-        options,
+        *(x.float(), ids, weights, both, down), ExpertBiases(first.float(), second.float()), options
     )
     ops = HPUOps(bridge)
     prepared = ops.prepare_experts(
-        *(stored[0], stored[1], stored[2], torch.bfloat16),
-        ExpertBiases(first, second),
-        options,
+        *(stored[0], stored[1], stored[2], torch.bfloat16), ExpertBiases(first, second), options
     )
     assert isinstance(prepared, HPUMxfp4Experts | HPULowBitExperts)
     given: list[Any] = [t.to(bridge.device) for t in (x, ids, weights)]

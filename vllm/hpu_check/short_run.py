@@ -23,12 +23,7 @@ from vllm.cost_model.constants import LAUNCH_STEP_S, REPLAY_GRAPH_S
 from vllm.cost_model.work import work_of
 from vllm.distributed import TPGroup
 from vllm.hpu_check.check import Comparison, Outcome
-from vllm.hpu_check.decoder_layer import (
-    CACHE_SHARE,
-    error_between,
-    prepare_compiled,
-    prepare_graph,
-)
+from vllm.hpu_check.decoder_layer import CACHE_SHARE, error_between, prepare_compiled, prepare_graph
 from vllm.hpu_check.layer_harness import (
     BLOCK_SIZE,
     SEQ_LENS,

@@ -29,11 +29,7 @@ from vllm.utils.background_work import Pause, no_pause
 
 
 def _run_expert(
-    adapters: LaunchAdapters,
-    single: SingleExperts,
-    number: int,
-    expert: AdaptedExpert,
-    x: Tensor,
+    adapters: LaunchAdapters, single: SingleExperts, number: int, expert: AdaptedExpert, x: Tensor
 ) -> Tensor:
     """Run an expert of this rank, with adapters, on all tokens x [n, hidden]."""
     gate_up = adapters.adapt(expert.gate_up, x, single.gate_up(number, x))

@@ -163,7 +163,9 @@ def _as_frames(video: Any, background: Color) -> VideoFrames | None:
     if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not _FPS[0] <= fps <= _FPS[1]:
         return None
     if isinstance(video, (list, tuple)):
-        several = [_frame_of(each, background) for each in video]
+        several = [
+            _as_pixels(each, "a frame", background) if _is_frame(each) else None for each in video
+        ]
         found = [frame for frame in several if frame is not None]
         if len(found) != len(several) or len({frame.shape for frame in found}) != 1:
             return None
@@ -174,10 +176,6 @@ def _as_frames(video: Any, background: Color) -> VideoFrames | None:
     if pixels is None:
         return None
     return VideoFrames(pixels, np.arange(len(pixels), dtype=np.float64) / fps)
-
-
-def _frame_of(image: Any, background: Color) -> NDArray[np.uint8] | None:
-    return _as_pixels(image, "a frame", background) if _is_frame(image) else None
 
 
 def _is_frame(item: Any) -> bool:

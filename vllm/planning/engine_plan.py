@@ -113,11 +113,7 @@ class EnginePlan:
     report: MemoryReport
 
     def __init__(
-        self,
-        config: VllmConfig,
-        platform: PlannedPlatform,
-        spec: CardSpec,
-        rank: int = 0,
+        self, config: VllmConfig, platform: PlannedPlatform, spec: CardSpec, rank: int = 0
     ) -> None:
         self.config, self.spec = config, spec
         self._platform = platform

@@ -122,10 +122,7 @@ class Plan:
 
 
 def make_plan(
-    args: EngineArgs,
-    device: str,
-    num_cards: int = 1,
-    host_bytes: int | None = None,
+    args: EngineArgs, device: str, num_cards: int = 1, host_bytes: int | None = None
 ) -> Plan:
     """Plan an engine on cards or on a CPU.
 

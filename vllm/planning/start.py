@@ -175,8 +175,7 @@ class ShapeCosts:
             _, warmed = self._plan.record(warm_up)
         row_bytes, token_bytes = result.nbytes // len(result), hidden.nbytes // len(hidden)
         return _Sample(
-            *(shape, warmed, warmed.seconds, forward),
-            *(row_bytes, token_bytes, extra_bytes),
+            *(shape, warmed, warmed.seconds, forward), *(row_bytes, token_bytes, extra_bytes)
         )
 
     # ---- of one shape ---------------------------------------------------------------------

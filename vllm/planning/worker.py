@@ -30,11 +30,7 @@ def on_planned_card(platform: PlannedPlatform) -> Iterator[None]:
     ops = get_ops()
     bridge = platform.bridge
     try:
-        with (
-            torch.inference_mode(),
-            platform.activated(),
-            bridge.dry_run(),
-        ):
+        with torch.inference_mode(), platform.activated(), bridge.dry_run():
             set_ops(HPUOps(bridge))
             yield
     finally:

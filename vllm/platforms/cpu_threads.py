@@ -222,12 +222,7 @@ def count_cores(num_replicas: int = 1) -> int:
 
 
 def count_threads(
-    num_threads: int,
-    num_cores: int,
-    weight_bytes: int,
-    *,
-    runs_with_server: bool,
-    is_pooling: bool,
+    num_threads: int, num_cores: int, weight_bytes: int, *, runs_with_server: bool, is_pooling: bool
 ) -> int:
     """Return the default number of threads for the forward pass.
 

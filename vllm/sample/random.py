@@ -22,20 +22,17 @@ _SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
 _1, _27, _30, _31, _41 = (np.uint64(n) for n in (1, 27, 30, 31, 41))
 
 
-def stream_keys(seeds: npt.NDArray[Any], stream: int = 0) -> KeyArray:
+def stream_keys(seeds: npt.NDArray[Any]) -> KeyArray:
     """Compute the part of a random number that depends only on the seed. Called once per request.
 
     Args:
         seeds: [n] int64 or uint64; a negative seed is its two's complement.
-        stream: index of a stream; different streams are independent of each other.
 
     Returns:
         [n] keys for `exponentials_at`.
     """
-    # Mixed twice, so that neither a larger seed nor another stream gives a shifted copy of one
-    # sequence.
-    keys = _mix(seeds.astype(np.uint64) + _GOLDEN)
-    return _mix(keys + np.array([stream + 1], np.uint64) * _GOLDEN)
+    # Mixed twice, so that a larger seed does not give a shifted copy of one sequence.
+    return _mix(_mix(seeds.astype(np.uint64) + _GOLDEN) + _GOLDEN)
 
 
 def exponentials_at(
@@ -52,13 +49,10 @@ def exponentials_at(
         [n, count] float32 in [2**-24, 17), mean 1.
     """
     steps = np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN
-    values = _fractions(_mix(_bits_at(keys, positions)[:, None] + steps))
+    bits = _mix(keys + (positions.astype(np.uint64) + _1) * _GOLDEN)
+    values = _fractions(_mix(bits[:, None] + steps))
     np.log(values, out=values)
     return np.negative(values, out=values)
-
-
-def _bits_at(keys: KeyArray, positions: npt.NDArray[Any]) -> KeyArray:
-    return _mix(keys + (positions.astype(np.uint64) + _1) * _GOLDEN)
 
 
 def _fractions(bits: KeyArray) -> npt.NDArray[np.float32]:

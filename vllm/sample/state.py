@@ -18,14 +18,7 @@ from vllm.messages import NO_TOKEN_LEFT, EngineRequest, FloatArray, IntArray, Lo
 from vllm.sample.block_reductions import num_draws
 from vllm.sample.buffers import ToDevice
 from vllm.sample.constraints import BiasTables, LogitEdits, RowConstraints
-from vllm.sample.features import (
-    DISTRIBUTION,
-    NEUTRAL,
-    PLAIN_PARAMS,
-    SMALL_TOP_K,
-    Feature,
-    Param,
-)
+from vllm.sample.features import DISTRIBUTION, NEUTRAL, PLAIN_PARAMS, SMALL_TOP_K, Feature, Param
 from vllm.sample.logprobs import split_rows
 from vllm.sample.metadata import (
     ALL_GREEDY,
@@ -354,10 +347,7 @@ class SamplingState:
         return self._metadata(rows, num_output_tokens, features, active, drafts or {})
 
     def distribution(
-        self,
-        rows: IntArray,
-        num_output_tokens: IntArray,
-        padded_size: int | None = None,
+        self, rows: IntArray, num_output_tokens: IntArray, padded_size: int | None = None
     ) -> SamplingMetadata:
         """Return metadata like `metadata`, limited to the features of `DISTRIBUTION`."""
         rows, num_output_tokens = self._pad(rows, num_output_tokens, padded_size)
@@ -398,7 +388,8 @@ class SamplingState:
         if active & Feature.RANDOM:
             draw_keys = RandomKeys(self._keys[rows], num_output_tokens.astype(np.int64))
             if not self._has_draw_keys:
-                exponentials, draw_keys = self._exponentials(draw_keys), None
+                drawn = draw_keys.exponentials(num_draws(self._vocab_size))
+                exponentials, draw_keys = self.to_device(drawn), None
         edits = None
         if active & Feature.EDITS:
             edits = self._edits(rows, num_output_tokens, features, ahead)
@@ -406,7 +397,9 @@ class SamplingState:
             features=features,
             active=active,
             **choice._asdict(),
-            params=self._device_params(rows) if needs_params(active) else None,
+            params=self.to_device(self._params.take(rows, axis=1))
+            if needs_params(active)
+            else None,
             exponentials=exponentials,
             draw_keys=draw_keys,
             processors=self._row_processors(rows, features) if active & Feature.PROCESSORS else (),
@@ -455,14 +448,6 @@ class SamplingState:
         errors.update(self._filler.errors(rows))
         errors.pop(self.padding_row, None)
         return errors
-
-    def _device_params(self, rows: IntArray) -> torch.Tensor:
-        """Copy all parameters of the batch to the device at once, [8, n] float32."""
-        return self.to_device(self._params.take(rows, axis=1))
-
-    def _exponentials(self, keys: RandomKeys) -> torch.Tensor:
-        """Copy the random values for each request's next token to the device, [n, K] float32."""
-        return self.to_device(keys.exponentials(num_draws(self._vocab_size)))
 
     def _copy(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -394,14 +394,11 @@ def _rename_references(schema: Any, renamed: Mapping[str, str], depth: int) -> A
         return schema
     copy = {key: _rename_references(each, renamed, depth - 1) for key, each in schema.items()}
     if isinstance(reference := copy.get("$ref"), str):
-        readings = (reference, unquote(reference), _unescaped(unquote(reference)))
+        pointer = unquote(reference)
+        readings = (reference, pointer, pointer.replace("~1", "/").replace("~0", "~"))
         found = [renamed[reading] for reading in readings if reading in renamed]
         copy["$ref"] = found[0] if found else reference
     return copy
-
-
-def _unescaped(pointer: str) -> str:
-    return pointer.replace("~1", "/").replace("~0", "~")
 
 
 def _values_of_keys(schema: object, keys: Sequence[str]) -> dict[str, set[str]]:

@@ -17,11 +17,7 @@ import numpy as np
 
 from vllm.guided_decoding_params import GrammarStart
 from vllm.messages import IntArray
-from vllm.structured_output.backends.interface import (
-    MAX_WHITESPACE,
-    BackendError,
-    BackendMatcher,
-)
+from vllm.structured_output.backends.interface import MAX_WHITESPACE, BackendError, BackendMatcher
 from vllm.structured_output.backends.vocabulary import Vocabulary, pack_tokens
 
 _MAX_ROLLBACK = 256

@@ -13,11 +13,7 @@ from vllm.guided_decoding_params import GrammarStart
 from vllm.logger import init_logger
 from vllm.messages import EngineRequest, Grammar
 from vllm.structured_output.backends import BACKENDS, check_vocabulary, import_backend, make_backend
-from vllm.structured_output.backends.interface import (
-    Backend,
-    BackendError,
-    LoadedGrammar,
-)
+from vllm.structured_output.backends.interface import Backend, BackendError, LoadedGrammar
 from vllm.structured_output.backends.vocabulary import Vocabulary
 from vllm.structured_output.row_matcher import RowMatcher
 from vllm.transformers_utils.tokenizer import load_tokenizer

@@ -9,19 +9,15 @@ import numpy as np
 
 from vllm.logger import init_logger
 from vllm.messages import NO_ALLOWED_TOKEN, EngineRequest, IntArray
-from vllm.structured_output.backends.interface import (
-    BackendError,
-    LoadedGrammar,
-    OutputMatcher,
-)
+from vllm.structured_output.backends.interface import BackendError, LoadedGrammar, OutputMatcher
 from vllm.structured_output.backends.vocabulary import Vocabulary, pack_tokens
 from vllm.structured_output.call_matcher import CallMatcher
 from vllm.structured_output.late_start import LateMatcher
 
 logger = init_logger(__name__)
 
-_BUDGET_S = 2.0
-_BUDGET_PER_TOKEN_S = 0.005
+BUDGET_S = 2.0
+BUDGET_PER_TOKEN_S = 0.005
 """Processor time for the masks of one request. The whole batch waits for them, and an ambiguous
 grammar may take longer with every token, so its request is ended. Usually it takes less than 1
 ms."""
@@ -118,7 +114,7 @@ class RowMatcher:
 
     def _spend(self, seconds: float) -> None:
         self._spent_s += seconds
-        if self._spent_s > _BUDGET_S + _BUDGET_PER_TOKEN_S * self._num_tokens:
+        if self._spent_s > BUDGET_S + BUDGET_PER_TOKEN_S * self._num_tokens:
             raise BackendError(
                 f"following the grammar took {self._spent_s:.1f} s for {self._num_tokens} tokens, "
                 f"because it is too ambiguous. Simplify it"

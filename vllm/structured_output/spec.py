@@ -60,8 +60,7 @@ def _kind_of(params: GuidedDecodingParams) -> str:
         if getattr(params, name) not in (None, False):
             return name
     raise RequestError(
-        f"guided_decoding is empty: set one of {', '.join(KINDS)}",
-        param="guided_decoding",
+        f"guided_decoding is empty: set one of {', '.join(KINDS)}", param="guided_decoding"
     )
 
 

@@ -47,10 +47,10 @@ _FORMATS = (
         ("<fim-pad>", "<|endoftext|>"),
     ),
     _Format(  # DeepSeek Coder and V2 to V3
-        ("<｜fim▁begin｜>", _PREFIX, "<｜fim▁hole｜>", _SUFFIX, "<｜fim▁end｜>"),  # noqa: RUF001
+        ("<｜fim▁begin｜>", _PREFIX, "<｜fim▁hole｜>", _SUFFIX, "<｜fim▁end｜>")  # noqa: RUF001
     ),
     _Format(  # Seed Coder
-        ("<[fim-suffix]>", _SUFFIX, "<[fim-prefix]>", _PREFIX, "<[fim-middle]>"),
+        ("<[fim-suffix]>", _SUFFIX, "<[fim-prefix]>", _PREFIX, "<[fim-middle]>")
     ),
     _Format(("[SUFFIX]", _SUFFIX, "[PREFIX]", _PREFIX), ("[MIDDLE]",)),  # Codestral
 )

@@ -54,9 +54,7 @@ def read_sentence_transformers_config(folder: Path) -> SentenceTransformersConfi
     if pooling_type is None:
         return None
     return SentenceTransformersConfig(
-        pooling_type=pooling_type,
-        normalize=normalize,
-        max_seq_length=_read_max_seq_length(folder),
+        pooling_type=pooling_type, normalize=normalize, max_seq_length=_read_max_seq_length(folder)
     )
 
 

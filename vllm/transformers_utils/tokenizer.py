@@ -9,10 +9,7 @@ from vllm.errors import ConfigError
 from vllm.transformers_utils.gguf.folder import WITHOUT_TOKENIZER
 from vllm.transformers_utils.processor_template import template_of_folder
 from vllm.transformers_utils.tekken import TEKKEN, load_tekken
-from vllm.transformers_utils.tokenizer_class import (
-    special_tokens_of_version_5,
-    tokenizer_class,
-)
+from vllm.transformers_utils.tokenizer_class import special_tokens_of_version_5, tokenizer_class
 from vllm.utils.files.json_file import read_json_object
 from vllm.utils.files.lfs import pointer_problem
 from vllm.utils.imports import without_collections, without_torch

@@ -16,11 +16,11 @@ from vllm.utils.files.json_file import read_json_object
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_GENERIC = "PreTrainedTokenizerFast"
+GENERIC = "PreTrainedTokenizerFast"
 """The class that reads everything from tokenizer.json; transformers 5 also has this name for it."""
 _NAMES_OF_VERSION_5 = ("TokenizersBackend", "PythonBackend")
 _NAMES_OF_GENERIC = {
-    *(_GENERIC, "PreTrainedTokenizer", *_NAMES_OF_VERSION_5),
+    *(GENERIC, "PreTrainedTokenizer", *_NAMES_OF_VERSION_5),
     *("BloomTokenizer", "BloomTokenizerFast"),
 }
 
@@ -45,7 +45,7 @@ def tokenizer_class(folder: Path) -> "type[PreTrainedTokenizerFast] | None":
     if is_version_4():
         # For all model types: version 4 lacks some class names that transformers 5 writes.
         choice: str | None = (
-            _GENERIC if named in _NAMES_OF_VERSION_5 else named.removesuffix("Fast") + "Fast"
+            GENERIC if named in _NAMES_OF_VERSION_5 else named.removesuffix("Fast") + "Fast"
         )
     else:
         choice = _chosen_by_version_5(named, model_type, folder)
@@ -78,15 +78,15 @@ def _chosen_by_version_5(named: str, model_type: object, folder: Path) -> str | 
         return None
     if family.has_mistral_tokenizer and importlib.util.find_spec("mistral_common"):
         return None
-    if registered == _GENERIC or family.replaces_tokenizer:
+    if registered == GENERIC or family.replaces_tokenizer:
         return registered
     if named in _NAMES_OF_GENERIC:
-        return _GENERIC
+        return GENERIC
     named = named.removesuffix("Fast")
     if named == "LlamaTokenizer":
         has_byte_level = _has_byte_level(folder)
         if has_byte_level is not False:
-            return None if has_byte_level is None else _GENERIC
+            return None if has_byte_level is None else GENERIC
     return named
 
 

@@ -26,12 +26,7 @@ class HelpAction(argparse.Action):
 
     def __init__(self, option_strings: Sequence[str], dest: str = argparse.SUPPRESS) -> None:
         super().__init__(
-            option_strings,
-            dest,
-            nargs="?",
-            default=argparse.SUPPRESS,
-            metavar="TOPIC",
-            help=_TEXT,
+            option_strings, dest, nargs="?", default=argparse.SUPPRESS, metavar="TOPIC", help=_TEXT
         )
 
     def __call__(

@@ -32,12 +32,12 @@ class ParserRegistry(Generic[ParserT]):
     ) -> None:
         self._flag = flag
         self._base = base
-        self._parsers = dict(parsers)
+        self.parsers = dict(parsers)
         self._methods = methods
 
     def names(self) -> list[str]:
         """Return all names in alphabetical order."""
-        return sorted(self._parsers)
+        return sorted(self.parsers)
 
     def get(self, name: str) -> type[ParserT]:
         """Return the parser with this name.
@@ -45,13 +45,13 @@ class ParserRegistry(Generic[ParserT]):
         Raises:
             ConfigError: no parser has this name.
         """
-        if name not in self._parsers:
+        if name not in self.parsers:
             raise ConfigError(f"{self._flag} {name!r} is not one of {', '.join(self.names())}")
-        return self._parsers[name]
+        return self.parsers[name]
 
     def snapshot(self) -> dict[str, type[ParserT]]:
         """Return the current parsers by name (a copy)."""
-        return dict(self._parsers)
+        return dict(self.parsers)
 
     @overload
     def register_module(
@@ -82,9 +82,9 @@ class ParserRegistry(Generic[ParserT]):
             self._check(parser)
             names = [parser.__name__] if name is None else [name] if isinstance(name, str) else name
             for each in names:
-                if not force and each in self._parsers:
+                if not force and each in self.parsers:
                     raise KeyError(f"{self._flag} {each!r} is registered already")
-                self._parsers[each] = parser
+                self.parsers[each] = parser
             return parser
 
         return register if module is None else register(module)
@@ -92,7 +92,7 @@ class ParserRegistry(Generic[ParserT]):
     def _check(self, parser: type) -> None:
         if not (isinstance(parser, type) and issubclass(parser, self._base)):
             raise TypeError(f"{parser!r} is not a subclass of {self._base.__name__}")
-        is_derived = any(issubclass(parser, known) for known in self._parsers.values())
+        is_derived = any(issubclass(parser, known) for known in self.parsers.values())
         if not is_derived and not any(_overrides(parser, self._base, n) for n in self._methods):
             raise TypeError(f"{parser.__name__} must define {' or '.join(self._methods)}")
 

@@ -35,8 +35,8 @@ MAX_PENDING_EVENTS = 32_768
 """Maximum number of events that are not written yet, about 20 MiB. If the disk is too slow, further
 events are dropped."""
 
-_FLUSH_INTERVAL_S = 1.0
-_FLUSH_AT_EVENTS = 4_096
+FLUSH_INTERVAL_S = 1.0
+FLUSH_AT_EVENTS = 4_096
 _CLOSE_TIMEOUT_S = 5.0
 _NULL_SPAN = nullcontext()
 
@@ -138,7 +138,7 @@ class TraceWriter(Trace):
                 self._num_dropped += 1
             return
         self._pending.append(self._event(phase, name, track, args, **more))
-        if num_pending >= _FLUSH_AT_EVENTS:
+        if num_pending >= FLUSH_AT_EVENTS:
             self._wake.set()
 
     def _event(
@@ -165,7 +165,7 @@ class TraceWriter(Trace):
     def _run(self) -> None:
         try:
             while self.is_on:
-                self._wake.wait(_FLUSH_INTERVAL_S)
+                self._wake.wait(FLUSH_INTERVAL_S)
                 self._wake.clear()
                 self._flush()
             self._flush()
@@ -186,7 +186,7 @@ class TraceWriter(Trace):
         if num_dropped:
             args = {"count": num_dropped}
             self._pending.append(self._event("i", "events dropped", INTERNAL, args, s="t"))
-        while num_events := min(len(self._pending), _FLUSH_AT_EVENTS):
+        while num_events := min(len(self._pending), FLUSH_AT_EVENTS):
             events = [_encode(self._pending.popleft()) for _ in range(num_events)]
             self._write((b",\n" if self._num_bytes else b"[\n") + b",\n".join(events))
 

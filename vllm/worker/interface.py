@@ -21,13 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from vllm.config import VllmConfig
-from vllm.messages import (
-    EngineRequest,
-    ModelRunnerOutput,
-    RunnerStats,
-    SchedulerOutput,
-    StepTokens,
-)
+from vllm.messages import EngineRequest, ModelRunnerOutput, RunnerStats, SchedulerOutput, StepTokens
 from vllm.utils.methods import methods_of
 
 if TYPE_CHECKING:  # these modules load torch, which a server that imports this table does not need

@@ -200,11 +200,7 @@ def log_states(layout: KVCacheLayout, num_rows: int, num_kept: int = 0) -> None:
 
 
 def check_capacity(
-    config: VllmConfig,
-    num_blocks: int,
-    block_bytes: int,
-    memory: CacheBudget,
-    num_groups: int = 1,
+    config: VllmConfig, num_blocks: int, block_bytes: int, memory: CacheBudget, num_groups: int = 1
 ) -> None:
     """Check that a cache holds at least one request of max_model_len tokens.
 

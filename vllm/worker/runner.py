@@ -135,10 +135,7 @@ def plan_batch(
     layout = cache_layout(config, layers, dtype, keeps_all=keeps_all)
     limits = config.scheduler
     return layout, InputBatch(
-        limits.max_num_seqs,
-        limits.max_model_len,
-        config.max_blocks_per_request,
-        len(layout.groups),
+        limits.max_num_seqs, limits.max_model_len, config.max_blocks_per_request, len(layout.groups)
     )
 
 

@@ -119,7 +119,7 @@ def test_a_broken_response_is_a_connection_error(pieces, message):
 
 @pytest.mark.parametrize("piece", [b"zz\r\n", CLOSE])
 def test_a_response_that_breaks_after_a_piece_was_read_is_a_connection_error(piece, monkeypatch):
-    monkeypatch.setattr(http_client, "_LOOK_S", 0.01)
+    monkeypatch.setattr(http_client, "LOOK_S", 0.01)
     has_come = threading.Event()
 
     def pieces(request):

@@ -25,6 +25,6 @@ def test_an_event_waits_for_its_end():
 
 
 def test_an_event_without_end_is_refused(monkeypatch):
-    monkeypatch.setattr("vllm.entrypoints.bench.backends._MAX_EVENT_BYTES", 10)
+    monkeypatch.setattr("vllm.entrypoints.bench.backends.MAX_EVENT_BYTES", 10)
     with pytest.raises(ValueError, match="an event of more than 10 bytes"):
         SseParser().feed(b"data: 1234567")

@@ -121,7 +121,7 @@ def test_readings_of_a_driver_that_does_not_answer_for_long_are_not_shown(monkey
             pass
         answers.clear()
         assert await telemetry.latest() == [READING]
-        monkeypatch.setattr(card_telemetry, "_LOST_AFTER_S", -1.0)
+        monkeypatch.setattr(card_telemetry, "LOST_AFTER_S", -1.0)
         assert await telemetry.latest() == ()
         answers.set()
 

@@ -23,7 +23,7 @@ from starlette.testclient import TestClient
 from tests.entrypoints.openai.pooling_engine import InlineEngine, pooling_client
 from tests.tiny_pooling_models import add_tokenizer, make_pooling_model
 from vllm import LLM
-from vllm.entrypoints.server.app import _MODEL_ROUTES
+from vllm.entrypoints.server.app import MODEL_ROUTES
 
 pytestmark = pytest.mark.filterwarnings("ignore:temperature .* is raised")
 
@@ -153,7 +153,7 @@ def body_models(route: APIRoute) -> list[type[BaseModel]]:
 
 ROUTES = {
     route.path: [field for model in models for field in fields_of(model)]
-    for module in _MODEL_ROUTES
+    for module in MODEL_ROUTES
     for route in module.router.routes
     if isinstance(route, APIRoute) and (models := body_models(route))
 }

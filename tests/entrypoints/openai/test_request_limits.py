@@ -30,14 +30,14 @@ from tests.loops import loop_over
 from vllm.config import ModelConfig, MultiModalConfig, PoolerConfig
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.input.sampling_input import SamplingInput
-from vllm.entrypoints.http.body_route import BodyRoute, _body_classes
+from vllm.entrypoints.http.body_route import BodyRoute, body_classes
 from vllm.entrypoints.http.request_limits import count_values, limits_of
 from vllm.entrypoints.openai.chat import prompt
 from vllm.entrypoints.openai.chat import serving as chat_serving
 from vllm.entrypoints.openai.completion import serving
 from vllm.entrypoints.openai.shared.chunks import json_response
 from vllm.entrypoints.openai.shared.merge import merge
-from vllm.entrypoints.server.app import _routers, build_app
+from vllm.entrypoints.server.app import build_app, server_routers
 from vllm.entrypoints.shared.context import ServerContext
 from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.messages import EngineOutput, Finished, FinishReason
@@ -478,7 +478,7 @@ OPEN_FIELDS = {
 
 
 def routes_with_bodies() -> list[Any]:
-    found = [route for router in _routers(ARGS) for route in router.routes]
+    found = [route for router in server_routers(ARGS) for route in router.routes]
     return [route for route in found if getattr(route, "body_field", None) is not None]
 
 
@@ -486,7 +486,7 @@ def kinds_of_bodies() -> set[Any]:
     return {
         kind
         for route in routes_with_bodies()
-        for kind in _body_classes(route.body_field.field_info.annotation)
+        for kind in body_classes(route.body_field.field_info.annotation)
     }
 
 

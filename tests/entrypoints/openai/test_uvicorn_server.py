@@ -295,7 +295,7 @@ def test_a_certificate_needs_its_own_key(make_certificate, tmp_path):
 
 
 def test_a_certificate_that_changes_is_loaded_again(make_certificate, monkeypatch):
-    monkeypatch.setattr(uvicorn_server, "_CERTIFICATE_CHECK_S", 0.05)
+    monkeypatch.setattr(uvicorn_server, "CERTIFICATE_CHECK_S", 0.05)
     key, certificate = make_certificate("first")
     seen = []
 

@@ -15,17 +15,9 @@ import torch
 from torch import Tensor
 
 from vllm.attention.backends.cache_scales import CacheScale, CacheScales
-from vllm.attention.backends.flat_pa import (
-    DecodeBlocks,
-    Softmax,
-    by_block,
-    flat_paged_attention,
-)
+from vllm.attention.backends.flat_pa import DecodeBlocks, Softmax, by_block, flat_paged_attention
 from vllm.attention.backends.hpu_metadata import HPUPrefillMetadata
-from vllm.attention.backends.merged_prefill import (
-    MergedPrefillMetadata,
-    is_context_hidden,
-)
+from vllm.attention.backends.merged_prefill import MergedPrefillMetadata, is_context_hidden
 from vllm.attention.backends.prompt_masks import MaskPositions
 from vllm.attention.backends.sdpa import PromptInputs, SDPAKernel, naive_sdpa, torch_sdpa
 from vllm.ops.attention_options import PLAIN_ATTENTION, AttentionOptions

@@ -101,9 +101,7 @@ class DecodeBlockCounts:
 
 
 def count_decode_blocks(
-    block_tables: npt.ArrayLike,
-    seq_lens: npt.ArrayLike,
-    block_size: int,
+    block_tables: npt.ArrayLike, seq_lens: npt.ArrayLike, block_size: int
 ) -> DecodeBlockCounts:
     """Return the smallest padded sizes with which `build_decode_metadata` accepts the same
     arguments.
@@ -256,11 +254,7 @@ class _FlatBlocks:
     ages: IntArray
 
 
-def _flatten(
-    block_tables: npt.ArrayLike,
-    seq_lens: npt.ArrayLike,
-    block_size: int,
-) -> _FlatBlocks:
+def _flatten(block_tables: npt.ArrayLike, seq_lens: npt.ArrayLike, block_size: int) -> _FlatBlocks:
     tables, lengths = np.asarray(block_tables, np.int32), np.asarray(seq_lens, np.int32)
     check_tables(tables, lengths, block_size)
     count = -(-lengths // block_size)

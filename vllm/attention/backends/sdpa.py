@@ -61,9 +61,7 @@ def torch_sdpa(inputs: PromptInputs) -> Tensor:
 
 
 def naive_sdpa(
-    inputs: PromptInputs,
-    options: AttentionOptions = PLAIN_ATTENTION,
-    sinks: Tensor | None = None,
+    inputs: PromptInputs, options: AttentionOptions = PLAIN_ATTENTION, sinks: Tensor | None = None
 ) -> Tensor:
     """Compute attention by matmul, float32 softmax and matmul: the reference for the other kernels.
 

@@ -244,8 +244,5 @@ def _generate(config: VllmConfig, limits: StepLimits) -> GeneratedBuckets:
     settings = BucketSettings.resolve(limits, dict(hpu.bucket_variables))
     settings = replace(settings, max_fine_len=hpu.max_seq_len_to_capture)
     return generate_buckets(
-        hpu.bucketing_strategy,
-        limits,
-        settings,
-        merged_prefill=hpu.merged_prefill,
+        hpu.bucketing_strategy, limits, settings, merged_prefill=hpu.merged_prefill
     )

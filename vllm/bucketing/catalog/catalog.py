@@ -56,12 +56,7 @@ class Catalog:
         return bucket in self._rank
 
     def fit(
-        self,
-        phase: Phase,
-        batch: int,
-        query_len: int,
-        blocks: int,
-        warmed_only: bool = False,
+        self, phase: Phase, batch: int, query_len: int, blocks: int, warmed_only: bool = False
     ) -> Bucket | None:
         """Return the cheapest bucket into which a batch fits, or None. Takes a microsecond or two.
 

@@ -189,13 +189,7 @@ def _fill(
     if room == len(more):
         return sorted([*chosen, *more])
     found = choose_buckets(
-        shapes,
-        weights,
-        more,
-        chosen,
-        count=len(chosen) + room,
-        cost=cost,
-        max_seconds=_MAX_SECONDS,
+        shapes, weights, more, chosen, count=len(chosen) + room, cost=cost, max_seconds=_MAX_SECONDS
     )
     return sorted({*chosen, *found.buckets})
 

@@ -18,12 +18,4 @@ from vllm.bucketing.optimal.certificate import Budget, ChosenBuckets, Floats, In
 from vllm.bucketing.optimal.choose import choose_buckets
 from vllm.bucketing.optimal.shapes import cost_of
 
-__all__ = [
-    "Budget",
-    "ChosenBuckets",
-    "Floats",
-    "Ints",
-    "ShapeCost",
-    "choose_buckets",
-    "cost_of",
-]
+__all__ = ["Budget", "ChosenBuckets", "Floats", "Ints", "ShapeCost", "choose_buckets", "cost_of"]

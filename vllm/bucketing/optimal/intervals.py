@@ -54,9 +54,7 @@ def mapped(shapes: Ints, ends: list[dict[tuple[int, int], int]]) -> Ints:
 
 
 def make_grid(
-    shapes: Ints,
-    uppers: list[dict[tuple[int, int], int]],
-    lowers: list[dict[tuple[int, int], int]],
+    shapes: Ints, uppers: list[dict[tuple[int, int], int]], lowers: list[dict[tuple[int, int], int]]
 ) -> tuple[Ints, Ints]:
     """Return the buckets that upper ends of intervals form, and the corresponding lower ends.
 

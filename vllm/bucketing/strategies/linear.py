@@ -8,12 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise, product
 
 from vllm.bucketing.bucket import Bucket, decode, prefill
-from vllm.bucketing.settings import (
-    BucketRange,
-    BucketSettings,
-    check_combinations,
-    check_num_steps,
-)
+from vllm.bucketing.settings import BucketRange, BucketSettings, check_combinations, check_num_steps
 from vllm.bucketing.step_limits import StepLimits, ceil_div, round_up
 from vllm.errors import ConfigError
 

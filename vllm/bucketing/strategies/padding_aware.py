@@ -19,12 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 
 from vllm.bucketing.bucket import Bucket, decode, prefill
-from vllm.bucketing.settings import (
-    BucketRange,
-    check_combinations,
-    check_num_steps,
-    resolve_range,
-)
+from vllm.bucketing.settings import BucketRange, check_combinations, check_num_steps, resolve_range
 from vllm.bucketing.step_limits import StepLimits, ceil_div, round_up
 from vllm.errors import ConfigError
 

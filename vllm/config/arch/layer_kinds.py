@@ -39,10 +39,7 @@ def read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None
 
 
 def read_heads(
-    config: Mapping[str, Any],
-    usual: tuple[int, int],
-    num_heads: int,
-    windows: Sequence[int | None],
+    config: Mapping[str, Any], usual: tuple[int, int], num_heads: int, windows: Sequence[int | None]
 ) -> tuple[tuple[int, int], ...]:
     """Return (head size, number of key/value heads) of each layer.
 

@@ -145,7 +145,7 @@ _LLAMAS = (
     ),
     Family(
         model_type="mistral",
-        module="mistral",
+        module="llama",
         architectures=("MistralForCausalLM",),
         pooling_architectures=("MistralModel", "MistralForSequenceClassification"),
         config_defaults=ConfigDefaults(class_prefix="Mistral", values=_MISTRAL_DEFAULTS),
@@ -206,11 +206,7 @@ _LLAMAS = (
         # The 7B model; 13B uses ALiBi and has no such key.
         rope_implied_by="max_position_embeddings",
         config_class="llama",
-        gguf=GGUFFacts(
-            architecture="baichuan",
-            has_neighbour_rotations=True,
-            alibi_layers=40,
-        ),
+        gguf=GGUFFacts(architecture="baichuan", has_neighbour_rotations=True, alibi_layers=40),
     ),
     Family(
         model_type="internlm2",
@@ -219,9 +215,7 @@ _LLAMAS = (
         config_class="llama",
         tokenizer=_GENERIC,
         gguf=GGUFFacts(
-            architecture="internlm2",
-            has_neighbour_rotations=True,
-            flags={"bias": _QUERY},
+            architecture="internlm2", has_neighbour_rotations=True, flags={"bias": _QUERY}
         ),
     ),
     Family(
@@ -242,7 +236,7 @@ _LLAMAS = (
     ),
     Family(
         model_type="ministral3",
-        module="mistral",
+        module="llama",
         architectures=("Ministral3ForCausalLM",),
         config_class="llama",
         tokenizer=_GENERIC,
@@ -261,10 +255,7 @@ _LLAMAS = (
         has_rope_without_window="alone",
         awq_pairs=(_VALUES, _MLP),
         gguf=GGUFFacts(
-            architecture="exaone4",
-            has_post_norms=True,
-            window_period=4,
-            windows_are_optional=True,
+            architecture="exaone4", has_post_norms=True, window_period=4, windows_are_optional=True
         ),
     ),
     Family(
@@ -299,11 +290,7 @@ _LLAMAS = (
         awq_pairs=_AWQ_LLAMA,
         gguf=GGUFFacts(architecture="hunyuan-dense", flags={"attention_bias": _QUERY}),
     ),
-    Family(
-        model_type="apertus",
-        module="llama",
-        architectures=("ApertusForCausalLM",),
-    ),
+    Family(model_type="apertus", module="llama", architectures=("ApertusForCausalLM",)),
     Family(
         model_type="arcee",
         module="llama",
@@ -362,7 +349,7 @@ _QWENS = (
         model_type="qwen2",
         also_typed=("qwen2_vl_text", "qwen2_5_vl_text"),
         values_of_type=dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), _QWEN2_VL_DEFAULTS),
-        module="qwen2",
+        module="llama",
         architectures=("Qwen2ForCausalLM",),
         pooling_architectures=(
             *("Qwen2Model", "Qwen2ForSequenceClassification"),
@@ -392,7 +379,7 @@ _QWENS = (
     Family(
         model_type="qwen3",
         also_typed=("qwen3_vl_text",),
-        module="qwen3",
+        module="llama",
         architectures=("Qwen3ForCausalLM",),
         pooling_architectures=("Qwen3Model", "Qwen3ForSequenceClassification"),
         windows="if_switched_on",
@@ -442,7 +429,7 @@ _QWENS = (
     ),
     Family(
         model_type="mimo",
-        module="qwen2",
+        module="llama",
         architectures=("MiMoForCausalLM",),
         mtp=MTPFacts(
             prefix="model.mtp_layers.0.",
@@ -587,11 +574,7 @@ _OTHERS = (
         module="gpt",
         architectures=("BloomForCausalLM",),
         default_max_positions=_BLOOM_POSITIONS,
-        gguf=GGUFFacts(
-            architecture="bloom",
-            norm_key="layer_norm_epsilon",
-            has_rotations=False,
-        ),
+        gguf=GGUFFacts(architecture="bloom", norm_key="layer_norm_epsilon", has_rotations=False),
     ),
     Family(
         model_type="chatglm",
@@ -744,9 +727,7 @@ _OTHERS = (
         architectures=("GlmForCausalLM",),
         tokenizer=_GENERIC,
         gguf=GGUFFacts(
-            architecture="chatglm",
-            flags={"attention_bias": _QUERY},
-            has_fused_gate=True,
+            architecture="chatglm", flags={"attention_bias": _QUERY}, has_fused_gate=True
         ),
     ),
     Family(
@@ -868,11 +849,7 @@ _OTHERS = (
         has_positions=False,
         tokenizer=_GENERIC,
     ),
-    Family(
-        model_type="lfm2",
-        module="lfm",
-        architectures=("Lfm2ForCausalLM",),
-    ),
+    Family(model_type="lfm2", module="lfm", architectures=("Lfm2ForCausalLM",)),
     Family(
         model_type="lfm2_moe",
         module="lfm",
@@ -994,17 +971,10 @@ _OTHERS = (
         architectures=("Olmo2ForCausalLM",),
         tokenizer=_GENERIC,
         awq_pairs=(_VALUES, _MLP),
-        gguf=GGUFFacts(
-            architecture="olmo2",
-            has_post_norms=True,
-            head_norms="all_heads",
-        ),
+        gguf=GGUFFacts(architecture="olmo2", has_post_norms=True, head_norms="all_heads"),
     ),
     Family(
-        model_type="olmo3",
-        module="olmo",
-        architectures=("Olmo3ForCausalLM",),
-        tokenizer=_GENERIC,
+        model_type="olmo3", module="olmo", architectures=("Olmo3ForCausalLM",), tokenizer=_GENERIC
     ),
     Family(
         model_type="olmoe",
@@ -1036,9 +1006,7 @@ _OTHERS = (
         architectures=("PhiForCausalLM",),
         tokenizer="GPT2Tokenizer",
         gguf=GGUFFacts(
-            architecture="phi2",
-            activation=("hidden_act", "gelu_new"),
-            norm_key="layer_norm_eps",
+            architecture="phi2", activation=("hidden_act", "gelu_new"), norm_key="layer_norm_eps"
         ),
     ),
     Family(
@@ -1046,10 +1014,7 @@ _OTHERS = (
         module="phi",
         architectures=("Phi3ForCausalLM",),
         tokenizer=_GENERIC,
-        awq_pairs=(
-            ("input_layernorm", "self_attn.qkv_proj"),
-            (_NORM_OF_MLP, "mlp.gate_up_proj"),
-        ),
+        awq_pairs=(("input_layernorm", "self_attn.qkv_proj"), (_NORM_OF_MLP, "mlp.gate_up_proj")),
         gguf=GGUFFacts(
             architecture="phi3",
             values={"sliding_window": ".attention.sliding_window"},

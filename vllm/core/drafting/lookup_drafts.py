@@ -32,13 +32,13 @@ class NgramDrafts:
         """Propose the tokens that followed earlier occurrences of the last tokens of each
         request.
         """
-        return [self._propose(request) for request in requests]
+        return [self.propose_for(request) for request in requests]
 
     def leave(self, request: Request) -> None:
         """Drop the index of a request that has finished."""
         self._indexes.pop(request.request_id, None)
 
-    def _propose(self, request: Request) -> list[int]:
+    def propose_for(self, request: Request) -> list[int]:
         index = self._index(request)
         if index is None:
             return []
@@ -85,7 +85,7 @@ class SuffixDrafts(NgramDrafts):
             self._earlier = [TokenIndex(self._n), self._earlier[0]]
         self._earlier[0].append([*output, _END])
 
-    def _propose(self, request: Request) -> list[int]:
+    def propose_for(self, request: Request) -> list[int]:
         tail = request.token_ids[-self._most :]
         if len(tail) < self._n:
             return []

@@ -92,10 +92,7 @@ class StepBound:
     """
 
     def __init__(
-        self,
-        max_seconds: float,
-        num_pipelined_steps: int = 1,
-        min_tokens: int = _MIN_TOKENS,
+        self, max_seconds: float, num_pipelined_steps: int = 1, min_tokens: int = _MIN_TOKENS
     ) -> None:
         self._times = StepTimes()
         self._min_tokens = min_tokens

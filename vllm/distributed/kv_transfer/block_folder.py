@@ -125,7 +125,7 @@ class BlockFolder:
         self._unscanned_bytes += sum(map(len, block))
         if self._unscanned_bytes > self._max_bytes // _SCAN_SHARE:
             self._unscanned_bytes = 0
-            self._remove_oldest()
+            self.remove_oldest()
 
     def remove(self, key: bytes) -> None:
         """Remove the file of a block, if there is one."""
@@ -135,7 +135,7 @@ class BlockFolder:
         name = key.hex()
         return self._folder / name[:2] / f"{name}{_SUFFIX}"
 
-    def _remove_oldest(self) -> None:
+    def remove_oldest(self) -> None:
         """Remove unfinished files of engines that exited while writing, and the oldest files until
         the folder has room again.
         """

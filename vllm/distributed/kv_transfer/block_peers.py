@@ -50,7 +50,7 @@ answer to be sent."""
 _MAX_CONNECTIONS = 64
 """Maximum number of connections at the same time. Further ones are closed; the other engine
 computes its prompts then."""
-_PAUSE_S = 5.0
+PAUSE_S = 5.0
 """A peer that failed is not asked for this time, so that requests do not wait for it."""
 
 
@@ -133,7 +133,7 @@ class _Answer(BaseRequestHandler):
 
     def _answer(self) -> None:
         left_s = _countdown(_SERVER_TIMEOUT_S, time.monotonic)
-        kind, data = read_frame(_receiver(self.request, left_s), _MAX_REQUEST_BYTES)
+        kind, data = read_frame(receiver(self.request, left_s), _MAX_REQUEST_BYTES)
         if kind != REQUEST or len(data) < _REQUEST.size:
             return
         magic, name = _REQUEST.unpack_from(data)
@@ -223,7 +223,7 @@ class BlockPeer:
             connection.sendall(
                 frame(REQUEST, _REQUEST.pack(_MAGIC, _name(namespace)) + b"".join(keys))
             )
-            read = _receiver(connection, left_s)
+            read = receiver(connection, left_s)
             num_bytes = 0
             for key in keys:
                 kind, size = read_header(read, sys.maxsize)
@@ -247,7 +247,7 @@ class BlockPeer:
                 found.append((key, block))
 
     def _fail(self, reason: str) -> None:
-        self._paused_until = self._clock() + _PAUSE_S
+        self._paused_until = self._clock() + PAUSE_S
         if reason != self._reason:
             logger.warning(
                 "no KV blocks from the engine at %s:%d: %s. This engine computes the prompts "
@@ -282,7 +282,7 @@ def _countdown(seconds: float, clock: Callable[[], float]) -> Callable[[], float
     return left_s
 
 
-def _receiver(connection: socket.socket, left_s: Callable[[], float]) -> Callable[[int], bytes]:
+def receiver(connection: socket.socket, left_s: Callable[[], float]) -> Callable[[int], bytes]:
     """Return a function that reads at most the requested number of bytes.
 
     Args:

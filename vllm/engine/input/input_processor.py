@@ -19,11 +19,7 @@ import msgspec
 from vllm.config import VllmConfig
 from vllm.engine.input.media_input import MEDIA_KEYS, MediaInput
 from vllm.engine.input.pooling_input import PoolingInput, refuse_generation
-from vllm.engine.input.prompt_embeds import (
-    PLACEHOLDER_TOKEN_ID,
-    PromptEmbeds,
-    cache_keys,
-)
+from vllm.engine.input.prompt_embeds import PLACEHOLDER_TOKEN_ID, PromptEmbeds, cache_keys
 from vllm.engine.input.prompt_tokenizer import PromptTokenizer, TokenizedPrompt, cache_salt_of
 from vllm.engine.input.sampling_input import SamplingInput, check_without_tokens
 from vllm.engine.input.token_positions import with_positions

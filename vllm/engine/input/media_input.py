@@ -19,9 +19,7 @@ from vllm.errors import RequestError
 from vllm.inputs import PromptType, plural
 from vllm.multimodal.given import as_list, as_source, kind_of
 from vllm.multimodal.given_embeddings import GivenEmbeddings
-from vllm.multimodal.interface.family import (
-    MediaFamily,
-)
+from vllm.multimodal.interface.family import MediaFamily
 from vllm.multimodal.interface.source import MediaSource
 from vllm.multimodal.interface.speech import SpeechRules
 from vllm.multimodal.job import Job, family_class, family_of_model, job_arguments, make_job

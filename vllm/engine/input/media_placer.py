@@ -162,9 +162,9 @@ class MediaPlacer:
         found_at = [index for index, token in enumerate(token_ids) if token in kind_of]
         if not items and not found_at:
             return None
-        expanded = [_Expanded(item, family.expand(item.given.grid, lookup)) for item in items]
+        expanded = [Expanded(item, family.expand(item.given.grid, lookup)) for item in items]
         if items and not literal:
-            placed = _find_expanded(token_ids, expanded, kind_of)
+            placed = find_expanded(token_ids, expanded, kind_of)
             if placed is not None:
                 return self._placed(token_ids, placed)
         kept = set(range(len(found_at)) if literal is None and is_text else literal or ())
@@ -201,7 +201,7 @@ class MediaPlacer:
         return self._family.num_parts(item.given.grid)
 
     def _placed(
-        self, token_ids: list[int], placed: Sequence[tuple["_Expanded", int]]
+        self, token_ids: list[int], placed: Sequence[tuple["Expanded", int]]
     ) -> PlacedMedia:
         """Create the prompt with media tokens.
 
@@ -242,7 +242,7 @@ class MediaPlacer:
         )
 
 
-class _Expanded(NamedTuple):
+class Expanded(NamedTuple):
     """A media item and the tokens that represent it."""
 
     item: ReadMedia
@@ -285,10 +285,7 @@ class Vocabulary:
 
 
 def _is_within(
-    around: tuple[str, str] | None,
-    before: Sequence[int],
-    after: Sequence[int],
-    lookup: TokenLookup,
+    around: tuple[str, str] | None, before: Sequence[int], after: Sequence[int], lookup: TokenLookup
 ) -> bool:
     """Return whether a placeholder is already between the two given tokens."""
     if around is None or not before or not after:
@@ -307,17 +304,17 @@ def _as_text(tokenizer: "PreTrainedTokenizerBase | None", text: str) -> list[int
     return found
 
 
-def _by_kind(expanded: Sequence["_Expanded"]) -> dict[str, deque["_Expanded"]]:
+def _by_kind(expanded: Sequence["Expanded"]) -> dict[str, deque["Expanded"]]:
     """Return the items of each modality, in order."""
-    found: dict[str, deque[_Expanded]] = defaultdict(deque)
+    found: dict[str, deque[Expanded]] = defaultdict(deque)
     for each in expanded:
         found[each.item.modality].append(each)
     return found
 
 
-def _find_expanded(
-    token_ids: list[int], expanded: Sequence["_Expanded"], kind_of: Mapping[int, str]
-) -> list[tuple["_Expanded", int]] | None:
+def find_expanded(
+    token_ids: list[int], expanded: Sequence["Expanded"], kind_of: Mapping[int, str]
+) -> list[tuple["Expanded", int]] | None:
     """Return the items and the indices of their first tokens, if the prompt already has the tokens
     of all items; else None.
 

@@ -118,12 +118,7 @@ class EngineMetrics:
         traffic: sizes that forward passes needed.
     """
 
-    def __init__(
-        self,
-        model_name: str,
-        config: VllmConfig,
-        replica: int = 0,
-    ) -> None:
+    def __init__(self, model_name: str, config: VllmConfig, replica: int = 0) -> None:
         self.stats = SchedulerStats()
         self.recent: deque[FinishedRequestStats] = deque(maxlen=NUM_RECENT)
         self.history = RateHistory()

@@ -214,10 +214,7 @@ class TrafficFile:
     """
 
     def __init__(
-        self,
-        path: Path,
-        metrics: "RecordedMetrics",
-        clock: Callable[[], float] = time.monotonic,
+        self, path: Path, metrics: "RecordedMetrics", clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._path, self._metrics, self._clock = path, metrics, clock
         block_size = metrics.traffic_table.block_size

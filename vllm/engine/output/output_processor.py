@@ -43,9 +43,7 @@ class OutputProcessor:
     """
 
     def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerBase | None",
-        recorder: "StatsRecorder | None" = None,
+        self, tokenizer: "PreTrainedTokenizerBase | None", recorder: "StatsRecorder | None" = None
     ) -> None:
         self._recorder = recorder
         self._requests: dict[str, RequestState] = {}

@@ -8,14 +8,7 @@ import zmq
 
 from vllm.config import VllmConfig
 from vllm.engine.process.core_launch import take_core
-from vllm.engine.process.wire import (
-    START,
-    FromCore,
-    StartCore,
-    ToCore,
-    decode_from_core,
-    encode,
-)
+from vllm.engine.process.wire import START, FromCore, StartCore, ToCore, decode_from_core, encode
 from vllm.logger import current_format
 from vllm.utils.process.frames import frame
 

@@ -20,10 +20,10 @@ import msgspec
 import zmq
 
 from vllm.config import VllmConfig
-from vllm.engine.core_calls import CORE_CALLS
 from vllm.engine.engine_core import EngineCore
 from vllm.engine.fan_out import fan_out, known_ids
 from vllm.engine.process import socket_folder
+from vllm.engine.process.core_calls import CORE_CALLS
 from vllm.engine.process.wire import (
     AbortRequests,
     AddRequests,
@@ -273,7 +273,7 @@ def _run(start: StartCore, connection: _Connection) -> int:
     send = connection.send
     executor = core = None
     try:
-        config = _config_of(start)
+        config = config_of(start)
         executor = make_executor(config)
         executor.begin()  # before this process starts threads
         connection.open()
@@ -304,7 +304,7 @@ def _run(start: StartCore, connection: _Connection) -> int:
             executor.shutdown()
 
 
-def _config_of(start: StartCore) -> VllmConfig:
+def config_of(start: StartCore) -> VllmConfig:
     """Create the config of the engine in this process, and register the models and devices that it
     names.
     """

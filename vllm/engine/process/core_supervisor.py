@@ -25,13 +25,7 @@ from vllm.engine.process.wire import (
     Refused,
     ToCore,
 )
-from vllm.errors import (
-    CapacityError,
-    ConfigError,
-    EngineDeadError,
-    RequestError,
-    WorkerCallError,
-)
+from vllm.errors import CapacityError, ConfigError, EngineDeadError, RequestError, WorkerCallError
 from vllm.logger import init_logger
 from vllm.message_codec import decode_value, encode_arguments
 from vllm.messages import EngineRequest
@@ -40,7 +34,7 @@ from vllm.model_executor.models.registry import ModelRegistry
 logger = init_logger(__name__)
 
 
-_MAX_TOGETHER = 32
+MAX_TOGETHER = 32
 """Requests that are sent together. The core can begin with them while more are prepared."""
 
 
@@ -221,7 +215,7 @@ class CoreSupervisor:
         self._added.append(request)
         if len(self._added) == 1:
             asyncio.get_running_loop().call_soon(self._send_added)
-        elif len(self._added) >= _MAX_TOGETHER:
+        elif len(self._added) >= MAX_TOGETHER:
             self._send_added()
 
     def send(self, message: ToCore) -> None:

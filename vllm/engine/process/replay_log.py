@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from vllm.engine.core_calls import CoreCalls
+from vllm.engine.process.core_calls import CoreCalls
 from vllm.executor import Worker
 from vllm.messages import SLEEP_TAGS
 

@@ -13,7 +13,7 @@ logger = init_logger(__name__)
 _MIN_PACE_DONE = 2
 """Units of a phase that must be done before its pace is logged."""
 
-_LOG_INTERVAL_S = 10.0
+LOG_INTERVAL_S = 10.0
 """Seconds between two lines about the progress of one phase."""
 
 _NOT_STARTED = "waiting to start"
@@ -75,7 +75,7 @@ class StartupState:
         self.phase, self.done, self.total = phase, done, total
         self.eta_seconds = None if eta_seconds is None else round(eta_seconds, 1)
         self._on_change()
-        if self._is_logged and total and time.monotonic() - self._logged >= _LOG_INTERVAL_S:
+        if self._is_logged and total and time.monotonic() - self._logged >= LOG_INTERVAL_S:
             self._logged = time.monotonic()
             logger.info("start: %s: %d of %d%s", phase, done, total, self._time_left())
 

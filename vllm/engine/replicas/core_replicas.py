@@ -17,13 +17,7 @@ from vllm.engine.replicas.remote_cores import RemoteEngineCores
 from vllm.engine.replicas.replica_calls import ReplicaCalls
 from vllm.engine.replicas.replica_router import ReplicaRouter
 from vllm.engine.resolve.replicas import replica_configs
-from vllm.errors import (
-    CapacityError,
-    ConfigError,
-    EngineAsleepError,
-    EngineDeadError,
-    RequestError,
-)
+from vllm.errors import CapacityError, ConfigError, EngineAsleepError, EngineDeadError, RequestError
 from vllm.logger import init_logger
 from vllm.messages import EngineRequest, SchedulerStats
 from vllm.utils.futures import end_tasks

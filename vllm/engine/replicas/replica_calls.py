@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from vllm.engine.core_calls import CoreCalls
+from vllm.engine.process.core_calls import CoreCalls
 from vllm.engine.process.core_supervisor import CoreSupervisor
 from vllm.engine.process.replay_log import ReplayLog
 from vllm.errors import CapacityError, EngineDeadError, RequestError

@@ -109,13 +109,7 @@ class ReplicaRouter:
         has_prefix_cache: whether replicas cache prefixes.
     """
 
-    def __init__(
-        self,
-        num_replicas: int,
-        max_num_seqs: int,
-        *,
-        has_prefix_cache: bool,
-    ) -> None:
+    def __init__(self, num_replicas: int, max_num_seqs: int, *, has_prefix_cache: bool) -> None:
         self.loads = [ReplicaLoad() for _ in range(num_replicas)]
         self._max_num_seqs = max_num_seqs
         self._has_prefixes = has_prefix_cache and num_replicas > 1

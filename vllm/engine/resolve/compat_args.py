@@ -219,10 +219,7 @@ _ARGUMENTS = (
         also_off=("hf", "mistral"),
     ),
     _ignored(
-        "model_loader_extra_config",
-        {},
-        "weights are read one tensor at a time",
-        read=_read_loader,
+        "model_loader_extra_config", {}, "weights are read one tensor at a time", read=_read_loader
     ),
     # Newer releases:
     *_all_ignored(_DEVICE, {}, "attention_config kernel_config profiler_config"),
@@ -246,9 +243,7 @@ _ARGUMENTS = (
         "dcp_kv_cache_interleave_size cp_kv_cache_interleave_size",
     ),
     *_all_ignored(
-        _STATES,
-        None,
-        "mamba_cache_dtype mamba_ssm_cache_dtype mamba_cache_mode mamba_block_size",
+        _STATES, None, "mamba_cache_dtype mamba_ssm_cache_dtype mamba_cache_mode mamba_block_size"
     ),
     *_all_ignored(_STATES, False, "enable_mamba_cache_stochastic_rounding"),
     *_all_ignored(_ENCODER_WHOLE, None, "mm_encoder_tp_mode"),
@@ -285,9 +280,7 @@ _ARGUMENTS = (
         "log-probabilities follow from the logits before temperature and penalties",
     ),
     *_all_missing(
-        "requests name logits processors, see --logits-processor-pattern",
-        (),
-        "logits_processors",
+        "requests name logits processors, see --logits-processor-pattern", (), "logits_processors"
     ),
     *_all_missing(_OF_DECODER, {}, "default_mm_loras"),
     *_all_missing(_OF_DECODER, False, "enable_tower_connector_lora"),

@@ -70,11 +70,7 @@ from vllm.engine.resolve.speculators import check_speculator, find_method, resol
 from vllm.engine.resolve.unsupported import check_described, no_architecture, unsupported
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.model_executor.models.registry import (
-    BY_TRANSFORMERS,
-    TEXT_BY_TRANSFORMERS,
-    ModelRegistry,
-)
+from vllm.model_executor.models.registry import BY_TRANSFORMERS, TEXT_BY_TRANSFORMERS, ModelRegistry
 from vllm.platforms import Platform, resolve_platform
 from vllm.platforms.hpu import HPUPlatform
 from vllm.transformers_utils.hf_config import (
@@ -327,18 +323,15 @@ def _cache(settings: Mapping[str, Any], platform: Platform) -> CacheConfig:
         block_size=_given(settings["block_size"], platform.default_block_size),
     )
     if cache.kv_cache_memory_bytes is None and not platform.has_own_memory:
-        cache = replace(cache, kv_cache_memory_bytes=_kv_cache_space_bytes())
+        space_gib = envs.get().VLLM_CPU_KVCACHE_SPACE
+        num_bytes = int(space_gib * 2**30) if space_gib else None
+        cache = replace(cache, kv_cache_memory_bytes=num_bytes)
     if cache.kv_cache_dtype not in platform.kv_cache_dtypes:
         raise ConfigError(
             f"kv_cache_dtype={cache.kv_cache_dtype!r} is not available on the device "
             f"{platform.name!r}; available: {', '.join(platform.kv_cache_dtypes)}"
         )
     return cache
-
-
-def _kv_cache_space_bytes() -> int | None:
-    space_gib = envs.get().VLLM_CPU_KVCACHE_SPACE
-    return int(space_gib * 2**30) if space_gib else None
 
 
 def _profiler_folder() -> str | None:

@@ -150,10 +150,7 @@ _IDLE = (
         lambda settings, _, is_eager: is_eager or settings.PT_HPU_LAZY_MODE is True,
     ),
     _Idle(
-        (
-            *("VLLM_GRAPH_PROMPT_RATIO", "VLLM_GRAPH_PROMPT_STRATEGY"),
-            "VLLM_GRAPH_DECODE_STRATEGY",
-        ),
+        (*("VLLM_GRAPH_PROMPT_RATIO", "VLLM_GRAPH_PROMPT_STRATEGY"), "VLLM_GRAPH_DECODE_STRATEGY"),
         "HPU graphs are not used (PT_HPU_LAZY_MODE=0 or --enforce-eager)",
         lambda settings, _, is_eager: is_eager or settings.PT_HPU_LAZY_MODE is False,
     ),

@@ -35,10 +35,7 @@ _SOUNDS = _Kind("sounds", "a feature extractor", "av", "PyAV", "audio")
 
 
 def resolve_media(
-    arch: ModelArch,
-    folder: Path,
-    load: LoadConfig,
-    max_items: Mapping[str, int] | None,
+    arch: ModelArch, folder: Path, load: LoadConfig, max_items: Mapping[str, int] | None
 ) -> ModelArch:
     """Return the architecture, without images and audio if the encoder cannot run or is not needed.
     Logs the reason.

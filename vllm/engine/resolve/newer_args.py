@@ -23,7 +23,7 @@ OBJECTS: Mapping[str, Mapping[str, str]] = {
         "disable_any_whitespace": "guided_decoding_disable_any_whitespace",
         "disable_additional_properties": "guided_decoding_disable_additional_properties",
         "reasoning_parser": "reasoning_parser",
-    },
+    }
 }
 """Argument with an object -> its keys, and the argument that each of them is here."""
 

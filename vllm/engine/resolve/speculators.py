@@ -84,9 +84,7 @@ def resolve_speculator(
     )
     given = {**speculative.speculative_config, "num_speculative_tokens": max_drafts}
     return replace(
-        speculative,
-        speculative_config=given,
-        draft_model=resolve_quantization(asked, platform),
+        speculative, speculative_config=given, draft_model=resolve_quantization(asked, platform)
     )
 
 

@@ -12,12 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from vllm.entrypoints.anthropic.request import THREAD_UNSUPPORTED
 from vllm.entrypoints.http.body_route import BodyRoute, Handler
-from vllm.entrypoints.http.errors import (
-    ERROR_BODIES,
-    ErrorInfo,
-    describe_error,
-    error_response,
-)
+from vllm.entrypoints.http.errors import ERROR_BODIES, ErrorInfo, describe_error, error_response
 from vllm.entrypoints.http.sse import ClientDisconnected, EventStream, event
 
 _PATH = "/v1/messages"

@@ -9,17 +9,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from vllm.entrypoints.anthropic.errors import AnthropicRoute, AnthropicStream
-from vllm.entrypoints.anthropic.output import (
-    Event,
-    MessageWriter,
-    describe_stop,
-    describe_usage,
-)
-from vllm.entrypoints.anthropic.protocol import (
-    AnthropicError,
-    CountTokensRequest,
-    MessagesRequest,
-)
+from vllm.entrypoints.anthropic.output import Event, MessageWriter, describe_stop, describe_usage
+from vllm.entrypoints.anthropic.protocol import AnthropicError, CountTokensRequest, MessagesRequest
 from vllm.entrypoints.anthropic.request import as_chat_request, prompt_fields
 from vllm.entrypoints.http import off_loop
 from vllm.entrypoints.http.sse import run_until_disconnect, typed_events
@@ -46,8 +37,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     chat = await off_loop.run(partial(as_chat_request, body))
     request_id = engine_id(request, message_id)
     turn = await run_until_disconnect(
-        request,
-        prepare_turn(context, chat, request_id, trace_headers=trace_headers_of(request)),
+        request, prepare_turn(context, chat, request_id, trace_headers=trace_headers_of(request))
     )
     writer = MessageWriter(message_id, turn.model)
     if not body.stream:
@@ -113,8 +103,5 @@ def _usage(turn: ChatTurn, num_output_tokens: int | None = None) -> dict[str, An
     if num_output_tokens is None:
         num_output_tokens = usage.completion_tokens
     return describe_usage(
-        usage.prompt_tokens,
-        num_output_tokens,
-        usage.cached_tokens or 0,
-        usage.reasoning_tokens,
+        usage.prompt_tokens, num_output_tokens, usage.cached_tokens or 0, usage.reasoning_tokens
     )

@@ -127,11 +127,7 @@ class Backend:
         self._path = path
         self._is_chat = is_chat
         self._keep_text = keep_text
-        self._fields = {
-            **fields,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        self._fields = {**fields, "stream": True, "stream_options": {"include_usage": True}}
 
     async def send(self, request: BenchRequest, record: RequestRecord) -> None:
         """Send a request and fill its record. Errors are recorded; only a cancellation is
@@ -248,7 +244,7 @@ def _error_text(chunk: _Chunk) -> str:
 
 
 _END = re.compile(rb"\r?\n\r?\n")
-_MAX_EVENT_BYTES = 16 << 20
+MAX_EVENT_BYTES = 16 << 20
 
 
 class SseParser:
@@ -270,9 +266,9 @@ class SseParser:
             self._rest = b""
             return [text[6:-2]]
         *events, self._rest = _END.split(text)
-        if len(self._rest) > _MAX_EVENT_BYTES:
+        if len(self._rest) > MAX_EVENT_BYTES:
             raise ValueError(
-                f"the server sent an event of more than {_MAX_EVENT_BYTES} bytes, which is too "
+                f"the server sent an event of more than {MAX_EVENT_BYTES} bytes, which is too "
                 "long to read"
             )
         return [data for event in events if (data := _data(event)) is not None]

@@ -4,11 +4,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm.entrypoints.bench.random_images import (
-    RandomImageArgs,
-    add_image_flags,
-    read_image_flags,
-)
+from vllm.entrypoints.bench.random_images import RandomImageArgs, add_image_flags, read_image_flags
 from vllm.errors import ConfigError
 from vllm.utils.arguments import add_number, add_text, check_smallest
 

@@ -130,9 +130,7 @@ def _encode(
 
 
 def file_requests(
-    args: DatasetArgs,
-    tokenizer: "PreTrainedTokenizerBase | None",
-    max_model_len: int | None = None,
+    args: DatasetArgs, tokenizer: "PreTrainedTokenizerBase | None", max_model_len: int | None = None
 ) -> list[BenchRequest]:
     """Read the requests of a file, in a random order that depends on the seed. They are repeated if
     the file has too few.

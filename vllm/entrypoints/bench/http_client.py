@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from vllm.errors import ConfigError
 
 _CONNECT_TIMEOUT_S = 30.0
-_LOOK_S = 1.0
+LOOK_S = 1.0
 """Seconds between two searches for connections that have failed."""
 
 OnBody = Callable[[bytes, float], None]
@@ -46,11 +46,7 @@ class HttpClient:
     """
 
     def __init__(
-        self,
-        base_url: str,
-        *,
-        headers: Mapping[str, str] | None = None,
-        verify_tls: bool = True,
+        self, base_url: str, *, headers: Mapping[str, str] | None = None, verify_tls: bool = True
     ) -> None:
         _check(base_url, headers or {})
         self.base_url = base_url.rstrip("/")
@@ -109,7 +105,7 @@ class HttpClient:
         """Check regularly whether the connection of a response has failed; see `_end_failed`."""
         self._reading.add(response)
         if self._look is None:
-            self._look = asyncio.get_running_loop().call_later(_LOOK_S, self._end_failed)
+            self._look = asyncio.get_running_loop().call_later(LOOK_S, self._end_failed)
 
     def _end_failed(self) -> None:
         """Tell the readers of bodies whose connection has failed.

@@ -76,10 +76,7 @@ def _text_of(place: str, entry: Any) -> str:
 
 
 def split_samples(
-    texts: Sequence[str],
-    encode: Callable[[str], list[int]],
-    sample_tokens: int,
-    num_samples: int,
+    texts: Sequence[str], encode: Callable[[str], list[int]], sample_tokens: int, num_samples: int
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Split texts into samples of at most `sample_tokens` tokens.
 

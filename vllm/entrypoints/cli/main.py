@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run_prepared() -> int | None:
         nonlocal parser
-        parser = _create_parser(words)
+        parser = create_parser(words)
         if not words:
             parser.print_help()
             return 0
@@ -82,7 +82,8 @@ def _module(name: str) -> Any:
     return import_module(f"vllm.entrypoints.cli.{name.replace('-', '_')}")
 
 
-def _create_parser(words: Sequence[str]) -> FlexibleArgumentParser:
+def create_parser(words: Sequence[str]) -> FlexibleArgumentParser:
+    """Return the parser of all commands; only the given one declares its flags."""
     parser = FlexibleArgumentParser(
         prog="vllm",
         description="LLM inference on Gaudi and CPU.",

@@ -85,11 +85,7 @@ def _to_json(
 ) -> str:
     """Return JSON that is not escaped for HTML, unlike jinja2's own filter."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

@@ -81,10 +81,7 @@ def render_conversation(
         if continue_final_message:
             _mark_end(fitted[-1])
         text = template.render(
-            fitted,
-            fitted_tools,
-            add_generation_prompt=add_generation_prompt,
-            variables=variables,
+            fitted, fitted_tools, add_generation_prompt=add_generation_prompt, variables=variables
         )
     except MemoryError:
         raise

@@ -409,7 +409,10 @@ def fit_content(
                 }
                 if not hidden:
                     continue
-                content = [_as_text_part(p) if p["type"] in hidden else p for p in content]
+                content = [
+                    {"type": "text", "text": part["text"]} if part["type"] in hidden else part
+                    for part in content
+                ]
             message["content"] = content if template.reads_parts(kind) else as_text(content)
         else:
             form = template.content_form(kind_of(messages, index))
@@ -430,10 +433,6 @@ def _is_shown(messages: Sequence[Message], index: int, template: Template) -> bo
 def as_text(content: Content) -> str:
     """Return content as a string; parts become lines."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-
-
-def _as_text_part(part: Part) -> Part:
-    return {"type": "text", "text": part["text"]}
 
 
 def as_parts(content: Content) -> list[Part]:

@@ -68,7 +68,7 @@ class BodyRoute(APIRoute):
     @cached_property
     def _classes(self) -> list[type]:
         assert self.body_field is not None
-        return _body_classes(self.body_field.field_info.annotation)
+        return body_classes(self.body_field.field_info.annotation)
 
     def read_body(self, data: bytes, args: ServerArgs) -> Any:
         """Read the body as the object that the route expects.
@@ -118,11 +118,11 @@ def _with_extra_body(body: dict[str, Any]) -> dict[str, Any]:
     return {**extra, **{name: value for name, value in body.items() if name != "extra_body"}}
 
 
-def _body_classes(annotation: Any) -> list[type]:
+def body_classes(annotation: Any) -> list[type]:
     """Return the class of a body, or the classes of a union."""
     if isinstance(annotation, type):
         return [annotation]
-    return [kind for part in getattr(annotation, "__args__", ()) for kind in _body_classes(part)]
+    return [kind for part in getattr(annotation, "__args__", ()) for kind in body_classes(part)]
 
 
 def _not_json(position: int, reason: str) -> RequestValidationError:

@@ -129,11 +129,7 @@ class EventStream(Response):
 
     async def _send_headers(self, send: Send) -> None:
         await send(
-            {
-                "type": "http.response.start",
-                "status": self.status_code,
-                "headers": self.raw_headers,
-            }
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
 
 

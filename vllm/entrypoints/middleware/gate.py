@@ -17,13 +17,7 @@ UNGATED = (
     PROBES
     | PAGES
     | PAGE_FIGURES
-    | {
-        "/version",
-        "/load",
-        "/metrics",
-        "/openapi.json",
-        "/server_info",
-    }
+    | {"/version", "/load", "/metrics", "/openapi.json", "/server_info"}
 )
 """Paths that work without a model."""
 

@@ -50,9 +50,7 @@ def build_app(context: "ServerContext") -> "FastAPI":
 
 
 def run_server(
-    engine_args: "EngineArgs",
-    args: ServerArgs,
-    load_server: "LoadServer | None" = None,
+    engine_args: "EngineArgs", args: ServerArgs, load_server: "LoadServer | None" = None
 ) -> int:
     """Serve until a signal arrives or the engine dies. Returns the exit code.
 

@@ -29,12 +29,7 @@ from vllm.entrypoints.quantize.formats import (
 from vllm.entrypoints.quantize.input_scaling import divide, pairs_of
 from vllm.entrypoints.quantize.layerwise import Inputs, linear_layers, quantize_layers
 from vllm.entrypoints.quantize.linear_modules import use_linear_modules
-from vllm.entrypoints.quantize.rounding import (
-    Grid,
-    input_scales,
-    round_by_gptq,
-    round_to_nearest,
-)
+from vllm.entrypoints.quantize.rounding import Grid, input_scales, round_by_gptq, round_to_nearest
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.model_executor.layers.slice import Features
@@ -106,9 +101,7 @@ class _Changes:
     """
 
     def __init__(
-        self,
-        layers: CheckpointLayers,
-        convert: Callable[[Tensor], dict[str, Tensor]] | None = None,
+        self, layers: CheckpointLayers, convert: Callable[[Tensor], dict[str, Tensor]] | None = None
     ) -> None:
         self.layers = layers
         self.convert = convert
@@ -230,11 +223,7 @@ def _samples(folder: Path, args: argparse.Namespace) -> list[list[int]]:
 
 
 def _scale_inputs(
-    family: Family,
-    layer: nn.Module,
-    inputs: dict[str, Inputs],
-    grid: Grid,
-    quantized: set[str],
+    family: Family, layer: nn.Module, inputs: dict[str, Inputs], grid: Grid, quantized: set[str]
 ) -> dict[str, Tensor]:
     """Multiply weights by AWQ factors, and divide the outputs of the modules before them.
 

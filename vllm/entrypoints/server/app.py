@@ -27,24 +27,11 @@ from vllm.entrypoints.openai.completion import serving as serving_completion
 from vllm.entrypoints.openai.pooling import embedding as serving_embedding
 from vllm.entrypoints.openai.pooling import score as serving_score
 from vllm.entrypoints.openai.responses import serving as serving_responses
-from vllm.entrypoints.openai.routes import (
-    adapters as serving_lora,
-)
-from vllm.entrypoints.openai.routes import (
-    invocations as serving_invocations,
-)
-from vllm.entrypoints.openai.routes import (
-    models as serving_models,
-)
-from vllm.entrypoints.openai.routes import (
-    tokenization as serving_tokenization,
-)
-from vllm.entrypoints.operations import (
-    description,
-    dev_routes,
-    health,
-    metrics_route,
-)
+from vllm.entrypoints.openai.routes import adapters as serving_lora
+from vllm.entrypoints.openai.routes import invocations as serving_invocations
+from vllm.entrypoints.openai.routes import models as serving_models
+from vllm.entrypoints.openai.routes import tokenization as serving_tokenization
+from vllm.entrypoints.operations import description, dev_routes, health, metrics_route
 from vllm.entrypoints.pages.routes import page_routers
 from vllm.entrypoints.server.direct_routes import DirectRoutes
 from vllm.entrypoints.server.unknown_routes import UnknownRoutes
@@ -53,7 +40,7 @@ from vllm.entrypoints.shared.media import media_rules
 from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.version import __version__
 
-_MODEL_ROUTES = (
+MODEL_ROUTES = (
     # Routes are tried in this order, so frequent ones come first.
     serving_chat,
     serving_completion,
@@ -89,7 +76,7 @@ def build_app(context: ServerContext) -> FastAPI:
     )
     app.root_path = args.root_path
     app.state.context = context
-    routers = _routers(args)
+    routers = server_routers(args)
     for router in routers:
         app.include_router(router)
     add_error_handlers(app)
@@ -114,8 +101,9 @@ _FORM_BYTES = 2**20
 """Limit of the rest of a form with a file."""
 
 
-def _routers(args: ServerArgs) -> list[APIRouter]:
-    routers = [module.router for module in (*_MODEL_ROUTES, health, metrics_route)]
+def server_routers(args: ServerArgs) -> list[APIRouter]:
+    """Return the routers of the server, in the order in which routes are tried."""
+    routers = [module.router for module in (*MODEL_ROUTES, health, metrics_route)]
     if not args.disable_fastapi_docs:
         routers.append(description.router)
     if args.can_update_adapters:

@@ -41,7 +41,7 @@ _ANSWER_TIME_S = 2.0
 _FAST_ANSWER_TIME_S = 0.5
 """Seconds to send errors after a second signal."""
 _POLL_S = 0.05
-_CERTIFICATE_CHECK_S = 2.0
+CERTIFICATE_CHECK_S = 2.0
 
 
 @contextlib.contextmanager
@@ -185,12 +185,12 @@ class _Server(uvicorn.Server):
         _log_address(listener, self._args)
         self._spawn(self._start())
         if self.config.ssl is not None and self._args.enable_ssl_refresh:
-            self._spawn(refresh_certificate(self.config, _CERTIFICATE_CHECK_S))
+            self._spawn(refresh_certificate(self.config, CERTIFICATE_CHECK_S))
         try:
             await self.serve(sockets=[listener])
         finally:
             self._shut_engine_down()
-            await self._end_tasks()
+            await end_tasks(self._tasks)
             if self._context is not None and self._context.tracer is not None:
                 await asyncio.to_thread(self._context.tracer.shutdown)
         if self._failure is not None:
@@ -284,9 +284,6 @@ class _Server(uvicorn.Server):
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _end_tasks(self) -> None:
-        await end_tasks(self._tasks)
 
 
 async def _wait_idle(context: ServerContext, timeout_s: float) -> None:

@@ -12,7 +12,7 @@ from vllm.platforms.habana.card_reading import CardReading
 
 _MAX_AGE_S = 5.0
 _PATIENCE_S = 0.5
-_LOST_AFTER_S = 60.0
+LOST_AFTER_S = 60.0
 """Readings that are older are not shown: the driver does not answer."""
 _GAUGES = {
     "power_watts": "Electric power of the card, in watts.",
@@ -58,7 +58,7 @@ class CardTelemetry:
             thread.start()
         if running is not None and not running.done():
             await asyncio.wait([asyncio.wrap_future(running)], timeout=self._patience_s)
-        return () if self._age_s() > _LOST_AFTER_S else self._readings
+        return () if self._age_s() > LOST_AFTER_S else self._readings
 
     def _age_s(self) -> float:
         return time.monotonic() - self._end_of_last

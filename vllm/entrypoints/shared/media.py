@@ -7,12 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vllm.entrypoints.conversation.media import (
-    MediaPart,
-    MediaRules,
-    MediaText,
-    RenderedChat,
-)
+from vllm.entrypoints.conversation.media import MediaPart, MediaRules, MediaText, RenderedChat
 from vllm.errors import RequestError
 from vllm.inputs import TextPrompt
 

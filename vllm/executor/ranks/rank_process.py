@@ -35,10 +35,10 @@ logger = init_logger(__name__)
 
 EXIT_CONFIG_ERROR = 2
 
-_LOOK_S = 5e-4
+LOOK_S = 5e-4
 """Seconds after a step in which the process looks for the next one without sleeping; an engine that
 generates sends it within this time."""
-_LONG_STEP_S = 5e-3
+LONG_STEP_S = 5e-3
 """Seconds. After a shorter step the process sleeps at once, because other processes of the machine
 need the time more."""
 
@@ -67,7 +67,7 @@ class RankLoop:
             server = self._server
             if server is not None and server.has_step and not self._has_message():
                 server.finish_step()
-                if server.expects_step and time.perf_counter() - began > _LONG_STEP_S:
+                if server.expects_step and time.perf_counter() - began > LONG_STEP_S:
                     self._look_for_message()
             if not self._reader.receive():
                 return
@@ -79,7 +79,7 @@ class RankLoop:
         """Poll for a message for a moment before sleeping. Waking a sleeping process would take the
         engine longer than sending, because a long step has emptied the caches.
         """
-        deadline = time.perf_counter() + _LOOK_S
+        deadline = time.perf_counter() + LOOK_S
         while not self._has_message() and time.perf_counter() < deadline:
             os.sched_yield()
 

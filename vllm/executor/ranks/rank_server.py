@@ -144,9 +144,7 @@ def failure_of(error: Exception) -> RankFailed:
     # Messages of the engine's own errors need no exception name.
     text = str(error) if isinstance(error, VllmError) else f"{type(error).__name__}: {error}"
     return RankFailed(
-        message=text,
-        is_config_error=False,
-        is_of_another=isinstance(error, CollectiveError),
+        message=text, is_config_error=False, is_of_another=isinstance(error, CollectiveError)
     )
 
 

@@ -18,13 +18,7 @@ import numpy as np
 
 from vllm.config import VllmConfig
 from vllm.message_codec import CallError, Message, decode_array, decoder, encode_into
-from vllm.messages import (
-    EngineRequest,
-    ModelRunnerOutput,
-    RunnerStats,
-    SchedulerOutput,
-    StepTokens,
-)
+from vllm.messages import EngineRequest, ModelRunnerOutput, RunnerStats, SchedulerOutput, StepTokens
 from vllm.utils.process.frames import begin_frame, end_frame, frame_header
 
 MESSAGE, NUMBERS = 0, 1

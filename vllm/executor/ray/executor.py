@@ -33,21 +33,11 @@ from vllm.executor.ranks.rank_wire import (
 )
 from vllm.executor.ranks.worker_call import WorkerCall, name_to_send, refuse_code
 from vllm.executor.ray.placement import Placement, place_ranks
-from vllm.executor.ray.utils import (
-    import_ray,
-    initialize_ray_cluster,
-    leave_ray_cluster,
-)
+from vllm.executor.ray.utils import import_ray, initialize_ray_cluster, leave_ray_cluster
 from vllm.executor.ray.watch import WATCH_GROUP, ActorWatch, exit_reason
 from vllm.logger import init_logger
 from vllm.message_codec import decode_value, encode, encode_arguments
-from vllm.messages import (
-    EngineRequest,
-    ModelRunnerOutput,
-    RunnerStats,
-    SchedulerOutput,
-    StepTokens,
-)
+from vllm.messages import EngineRequest, ModelRunnerOutput, RunnerStats, SchedulerOutput, StepTokens
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import resolve_platform
 from vllm.version import __version__

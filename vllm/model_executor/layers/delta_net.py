@@ -18,11 +18,7 @@ from vllm.attention import StateLayer, StateRows, States
 from vllm.config.parallel import sizes_that_fit
 from vllm.distributed import TPGroup, divide
 from vllm.errors import ConfigError
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    whole_linear,
-)
+from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear, whole_linear
 from vllm.model_executor.layers.mamba import Convolution, advance_windows, check_activation
 from vllm.model_executor.layers.slice import Slice, SlicedModule
 from vllm.ops import get_ops

@@ -74,11 +74,7 @@ class ParallelLinear(MethodLayer):
     these layers."""
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        feature_slices: Mapping[str, Slice],
-        tp: TPGroup,
+        self, input_size: int, output_size: int, feature_slices: Mapping[str, Slice], tp: TPGroup
     ) -> None:
         super().__init__()
         self.input_size = input_size

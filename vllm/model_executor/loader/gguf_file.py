@@ -32,7 +32,7 @@ from vllm.transformers_utils.gguf.model import GGUFModel, open_model
 
 _LATENT_KEYS, _LATENT_VALUES = ".keys.weight", ".values.weight"
 """Ends of the names of the halves of a `kv_b_proj`."""
-_PART_NUMBERS = 1 << 21
+PART_NUMBERS = 1 << 21
 """Number of elements that are read and dequantized at once."""
 
 
@@ -193,7 +193,7 @@ def _source(rows: _Rows) -> CheckpointTensor:
         return _in_parts(size, dtype, lambda start, end: get(blocks(start, end)))
 
     dense = part(lambda found: rows.finite(found.dequantize()), torch.float32, shape[-1])
-    return BlockSource(dense.shape, dense.read, dense.copy_to, type_name=type_name, part=part)
+    return BlockSource(dense.shape, dense.read, dense.copy_to, part=part)
 
 
 def _in_parts(
@@ -217,7 +217,7 @@ def _in_parts(
             return
         first, end, _ = (index[0] if index else slice(None)).indices(num_rows)
         columns = index[1] if len(index) > 1 else slice(None)
-        step = max(1, _PART_NUMBERS // shape[-1])
+        step = max(1, PART_NUMBERS // shape[-1])
         for start in range(first, end, step):
             made = read_rows(start, min(end, start + step))
             target[start - first : start - first + len(made)].copy_(made[:, columns])

@@ -371,9 +371,7 @@ def _use_formats(
 
 
 def _are_alike(
-    name: str,
-    layer: Experts,
-    method_of: Callable[[str, MethodLayer], WeightMethod[Any] | None],
+    name: str, layer: Experts, method_of: Callable[[str, MethodLayer], WeightMethod[Any] | None]
 ) -> bool:
     """Return whether the experts of a layer, of which some are built, all have the same format."""
     parts = layer._modules.get(str(layer.built_ids.start))

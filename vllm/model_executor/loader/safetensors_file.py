@@ -42,7 +42,7 @@ _DTYPES = {
 """Dtype that a tensor is read as. Exponents are read as bytes, and words as signed ones of the same
 bits: torch computes with neither."""
 _LENGTH = struct.Struct("<Q")
-_PART_BYTES = 8 << 20
+PART_BYTES = 8 << 20
 """Read at once by one thread; also the size of its buffer where a dtype is converted."""
 _SMALL_BYTES = 256 << 10
 """Converting so many takes less time than handing them to another thread."""
@@ -124,7 +124,7 @@ class _Buffers(threading.local):
     def of_bytes(self, num_bytes: int) -> Tensor:
         """Return uninitialised memory, valid until the same thread calls again."""
         if len(self._memory) < num_bytes:
-            self._memory = torch.empty(max(num_bytes, _PART_BYTES), dtype=torch.uint8)
+            self._memory = torch.empty(max(num_bytes, PART_BYTES), dtype=torch.uint8)
         return self._memory[:num_bytes]
 
 
@@ -165,7 +165,7 @@ class _TensorInFile:
             for part_of_dim, size in zip(index[1:], shape[1:], strict=False)
         )
         is_direct = target.dtype == self.dtype and target.is_contiguous() and has_whole_rows
-        step = max(1, _PART_BYTES // max(1, row_bytes))
+        step = max(1, PART_BYTES // max(1, row_bytes))
         is_inference = torch.is_inference_mode_enabled()
 
         def fill(row: int) -> None:

@@ -61,9 +61,7 @@ def shards_of(
     return [file, files[names.index(shard_name(first))]]
 
 
-def tensors_once(
-    tensors: NamedTensors,
-) -> Iterator[tuple[str, CheckpointTensor]]:
+def tensors_once(tensors: NamedTensors) -> Iterator[tuple[str, CheckpointTensor]]:
     """Yield only the first tensor of each name.
 
     Two files may both contain an embedding that is also the output head.

@@ -67,8 +67,7 @@ class DbrxForCausalLM(DecoderForCausalLM):
         attention: Mapping[str, Any] = arch.hf_config.get("attn_config") or {}
         limits = replace(arch, hf_config=attention)
         return DecoderOptions(
-            norm=layer_norm_without_bias,
-            qkv_limit=limits.config_number("clip_qkv", 0.0) or None,
+            norm=layer_norm_without_bias, qkv_limit=limits.config_number("clip_qkv", 0.0) or None
         )
 
     def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:

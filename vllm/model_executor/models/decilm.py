@@ -4,12 +4,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from vllm.model_executor.models.decoder import (
-    DecoderForCausalLM,
-    DecoderLayer,
-    LayerSpec,
-    add_norm,
-)
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, LayerSpec, add_norm
 
 
 class DeciLMLayer(DecoderLayer):

@@ -29,11 +29,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelL
 from vllm.model_executor.layers.norm import HeadLayerNorm, LayerNorm, RMSNorm
 from vllm.model_executor.layers.rotary import RotaryEmbedding
 from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors, Slice, SlicedModule
-from vllm.model_executor.models.fused_weights import (
-    FusedLayers,
-    split_joined_experts,
-    split_parts,
-)
+from vllm.model_executor.models.fused_weights import FusedLayers, split_joined_experts, split_parts
 from vllm.model_executor.models.interface import CausalLM
 from vllm.ops import get_ops
 from vllm.ops.attention_options import PLAIN_ATTENTION, AttentionOptions

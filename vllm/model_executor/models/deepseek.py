@@ -14,11 +14,7 @@ from vllm.errors import ConfigError
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.grouped_router import GroupedRouter, Routing
 from vllm.model_executor.layers.latent import LatentUpProjection
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    whole_linear,
-)
+from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear, whole_linear
 from vllm.model_executor.layers.norm import RMSNorm
 from vllm.model_executor.layers.rotary import RotaryEmbedding, yarn_sharpness
 from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors

@@ -15,11 +15,7 @@ from vllm.errors import ConfigError
 from vllm.model_executor.layers.activation import get_gated_activation
 from vllm.model_executor.layers.embedding import VocabParallelEmbedding
 from vllm.model_executor.layers.experts import Experts, Router
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    whole_linear,
-)
+from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear, whole_linear
 from vllm.model_executor.layers.norm import RMSNorm
 from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (

@@ -4,11 +4,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from vllm.config import ModelArch
-from vllm.model_executor.models.decoder import (
-    DecoderForCausalLM,
-    DecoderOptions,
-    PrePostNormLayer,
-)
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions, PrePostNormLayer
 from vllm.model_executor.models.fused_weights import FusedLayers, gate_up_parts, qkv_parts
 
 

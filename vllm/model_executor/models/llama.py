@@ -1,4 +1,4 @@
-"""Llama 1 to 3.3, CodeLlama, and the many models of the same kind (Granite 3B Code, ...)."""
+"""Llama 1 to 3.3, CodeLlama, and other models of this kind: Mistral, Qwen 2 and 3, InternLM, ..."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,6 +12,7 @@ from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderOptions,
+    QueryTemperature,
     layer_norm,
     llama_options,
     rms_norm,
@@ -196,3 +197,47 @@ class ExaoneForCausalLM(LlamaForCausalLM):
         ".mlp.c_proj.": ".mlp.down_proj.",
     }
     ignored_tensors = ("rotary.inv_freq", "rotary_emb.inv_freq")
+
+
+class MistralForCausalLM(DecoderForCausalLM):
+    """Mistral 7B, Nemo, Small (Jiang et al. 2023, arXiv 2310.06825). The sliding windows are in
+    `arch.layer_windows`.
+    """
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        temperature = None
+        scaling = {} if arch.rope is None else arch.rope.scaling
+        if scaling.get("llama_4_scaling_beta"):
+            scale, step = (
+                float(scaling[name])
+                for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
+            )
+            temperature = QueryTemperature(scale, step)
+        return DecoderOptions(temperature=temperature)
+
+
+class Ministral3ForCausalLM(MistralForCausalLM):
+    """Ministral 3 (Mistral AI 2025, arXiv 2601.08584): attention is sharper in long texts."""
+
+
+class Qwen2ForCausalLM(DecoderForCausalLM):
+    """Qwen 1.5 to 2.5, QwQ, DeepSeek-R1-Distill-Qwen (arXiv 2407.10671). Later layers may have a
+    sliding window."""
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return DecoderOptions(qkv_bias=True)
+
+
+class MiMoForCausalLM(Qwen2ForCausalLM):
+    """MiMo 7B (Xiaomi 2025, arXiv 2505.07608). Its layers for multi-token prediction are loaded
+    only by `vllm.model_executor.speculators.mtp`.
+    """
+
+    ignored_prefixes: ClassVar[tuple[str, ...]] = ("model.mtp_layers.",)
+
+
+class Qwen3ForCausalLM(DecoderForCausalLM):
+    """Qwen 3, dense (Yang et al. 2025, arXiv 2505.09388)."""
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return replace(super().options(arch), head_norm=rms_norm)

@@ -11,12 +11,7 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.cross_attention import CrossAttention
-from vllm.model_executor.models.decoder import (
-    DecoderForCausalLM,
-    DecoderLayer,
-    LayerSpec,
-    add_norm,
-)
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, LayerSpec, add_norm
 
 _USUAL_LAYERS = (3, 8, 13, 18, 23, 28, 33, 38)
 

@@ -14,11 +14,7 @@ from vllm.model_executor.layers.embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    dense_linear,
-)
+from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear, dense_linear
 from vllm.model_executor.layers.norm import LayerNorm
 from vllm.model_executor.models.interface import CausalLM
 

@@ -4,11 +4,7 @@ from typing import ClassVar
 
 from vllm.config import ModelArch
 from vllm.errors import ConfigError
-from vllm.model_executor.models.decoder import (
-    DecoderForCausalLM,
-    DecoderOptions,
-    ParallelLayer,
-)
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions, ParallelLayer
 from vllm.model_executor.models.fused_weights import FusedLayers, gate_up_parts, qkv_parts
 from vllm.model_executor.models.gpt import gpt_options
 

@@ -11,10 +11,12 @@ from vllm.model_executor.layers.embedding import VocabParallelEmbedding
 from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.bert import num_labels
 from vllm.model_executor.models.interface import CausalLM, PoolingModel
-from vllm.model_executor.models.llama import LlamaForCausalLM
-from vllm.model_executor.models.mistral import MistralForCausalLM
-from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
-from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.llama import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 
 _PREFIXES: Mapping[str, str] = {
     "score.": "score.",
@@ -115,9 +117,7 @@ class Qwen2ForProcessRewardModel(Qwen2ForRewardModel):
 
 
 def pooling_class(
-    name: str,
-    generative_class: type[CausalLM],
-    base: type[DecoderPooling] = DecoderPooling,
+    name: str, generative_class: type[CausalLM], base: type[DecoderPooling] = DecoderPooling
 ) -> type[DecoderPooling]:
     """Make a pooling model class from the decoder of a generative class, with the head of
     `base`.

@@ -41,7 +41,7 @@ class _ModelRegistry:
     """Maps an architecture (from `architectures` in config.json) to its model class."""
 
     def __init__(self, models: dict[str, str | type[Any]]) -> None:
-        self._models = models
+        self.models = models
 
     def register_model(self, arch_name: str, model: str | type[Any]) -> None:
         """Register a model class for an architecture; may replace a built-in one.
@@ -56,18 +56,18 @@ class _ModelRegistry:
         """
         if isinstance(model, str) and not all(model.partition(":")):
             raise ConfigError(f"model {arch_name!r}: expected 'module:Class', got {model!r}")
-        self._models[arch_name] = model
+        self.models[arch_name] = model
 
     def plugins(self) -> dict[str, str]:
         """Return the models registered as "module:Class", which can be sent to another process."""
         return {
             name: model
-            for name, model in self._models.items()
+            for name, model in self.models.items()
             if isinstance(model, str) and _BUILT_IN.get(name) != model
         }
 
     def supported(self) -> list[str]:
-        return sorted(self._models)
+        return sorted(self.models)
 
     def resolve(self, arch_name: str) -> type[Any]:
         """Import and return the class of an architecture.
@@ -75,7 +75,7 @@ class _ModelRegistry:
         Raises:
             ConfigError: unknown name, or a plug-in that cannot be imported.
         """
-        model = self._models.get(arch_name)
+        model = self.models.get(arch_name)
         if model is None:
             raise ConfigError(self.unsupported_message(arch_name))
         if not isinstance(model, str):

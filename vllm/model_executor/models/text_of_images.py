@@ -30,13 +30,11 @@ from vllm.model_executor.models.gemma3n import Gemma3nForCausalLM
 from vllm.model_executor.models.gemma4 import Gemma4ForCausalLM
 from vllm.model_executor.models.glm import Glm4ForCausalLM
 from vllm.model_executor.models.interface import TOWER_PREFIXES, CausalLM, LoadableModel
+from vllm.model_executor.models.llama import MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 from vllm.model_executor.models.llama4 import Llama4ForCausalLM
-from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.mixture import Qwen3MoeForCausalLM
 from vllm.model_executor.models.mllama import MllamaForCausalLM
 from vllm.model_executor.models.phi import Phi3ForCausalLM
-from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
-from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_next import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.routed import Glm4MoeForCausalLM

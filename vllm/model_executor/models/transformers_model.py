@@ -398,10 +398,7 @@ class TransformersForCausalLM(CausalLM):
         head_size: Any = getattr(module, "head_dim", self.arch.head_size)
         scale: Any = module.scaling
         return AttentionOfTransformers(
-            num_heads,
-            head_size,
-            num_kv_heads,
-            AttentionOptions(float(scale), window, soft_cap),
+            num_heads, head_size, num_kv_heads, AttentionOptions(float(scale), window, soft_cap)
         )
 
     def _refusal(self, reason: str) -> ConfigError:
@@ -473,9 +470,7 @@ def _build(arch: ModelArch) -> Any:
         config = CONFIG_MAPPING[arch.model_type].from_dict(dict(arch.hf_config))
         with _parameters_without_memory():
             return AutoModelForCausalLM.from_config(
-                config,
-                attn_implementation=_INTERFACE,
-                **dtype_argument(torch.get_default_dtype()),
+                config, attn_implementation=_INTERFACE, **dtype_argument(torch.get_default_dtype())
             )
     except Exception as error:  # modules of an unknown architecture may raise anything
         reason = " ".join(str(error).split())

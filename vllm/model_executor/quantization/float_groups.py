@@ -120,10 +120,7 @@ class PackedMxfp4Linear(RowsLinear):
     """
 
     def __init__(self, name: str, names: FloatNames) -> None:
-        tensors = (
-            RowTensor(name=names.packed, dtypes=BYTES, dtype=torch.uint8, size=2),
-            _POWERS,
-        )
+        tensors = (RowTensor(name=names.packed, dtypes=BYTES, dtype=torch.uint8, size=2), _POWERS)
         super().__init__(name, tensors, GROUPS["MXFP4"])
         self.packed_name = names.packed
 
@@ -148,11 +145,7 @@ class Mxfp8Linear(RowsLinear):
 
 
 _POWERS = RowTensor(
-    name="weight_scale",
-    dtypes=BYTES,
-    dtype=torch.uint8,
-    of="groups",
-    check=valid_powers,
+    name="weight_scale", dtypes=BYTES, dtype=torch.uint8, of="groups", check=valid_powers
 )
 
 

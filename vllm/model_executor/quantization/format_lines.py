@@ -7,11 +7,7 @@ from torch import nn
 
 from vllm.logger import init_logger
 from vllm.model_executor.layers.stored.stored_experts import RoundedExperts, StoredExperts
-from vllm.model_executor.layers.stored.stored_linear import (
-    RoundedLinear,
-    StoredHead,
-    StoredLinear,
-)
+from vllm.model_executor.layers.stored.stored_linear import RoundedLinear, StoredHead, StoredLinear
 from vllm.model_executor.layers.weight_method import MethodLayer
 
 logger = init_logger(__name__)

@@ -163,12 +163,7 @@ class GroupedLinear(StoredLinear):
         if self.unpacks_weight:
             words, is_awq = pack_bits(words.T, layout.bits).T.contiguous(), False
         weight = GroupedWeight(
-            words=words,
-            is_awq=is_awq,
-            bits=layout.bits,
-            scales=scales,
-            zeros=zeros,
-            groups=groups,
+            words=words, is_awq=is_awq, bits=layout.bits, scales=scales, zeros=zeros, groups=groups
         )
         return without_zero_scales(self.name, weight)
 

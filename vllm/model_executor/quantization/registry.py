@@ -35,38 +35,38 @@ class Format:
         return self.create is not None
 
 
-_FORMATS = "vllm.model_executor.quantization.formats"
+_PACKAGE = "vllm.model_executor.quantization.formats"
 
-_formats: dict[str, Format] = {
+FORMATS: dict[str, Format] = {
     "int8": Format(
-        rounds=f"{_FORMATS}.rounded:create_int8",
-        rounds_on={"cpu": f"{_FORMATS}.cpu_packed:CPUInt8"},
+        rounds=f"{_PACKAGE}.rounded:create_int8",
+        rounds_on={"cpu": f"{_PACKAGE}.cpu_packed:CPUInt8"},
     ),
     "int4": Format(
-        rounds=f"{_FORMATS}.rounded:create_int4",
-        rounds_on={"cpu": f"{_FORMATS}.cpu_packed:CPUInt4"},
+        rounds=f"{_PACKAGE}.rounded:create_int4",
+        rounds_on={"cpu": f"{_PACKAGE}.cpu_packed:CPUInt4"},
     ),
     "inc": Format(rounds="vllm.model_executor.quantization.inc.inc:create_inc"),
-    "mlx": Format(f"{_FORMATS}.mlx:MLX"),
-    "mxfp4": Format(f"{_FORMATS}.mxfp4:MXFP4"),
-    "fp8": Format(f"{_FORMATS}.fp8:Fp8", rounds=f"{_FORMATS}.rounded:create_fp8"),
-    "fbgemm_fp8": Format(f"{_FORMATS}.fp8:Fp8"),
-    "modelopt": Format(f"{_FORMATS}.modelopt:create_modelopt"),
-    "modelopt_fp4": Format(f"{_FORMATS}.modelopt:create_modelopt"),
-    "gptq": Format(f"{_FORMATS}.gptq:GPTQ"),
-    "awq": Format(f"{_FORMATS}.awq:AWQ"),
-    "auto-round": Format(f"{_FORMATS}.auto_round:create_auto_round"),
-    "intel/auto-round": Format(f"{_FORMATS}.auto_round:create_auto_round"),
+    "mlx": Format(f"{_PACKAGE}.mlx:MLX"),
+    "mxfp4": Format(f"{_PACKAGE}.mxfp4:MXFP4"),
+    "fp8": Format(f"{_PACKAGE}.fp8:Fp8", rounds=f"{_PACKAGE}.rounded:create_fp8"),
+    "fbgemm_fp8": Format(f"{_PACKAGE}.fp8:Fp8"),
+    "modelopt": Format(f"{_PACKAGE}.modelopt:create_modelopt"),
+    "modelopt_fp4": Format(f"{_PACKAGE}.modelopt:create_modelopt"),
+    "gptq": Format(f"{_PACKAGE}.gptq:GPTQ"),
+    "awq": Format(f"{_PACKAGE}.awq:AWQ"),
+    "auto-round": Format(f"{_PACKAGE}.auto_round:create_auto_round"),
+    "intel/auto-round": Format(f"{_PACKAGE}.auto_round:create_auto_round"),
     "bitsandbytes": Format(
-        f"{_FORMATS}.bitsandbytes:BitsAndBytes",
-        rounds=f"{_FORMATS}.rounded:create_nf4",
+        f"{_PACKAGE}.bitsandbytes:BitsAndBytes",
+        rounds=f"{_PACKAGE}.rounded:create_nf4",
         # Gaudi kernels do not support the table format.
-        rounds_on={"hpu": f"{_FORMATS}.rounded:create_int4"},
+        rounds_on={"hpu": f"{_PACKAGE}.rounded:create_int4"},
     ),
-    "torchao": Format(f"{_FORMATS}.torchao:TorchAO"),
-    "hqq": Format(f"{_FORMATS}.hqq:HQQ"),
-    "quark": Format(f"{_FORMATS}.quark:Quark"),
-    "compressed-tensors": Format(f"{_FORMATS}.compressed_tensors:CompressedTensors"),
+    "torchao": Format(f"{_PACKAGE}.torchao:TorchAO"),
+    "hqq": Format(f"{_PACKAGE}.hqq:HQQ"),
+    "quark": Format(f"{_PACKAGE}.quark:Quark"),
+    "compressed-tensors": Format(f"{_PACKAGE}.compressed_tensors:CompressedTensors"),
 }
 
 _FEW_BITS = (
@@ -95,14 +95,9 @@ _INSTEAD = {
 """Advice about formats that are not supported on purpose."""
 
 
-def format_names() -> tuple[str, ...]:
-    """Return all accepted values of `quant_method` in checkpoints and of `--quantization`."""
-    return tuple(_formats)
-
-
 def register_quantization(name: str, create: str | CreateQuantization) -> None:
     """Add a format for checkpoints with this `quant_method`."""
-    _formats[usual_name(name)] = Format(create)
+    FORMATS[usual_name(name)] = Format(create)
 
 
 def quantization_of(model: ModelConfig, device_type: str = "cpu") -> Quantization | None:
@@ -119,9 +114,9 @@ def quantization_of(model: ModelConfig, device_type: str = "cpu") -> Quantizatio
     name = quant_method(model.resolved_arch) or model.quantization
     if name is None:
         return None
-    found = _formats.get(name)
+    found = FORMATS.get(name)
     if found is None or (settings and not found.is_stored):
-        names = sorted(name for name, row in _formats.items() if row.is_stored)
+        names = sorted(name for name, row in FORMATS.items() if row.is_stored)
         supported = (
             f"use a checkpoint of a supported format ({', '.join(names)}), or the unquantized one "
             f"with --quantization int4, int8 or fp8"
@@ -138,7 +133,7 @@ def quantization_of(model: ModelConfig, device_type: str = "cpu") -> Quantizatio
     stored = _create(found.create, settings)
     if model.inc is None:
         return stored
-    inc = _formats["inc"].rounds
+    inc = FORMATS["inc"].rounds
     assert inc is not None
     on_stored: type[Quantization] = load_class(
         "vllm.model_executor.quantization.inc.stored:IncOnStored"
@@ -150,7 +145,7 @@ def head_quantization_of(model: ModelConfig) -> Quantization | None:
     """Return the format for output heads that are dense otherwise; None: they stay dense."""
     if model.lm_head_quantization == "auto":
         return None
-    create: Callable[[], Quantization] = load_class(f"{_FORMATS}.cpu_packed:CPUInt8Head")
+    create: Callable[[], Quantization] = load_class(f"{_PACKAGE}.cpu_packed:CPUInt8Head")
     return create()
 
 

@@ -14,10 +14,7 @@ from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.slice import DENSE_DTYPES, CheckpointTensor, ParamTarget
 from vllm.model_executor.layers.stored.stored_linear import on_host
-from vllm.model_executor.layers.stored.stored_scales import (
-    without_nan,
-    without_zero_scales,
-)
+from vllm.model_executor.layers.stored.stored_scales import without_nan, without_zero_scales
 from vllm.model_executor.quantization.row_tensors import BYTES, RowsLinear, RowTensor, scale_tensor
 from vllm.ops.stored_weight import DenseValues, Fp8Weight, Int8Weight, StoredWeight
 

@@ -72,9 +72,7 @@ _OTHER_NAMES = {
 
 
 def read_whisper_config(
-    config: Mapping[str, Any],
-    default: WhisperEncoderConfig = TINY,
-    within: str = "",
+    config: Mapping[str, Any], default: WhisperEncoderConfig = TINY, within: str = ""
 ) -> WhisperEncoderConfig:
     """Read the sizes of an encoder from config.json.
 

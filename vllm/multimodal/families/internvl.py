@@ -87,11 +87,7 @@ class InternVLFamily(TiledFamily):
     def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:
         num_embeddings = grid[0] * self._tokens_of_tile
         return Expansion(
-            [
-                token_id("<img>"),
-                *[token_id(self.placeholder)] * num_embeddings,
-                token_id("</img>"),
-            ],
+            [token_id("<img>"), *[token_id(self.placeholder)] * num_embeddings, token_id("</img>")],
             [False, *[True] * num_embeddings, False],
         )
 

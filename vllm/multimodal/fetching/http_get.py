@@ -15,7 +15,7 @@ import httptools
 
 _READ_BYTES = 2**16
 _MAX_HEAD_BYTES = 2**16
-_CONNECT_S = 1.0
+CONNECT_S = 1.0
 """Until the next address of a host is tried: it may have one of IPv6 that cannot be reached."""
 _PORTS = {"http": 80, "https": 443}
 _PATH_CHARACTERS = "/%:@!$&'()*+,;=-._~?[]|^"
@@ -186,7 +186,7 @@ async def _connect(
     *others, last = addresses
     for address in others:
         try:
-            return await asyncio.wait_for(connect(address), _CONNECT_S)
+            return await asyncio.wait_for(connect(address), CONNECT_S)
         except (OSError, asyncio.TimeoutError):
             continue
     return await connect(last)

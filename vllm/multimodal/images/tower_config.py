@@ -51,11 +51,7 @@ _CLIP = TowerConfig(
 )
 _SIGLIP = TowerConfig(model_type="siglip_vision_model")
 _IDEFICS3 = replace(
-    _SIGLIP,
-    model_type="idefics3_vision",
-    hidden_size=1152,
-    num_attention_heads=16,
-    patch_size=32,
+    _SIGLIP, model_type="idefics3_vision", hidden_size=1152, num_attention_heads=16, patch_size=32
 )
 _INTERNVL = TowerConfig(
     model_type="internvl_vision",

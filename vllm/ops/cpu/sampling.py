@@ -127,11 +127,7 @@ class SamplingKernels:
             raise MemoryError(f"not enough memory to sample from {vocab_size} tokens")
 
     def gather_logprobs(
-        self,
-        logits: Tensor,
-        token_ids: Tensor,
-        num_logprobs: int,
-        rows: Int64Array | None = None,
+        self, logits: Tensor, token_ids: Tensor, num_logprobs: int, rows: Int64Array | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gather log-probabilities of given tokens and of the most likely ones.
 

@@ -119,9 +119,7 @@ class CardExperts:
                 )
         if has_inputs_first:
             gate_up, down = gate_up.mT, down.mT
-        return NATIVE.moe(
-            *(x, ids, weights, gate_up, down, biases, self.options),
-        )
+        return NATIVE.moe(*(x, ids, weights, gate_up, down, biases, self.options))
 
 
 def in_turn(x: Tensor, dim: int) -> Tensor:

@@ -28,11 +28,7 @@ class HPULowBitExperts(CardLayer):
     """
 
     def __init__(
-        self,
-        gate_up: "_NarrowStack",
-        down: "_NarrowStack",
-        biases: ExpertBiases,
-        card: CardExperts,
+        self, gate_up: "_NarrowStack", down: "_NarrowStack", biases: ExpertBiases, card: CardExperts
     ) -> None:
         super().__init__(card, biases)
         self.gate_up, self.down = gate_up, down

@@ -45,26 +45,26 @@ class HPUOps(NativeOps):
             platform = resolve_platform("hpu")
             assert isinstance(platform, HPUPlatform)
             bridge = platform.bridge
-        self._kernels = bridge.kernels
+        self.kernels = bridge.kernels
         self._bridge, self._operators = bridge, ExpertOperators.of(bridge.kernels)
         self._fp8_max = bridge.fp8_max
         # Asked once here, because compiled code cannot ask.
-        self._has_rms_norm = self._kernels.has("FusedRMSNorm")
-        self._has_rotary = self._kernels.has("apply_rotary_pos_emb")
-        self._has_sdpa = self._kernels.has("FusedSDPA")
+        self._has_rms_norm = self.kernels.has("FusedRMSNorm")
+        self._has_rotary = self.kernels.has("apply_rotary_pos_emb")
+        self._has_sdpa = self.kernels.has("FusedSDPA")
 
     @property
     def fp8_max(self) -> float:
         return self._fp8_max
 
     def to_fp8(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._kernels.cast_to_fp8(x, factor, dtype)
+        return self.kernels.cast_to_fp8(x, factor, dtype)
 
     def from_fp8(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._kernels.cast_from_fp8(x, scale, dtype)
+        return self.kernels.cast_from_fp8(x, scale, dtype)
 
     def prepare_weight(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedWeight:
-        prepared = prepare_on_host(weight, self._kernels, self._fp8_max, dtype)
+        prepared = prepare_on_host(weight, self.kernels, self._fp8_max, dtype)
         return super().prepare_weight(weight, dtype) if prepared is None else prepared
 
     def prepare_heads(self, matrices: Tensor) -> PreparedHeads:
@@ -77,7 +77,7 @@ class HPUOps(NativeOps):
 
     def expect_experts(self, options: ExpertOptions) -> None:
         if options.limit is not None:
-            self._operators = ExpertOperators.of(self._kernels, options)
+            self._operators = ExpertOperators.of(self.kernels, options)
 
     def prepare_experts(
         self,
@@ -97,7 +97,7 @@ class HPUOps(NativeOps):
         return HPUFp8Experts(gates, ups, downs, biases, self._fp8_max, card)
 
     def _card(self, options: ExpertOptions) -> CardExperts:
-        return CardExperts(self._kernels, self._bridge, self._operators, options)
+        return CardExperts(self.kernels, self._bridge, self._operators, options)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: int = 0) -> Tensor:
         if weight.shape != x.shape[-1:]:
@@ -108,7 +108,7 @@ class HPUOps(NativeOps):
             weight = weight + offset
         # The kernel needs at least three dimensions, and models have [T, hidden].
         shaped = x if x.dim() > 2 else x.reshape(1, -1, x.shape[-1])
-        return self._kernels.rms_norm(shaped, weight, eps).view(x.shape)
+        return self.kernels.rms_norm(shaped, weight, eps).view(x.shape)
 
     def full_attention(
         self,
@@ -128,7 +128,7 @@ class HPUOps(NativeOps):
             num_heads = mask.shape[1] if mask.dim() == 4 else 1
             mask = mask.expand(query.shape[0], num_heads, query.shape[2], key.shape[2])
         scale = query.shape[3] ** -0.5 if scale is None else scale
-        return self._kernels.sdpa(query, key, value, mask, scale=scale, softmax_mode="None")
+        return self.kernels.sdpa(query, key, value, mask, scale=scale, softmax_mode="None")
 
     def moe(
         self,
@@ -167,7 +167,7 @@ class HPUOps(NativeOps):
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
         """Rotate the first elements of every head of x [T, H, D], as many as `cos` has."""
         rot_dim = cos.shape[-1]
-        rotated = self._kernels.rotary(x[..., :rot_dim], cos, sin, interleaved=not is_neox)
+        rotated = self.kernels.rotary(x[..., :rot_dim], cos, sin, interleaved=not is_neox)
         if rot_dim == x.shape[-1]:
             return rotated
         return torch.cat((rotated, x[..., rot_dim:]), dim=-1)

@@ -87,12 +87,7 @@ class Prediction:
 
 
 def predict(
-    cost: ServingCost,
-    batch: ArrayLike,
-    lengths: Lengths,
-    *,
-    block_size: int,
-    longest_prefill: int,
+    cost: ServingCost, batch: ArrayLike, lengths: Lengths, *, block_size: int, longest_prefill: int
 ) -> Prediction:
     """Predict the speed of an engine.
 

@@ -5,14 +5,7 @@ from typing import Any
 
 from vllm.planning.throughput.prediction import Prediction
 
-_COLUMNS = (
-    "requests",
-    "prompt",
-    "TTFT, ms",
-    "TPOT, ms",
-    "tokens/s",
-    "bound by",
-)
+_COLUMNS = ("requests", "prompt", "TTFT, ms", "TPOT, ms", "tokens/s", "bound by")
 
 
 def as_objects(predictions: Iterable[Prediction]) -> list[dict[str, Any]]:

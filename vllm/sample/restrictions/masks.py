@@ -78,9 +78,9 @@ class TokenMasks:
         rows = self.device_rows
         if rows is None:
             rows = torch.from_numpy(self.rows).to(logits.device)
-        self._apply_on_card(logits, rows)
+        self.apply_on_card(logits, rows)
 
-    def _apply_on_card(self, logits: Tensor, rows: Tensor) -> None:
+    def apply_on_card(self, logits: Tensor, rows: Tensor) -> None:
         """Forbid tokens with index tensors instead of slices: an offset in a slice is a new graph
         on Gaudi, and a write to a slice is a copy.
         """

@@ -129,7 +129,7 @@ class LogitRules:
         if logits.is_cpu:
             self._apply_on_host(changed, self.first_times)
             return changed
-        self._apply_on_card(changed, self.first_times)
+        self.apply_on_card(changed, self.first_times)
         return changed
 
     def _apply_on_host(self, logits: Tensor, first_times: Tensor) -> None:
@@ -143,7 +143,7 @@ class LogitRules:
             if _times_win(scores[:first].amax(-1), scores[first:]):
                 logits[row, :first] = -np.inf
 
-    def _apply_on_card(self, logits: Tensor, first_times: Tensor) -> None:
+    def apply_on_card(self, logits: Tensor, first_times: Tensor) -> None:
         """Apply the rules with operators whose shapes do not depend on values."""
         rows = self.masks.device_rows
         if rows is None:

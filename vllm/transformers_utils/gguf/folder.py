@@ -13,11 +13,7 @@ from pathlib import Path
 
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.transformers_utils.gguf.config import (
-    read_config,
-    read_generation_config,
-    read_pooling,
-)
+from vllm.transformers_utils.gguf.config import read_config, read_generation_config, read_pooling
 from vllm.transformers_utils.gguf.header import SUFFIX
 from vllm.transformers_utils.gguf.model import GGUFModel, files_of_model, open_model
 from vllm.transformers_utils.gguf.tokenizer import tokenizer_files, warn_of_missing_rule

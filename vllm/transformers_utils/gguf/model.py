@@ -376,12 +376,7 @@ class GGUFModel:
         return f"blk.{index}.ffn_gate.weight"
 
     def _split(
-        self,
-        name: str,
-        tensor: StoredTensor,
-        parts: tuple[str, ...],
-        layer: str,
-        sizes: list[int],
+        self, name: str, tensor: StoredTensor, parts: tuple[str, ...], layer: str, sizes: list[int]
     ) -> dict[str, StoredTensor]:
         """Split a tensor into parts with the given sizes in its first dimension."""
         if tensor.shape[0] != sum(sizes):

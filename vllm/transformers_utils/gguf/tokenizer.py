@@ -240,11 +240,7 @@ def _pieces(
     unknown = tokens[_unknown_id(model, tokens)]
     made = Tokenizer(_bpe(tokens, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     steps: list[Any] = [normalizers.Replace(" ", _SPACE)]
-    decoding: list[Any] = [
-        decoders.Replace(_SPACE, " "),
-        decoders.ByteFallback(),
-        decoders.Fuse(),
-    ]
+    decoding: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if model.metadata.get("tokenizer.ggml.add_space_prefix", adds_space):
         steps.insert(0, normalizers.Prepend(_SPACE))
         decoding.append(decoders.Strip(" ", 1, 0))
@@ -319,11 +315,7 @@ def _special_tokens(
 
 
 def _add_ends(
-    made: "Tokenizer",
-    model: GGUFModel,
-    tokens: list[str],
-    special: Mapping[str, str],
-    ends: _Ends,
+    made: "Tokenizer", model: GGUFModel, tokens: list[str], special: Mapping[str, str], ends: _Ends
 ) -> None:
     """Add the special tokens before and after every text."""
     from tokenizers import decoders, processors

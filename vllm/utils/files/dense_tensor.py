@@ -47,7 +47,8 @@ def check_finite(tensor: RawTensor, dtype: str) -> None:
     Raises:
         TensorFileError: a value is NaN, infinite, or too large.
     """
-    width = _width_of(tensor.dtype) * _CHUNK_ELEMENTS
+    num_bytes = 2 if tensor.dtype == "bfloat16" else np.dtype(tensor.dtype).itemsize
+    width = num_bytes * _CHUNK_ELEMENTS
     for start in range(0, len(tensor.data), width):
         numbers = _as_floats(tensor.dtype, tensor.data[start : start + width])
         if not (np.abs(numbers) <= _LARGEST[dtype]).all():
@@ -98,10 +99,6 @@ def _copy(value: Any, dtypes: Sequence[str]) -> RawTensor:
 def _bits(bfloats: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     """Return the bfloat16 bits of float32 values that bfloat16 can represent exactly."""
     return (np.ascontiguousarray(bfloats).view(np.uint32) >> 16).astype(np.uint16)
-
-
-def _width_of(dtype: str) -> int:
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
 def _as_floats(dtype: str, data: bytes) -> npt.NDArray[Any]:

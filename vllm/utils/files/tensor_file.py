@@ -291,10 +291,7 @@ class _DescriptionReader:
         self._put(len(self.stack) - 2, lambda top: _result_of(*top))
 
 
-_PUSHED = {
-    *("BININT", "BININT1", "BININT2", "LONG1", "LONG4"),
-    *("BINUNICODE", "SHORT_BINUNICODE"),
-}
+_PUSHED = {*("BININT", "BININT1", "BININT2", "LONG1", "LONG4"), *("BINUNICODE", "SHORT_BINUNICODE")}
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _TUPLE_SIZES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _ACTIONS: dict[str, Callable[[_DescriptionReader, Any], None]] = {

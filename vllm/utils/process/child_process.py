@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # from linux/prctl.h
-_LOOK_S = 0.5
+LOOK_S = 0.5
 
 _SIGNALS: dict[int, str] = {
     signal.SIGKILL: (
@@ -153,10 +153,10 @@ class ChildProcess:
         num_looks = 0
         while is_stopped(process.pid):
             limit_s = self.stop_limit_s
-            if limit_s is not None and num_looks * _LOOK_S >= limit_s:
+            if limit_s is not None and num_looks * LOOK_S >= limit_s:
                 process.kill()
                 return f"it was stopped by a signal (SIGSTOP) for {limit_s:g} s, and killed"
-            time.sleep(_LOOK_S)
+            time.sleep(LOOK_S)
             num_looks += 1
         return None
 

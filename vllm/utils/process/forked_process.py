@@ -117,10 +117,7 @@ class ForkedProcess:
 
 
 def _run_copy(
-    run: Callable[[], int],
-    descriptors: Collection[int],
-    parent: int,
-    signal_mask: Collection[int],
+    run: Callable[[], int], descriptors: Collection[int], parent: int, signal_mask: Collection[int]
 ) -> NoReturn:
     """Run the function in the copy and exit, without returning to the code of the parent."""
     code = 1

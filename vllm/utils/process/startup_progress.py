@@ -9,11 +9,11 @@ from pathlib import Path
 
 Listener = Callable[[str, int, int, float | None], None]
 
-_listener: Listener | None = None
-_imported = time.monotonic()
+current_listener: Listener | None = None
+IMPORTED = time.monotonic()
 
 _MAX_BEFORE_IMPORT_S = 60.0
-_STAT = Path("/proc/self/stat")
+STAT = Path("/proc/self/stat")
 _START_TIME = 19
 """Index of the field in that file, counted from 0 after the name of the program."""
 
@@ -22,8 +22,8 @@ def listen(listener: Listener | None) -> None:
     """Call `listener(phase, done, total, eta_seconds)` on every report from now on; None removes
     the listener.
     """
-    global _listener
-    _listener = listener
+    global current_listener
+    current_listener = listener
 
 
 def report(phase: str, done: int = 0, total: int = 0, eta_seconds: float | None = None) -> None:
@@ -36,8 +36,8 @@ def report(phase: str, done: int = 0, total: int = 0, eta_seconds: float | None 
         eta_seconds: estimated seconds until the engine is ready, not only until the end of this
             phase; None: unknown.
     """
-    if _listener is not None:
-        _listener(phase, done, total, eta_seconds)
+    if current_listener is not None:
+        current_listener(phase, done, total, eta_seconds)
 
 
 def process_start() -> float:
@@ -46,11 +46,11 @@ def process_start() -> float:
     The time of the import of this module is returned instead if the system does not report the
     start, or if the start was long before, because the program did something else first.
     """
-    if not _STAT.is_file():
-        return _imported
+    if not STAT.is_file():
+        return IMPORTED
     # Split after the last ")": the program name may contain spaces and brackets.
-    fields = _STAT.read_text().rpartition(")")[2].split()
+    fields = STAT.read_text().rpartition(")")[2].split()
     since_boot = int(fields[_START_TIME]) / os.sysconf("SC_CLK_TCK")
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot
     began = time.monotonic() - age
-    return began if 0 <= _imported - began <= _MAX_BEFORE_IMPORT_S else _imported
+    return began if 0 <= IMPORTED - began <= _MAX_BEFORE_IMPORT_S else IMPORTED

@@ -3,7 +3,7 @@
 import base64
 import binascii
 
-_PIECE = 2**16
+PIECE = 2**16
 """Characters that are decoded in one call. A call keeps the interpreter, and other threads wait."""
 _MAX_PADS = 2
 _ALPHABET = "the standard base64 alphabet: letters, digits, '+' and '/'"
@@ -38,8 +38,8 @@ def decode_base64(text: str, start: int = 0, *, max_bytes: int | None = None) ->
     decoded: list[bytes] = []
     num_bytes = num_pads = 0
     digits = b""
-    for position in range(start, len(text), _PIECE):
-        more = _digits_of(text[position : position + _PIECE])
+    for position in range(start, len(text), PIECE):
+        more = _digits_of(text[position : position + PIECE])
         new = more.rstrip(b"=")
         if b"=" in new or (new and num_pads):
             num_pads = _MAX_PADS + 1

@@ -66,10 +66,7 @@ class DraftRunner(DraftMaker):
         for chosen, done, count in split_spans(spans.count, self._max_tokens):
             ends = done + count == spans.count[chosen]
             self._run_ragged(
-                spans.rows[chosen],
-                spans.first[chosen] + done,
-                count,
-                has_drafts[chosen] & ends,
+                spans.rows[chosen], spans.first[chosen] + done, count, has_drafts[chosen] & ends
             )
 
     def _run_newest(self, rows: IntArray, index: int) -> None:
@@ -82,11 +79,7 @@ class DraftRunner(DraftMaker):
         self._run_ragged(rows, newest, ones, np.ones(len(rows), np.bool_))
 
     def _run_ragged(
-        self,
-        rows: IntArray,
-        first: IntArray,
-        count: IntArray,
-        samples: BoolArray,
+        self, rows: IntArray, first: IntArray, count: IntArray, samples: BoolArray
     ) -> None:
         order = np.argsort(count > 1, kind="stable")  # rows with a single token go first
         launch, samples = Launch(rows[order], first[order], count[order]), samples[order]

@@ -44,11 +44,7 @@ class SpeculatorRunner(DraftMaker):
     """
 
     def __init__(
-        self,
-        config: VllmConfig,
-        speculator: Speculator,
-        target: CPUModelRunner,
-        max_drafts: int,
+        self, config: VllmConfig, speculator: Speculator, target: CPUModelRunner, max_drafts: int
     ) -> None:
         super().__init__(config, speculator, target.batch, reads_states=True)
         self.sampling, self.sampler = target.sampling, target.tokens.sampler

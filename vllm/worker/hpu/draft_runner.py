@@ -166,10 +166,7 @@ class HPUDraftRunner(DraftMaker):
         rows = np.repeat(real, query_len).astype(np.int32)
         num_logits = len(output.result)
         sampled, _ = self._sampling.sample(
-            launches,
-            launch,
-            output,
-            state.distribution(rows, num_output.ravel(), num_logits),
+            launches, launch, output, state.distribution(rows, num_output.ravel(), num_logits)
         )
         launches.inputs.mark_sampled(real)
         if self._reads:

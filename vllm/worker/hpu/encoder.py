@@ -61,14 +61,11 @@ class CardEncoder:
         self.agree = agreement(tp, self._add) if is_here else None
         self._encoder, self._bridge, self.is_here = encoder, bridge, is_here
         self._modality = family.modalities[0]
-        self._small = encoder.divide(_as_tensors(family.small().tensors))[0]
+        self._small = encoder.divide(as_tensors(family.small().tensors))[0]
         smallest = encoder.size_of(self._small)
         self._largest = max(smallest, self._largest_size(config, family))
         self.sizes = encoder_sizes(
-            smallest,
-            self._largest,
-            encoder.unit,
-            config.hpu.multimodal_buckets,
+            smallest, self._largest, encoder.unit, config.hpu.multimodal_buckets
         )
         self._is_measured = not config.multimodal.skip_mm_profiling
         self._warm: set[int] = set()
@@ -80,16 +77,14 @@ class CardEncoder:
             wanted = 1 + len(self.sizes)
             dynamo.cache_size_limit = max(dynamo.cache_size_limit, wanted)
             self._run = bridge.compile(
-                self._run,
-                fullgraph=config.hpu.compile_fullgraph,
-                dynamic=False,
+                self._run, fullgraph=config.hpu.compile_fullgraph, dynamic=False
             )
 
     def _largest_size(self, config: VllmConfig, family: MediaFamily) -> int:
         """Return the size, in units, of the largest image that is expected and fits in a prompt."""
         encoder, max_model_len = self._encoder, config.scheduler.max_model_len
         image = largest_image(family, config.multimodal.largest_image)
-        largest = encoder.size_of(_as_tensors(image.tensors))
+        largest = encoder.size_of(as_tensors(image.tensors))
         most = encoder.max_units(max_model_len)
         if most is None or largest <= most:
             return largest
@@ -333,5 +328,6 @@ class _Run(nn.Module):
         return self._encoder.run(**dict(zip(names, tensors, strict=True)))
 
 
-def _as_tensors(arrays: Mapping[str, Any]) -> dict[str, Tensor]:
+def as_tensors(arrays: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Copy numpy arrays to tensors on the host."""
     return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}

@@ -35,7 +35,7 @@ class TypedPrefillInput(PrefillInput[Array]):
     """[T]"""
 
 
-_TYPED: PackedFields[TypedPrefillInput[Any]] = PackedFields(TypedPrefillInput)
+TYPED: PackedFields[TypedPrefillInput[Any]] = PackedFields(TypedPrefillInput)
 
 
 class TypedInputBuilder(HPUInputBuilder):
@@ -52,7 +52,7 @@ class TypedInputBuilder(HPUInputBuilder):
         self._types = types.values
 
     def _fields(self, shape: PaddedShape) -> PackedFields[Any]:
-        return _TYPED
+        return TYPED
 
     def _prefill(self, launch: PaddedLaunch, sample_rows: IntArray) -> PrefillInput[IntArray]:
         given = super()._prefill(launch, sample_rows)
@@ -98,7 +98,7 @@ class WholePromptModel(LaunchModel):
         given: PrefillInput[Tensor]
         types: tuple[Tensor, ...] = ()
         if self._has_types:
-            given = typed = _TYPED.unpack(packed, padded_sizes(shape))
+            given = typed = TYPED.unpack(packed, padded_sizes(shape))
             types = (typed.token_types,)
         else:
             given = unpack_prefill(packed, shape)

@@ -13,13 +13,7 @@ from vllm.sample.metadata import ALL_GREEDY, SamplingMetadata
 from vllm.sample.restrictions.masks import RowDrafts
 from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
-from vllm.sample.warmup import (
-    Stage,
-    basic_launches,
-    heaviest_launch,
-    stages_of,
-    warmup_launches,
-)
+from vllm.sample.warmup import Stage, basic_launches, heaviest_launch, stages_of, warmup_launches
 from vllm.utils.ragged import positions_within
 from vllm.worker.hpu.launches.device_tokens import DeviceTokens
 from vllm.worker.hpu.launches.host_buffers import HostBuffers
@@ -180,10 +174,7 @@ class PaddedTokens:
         numbers[indices] = num_output[indices // width] + within
         num_logits = len(output.result)
         tokens, accepted = self._sampling.sample(
-            self._launches,
-            launch,
-            output,
-            self.state.metadata(rows, numbers, num_logits, drafts),
+            self._launches, launch, output, self.state.metadata(rows, numbers, num_logits, drafts)
         )
         self._launches.inputs.mark_sampled(launch.rows[sampled])
         return Sampled(rows, indices, tokens, accepted)

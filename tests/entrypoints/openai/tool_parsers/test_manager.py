@@ -17,7 +17,7 @@ DOCUMENTATION = Path(__file__).parents[4] / "docs" / "tool_calling.md"
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
     """Forget the names that a test registers, after the test."""
-    monkeypatch.setattr(ToolParserManager, "_parsers", dict(ToolParserManager._parsers))
+    monkeypatch.setattr(ToolParserManager, "parsers", dict(ToolParserManager.parsers))
 
 
 def test_the_plug_in_of_the_documentation_adds_a_parser(tmp_path):

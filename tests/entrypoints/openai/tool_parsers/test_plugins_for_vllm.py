@@ -133,7 +133,7 @@ FLAGS = {"enable_auto_tool_choice": True, "tool_call_parser": "bang", "reasoning
 def plugins(monkeypatch, tmp_path):
     """Load both plug-ins, and remove the registered names after the test."""
     for manager in (ToolParserManager, ReasoningParserManager):
-        monkeypatch.setattr(manager, "_parsers", manager.snapshot())
+        monkeypatch.setattr(manager, "parsers", manager.snapshot())
     tools, reasoning = tmp_path / "tools.py", tmp_path / "reasoning.py"
     tools.write_text(TOOL_PLUGIN)
     reasoning.write_text(REASONING_PLUGIN)

@@ -36,10 +36,7 @@ _STATEFUL = ("previous_response_id", "conversation", "background", "prompt")
 class ChatBody(ChatCompletionRequest):
     """A conversation to be continued, as `messages`, or as `input` of the Responses API."""
 
-    LIMITS: ClassVar[Limits] = {
-        "input": (Limit("max_messages", "items"),),
-        "stop_sequences": STOP,
-    }
+    LIMITS: ClassVar[Limits] = {"input": (Limit("max_messages", "items"),), "stop_sequences": STOP}
 
     @model_validator(mode="before")
     @classmethod

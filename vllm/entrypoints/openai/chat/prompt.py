@@ -83,11 +83,7 @@ async def chat_prompt(
     if cache_salt is not None:
         prompt["cache_salt"] = cache_salt
     return await tokenize(
-        context.engine,
-        prompt,
-        truncate=truncate,
-        cache_salt=cache_salt,
-        max_tokens=max_tokens,
+        context.engine, prompt, truncate=truncate, cache_salt=cache_salt, max_tokens=max_tokens
     )
 
 

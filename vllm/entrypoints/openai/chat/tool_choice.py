@@ -169,8 +169,7 @@ def _move_references(schema: Any, prefixes: dict[str, str], root: Any, depth: in
     """
     if depth == 0:
         raise RequestError(
-            f"tools: parameters are nested more than {_MAX_SCHEMA_DEPTH} levels deep",
-            param="tools",
+            f"tools: parameters are nested more than {_MAX_SCHEMA_DEPTH} levels deep", param="tools"
         )
     if isinstance(schema, list):
         return [_move_references(item, prefixes, root, depth - 1) for item in schema]

@@ -11,13 +11,7 @@ from vllm.engine.input.pooling_input import require_task
 from vllm.entrypoints.http.body_route import BodyRoute
 from vllm.entrypoints.http.sse import run_until_disconnect
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
-from vllm.entrypoints.openai.pooling.run import (
-    Pooled,
-    list_response,
-    pool,
-    pooler_of,
-    response_id,
-)
+from vllm.entrypoints.openai.pooling.run import Pooled, list_response, pool, pooler_of, response_id
 from vllm.entrypoints.openai.protocol.base import error_responses
 from vllm.entrypoints.openai.protocol.chat import ChatFields, TemplateFields
 from vllm.entrypoints.openai.protocol.pooling import (

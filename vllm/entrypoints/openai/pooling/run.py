@@ -104,8 +104,7 @@ async def pool(
 
 
 async def _all(
-    run_one: Callable[[int, PromptType], Coroutine[Any, Any, Pooled]],
-    prompts: Sequence[PromptType],
+    run_one: Callable[[int, PromptType], Coroutine[Any, Any, Pooled]], prompts: Sequence[PromptType]
 ) -> list[Pooled]:
     """Run all prompts like `asyncio.gather`, but cancel all tasks after a failure or a
     cancellation.

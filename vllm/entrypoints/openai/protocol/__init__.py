@@ -69,9 +69,7 @@ from vllm.entrypoints.openai.protocol.pooling import (
     ScoreResponse,
     ScoreResponseData,
 )
-from vllm.entrypoints.openai.protocol.responses import (
-    ResponsesRequest,
-)
+from vllm.entrypoints.openai.protocol.responses import ResponsesRequest
 from vllm.entrypoints.openai.protocol.sampling import (
     AnyResponseFormat,
     JsonSchemaResponseFormat,

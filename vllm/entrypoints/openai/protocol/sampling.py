@@ -37,12 +37,7 @@ from vllm.entrypoints.openai.protocol.base import (
     tag_by_type,
 )
 from vllm.errors import RequestError
-from vllm.guided_decoding_params import (
-    INTERNAL_FIELDS,
-    KINDS,
-    REQUEST_FIELDS,
-    GuidedDecodingParams,
-)
+from vllm.guided_decoding_params import INTERNAL_FIELDS, KINDS, REQUEST_FIELDS, GuidedDecodingParams
 from vllm.sampling_params import (
     BeamSearchParams,
     Interface,
@@ -369,8 +364,7 @@ def check_sampling_fields(body: SamplingFields) -> None:
         raise RequestError(f"n must be at least 1, got {body.n}", param="n")
     if body.best_of is not None and body.best_of < body.num_samples:
         raise RequestError(
-            f"best_of must be at least n ({body.num_samples}), got {body.best_of}",
-            param="best_of",
+            f"best_of must be at least n ({body.num_samples}), got {body.best_of}", param="best_of"
         )
     if body.kv_transfer_params:
         raise RequestError(

@@ -6,12 +6,7 @@ from pydantic import Discriminator, Tag
 
 from vllm.entrypoints.http.request_limits import Limit, Limits
 from vllm.entrypoints.http.validation_text import TAG_SIGN
-from vllm.entrypoints.openai.protocol.base import (
-    ListOf,
-    RequestBody,
-    ResponseModel,
-    TokenId,
-)
+from vllm.entrypoints.openai.protocol.base import ListOf, RequestBody, ResponseModel, TokenId
 from vllm.entrypoints.openai.protocol.chat import ChatFields
 
 

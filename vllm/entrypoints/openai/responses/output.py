@@ -206,12 +206,7 @@ class ResponseWriter:
         assert self._item is not None
         if self._item["type"] == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        return {
-            "type": "output_text",
-            "text": text,
-            "annotations": [],
-            "logprobs": self._logprobs,
-        }
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs}
 
     def _event(self, kind: str, **fields: Any) -> Event:
         """Return an event about the open item."""

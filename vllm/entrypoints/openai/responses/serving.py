@@ -207,10 +207,7 @@ async def _read_request(
 
 
 async def _chat_request(
-    context: ServerContext,
-    body: ResponsesRequest,
-    entry: StoredResponse,
-    fetched: dict[str, bytes],
+    context: ServerContext, body: ResponsesRequest, entry: StoredResponse, fetched: dict[str, bytes]
 ) -> ChatCompletionRequest:
     """Return the chat request of a response, truncated if the request says so. Media that had to be
     fetched for this are added to `fetched`.

@@ -98,8 +98,10 @@ class _Translator:
             self._out.append(", ")
         level.num_items += 1
         if level.kind in (_CALL, _DICT):
-            key = _keyword(kind, token) if level.kind == _CALL else _key(kind, token)
-            equals = "=" if level.kind == _CALL else ":"
+            if level.kind == _CALL:
+                key, equals = encode_string(token) if kind == "word" else None, "="
+            else:
+                key, equals = _key(kind, token), ":"
             if key is None or next(self._tokens, None) != ("sign", equals):
                 return False
             self._out += (key, ": ")
@@ -113,10 +115,6 @@ class _Translator:
         if value is not None:
             self._out.append(value)
         return value is not None
-
-
-def _keyword(kind: str, token: str) -> str | None:
-    return encode_string(token) if kind == "word" else None
 
 
 def _key(kind: str, token: str) -> str | None:

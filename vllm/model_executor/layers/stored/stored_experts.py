@@ -162,9 +162,7 @@ class RoundedExperts(DeviceExperts):
     """
 
     def __init__(
-        self,
-        name: str,
-        round_weights: Callable[[int, Tensor, Tensor], tuple[StoredWeight, ...]],
+        self, name: str, round_weights: Callable[[int, Tensor, Tensor], tuple[StoredWeight, ...]]
     ) -> None:
         super().__init__(name)
         self.round_weights = round_weights

@@ -15,11 +15,7 @@ from torch import Tensor, nn
 from vllm.config.quantization.settings_error import SettingsMismatch, setting
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
-from vllm.model_executor.layers.embedding import (
-    DenseTable,
-    EmbeddingMethod,
-    VocabParallelEmbedding,
-)
+from vllm.model_executor.layers.embedding import DenseTable, EmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear, UnquantizedLinear
 from vllm.model_executor.layers.slice import WORD_BITS, CheckpointTensor, ParamTarget, dtype_name
 from vllm.model_executor.layers.stored.stored_scales import checked_scales
@@ -281,10 +277,7 @@ class RoundedLinear(KeepsPacked, UnquantizedLinear):
 
     def finish_on_shapes(self, layer: ParallelLinear) -> bool:
         # Imported here, because only memory plans need it.
-        from torch._subclasses.fake_tensor import (
-            DataDependentOutputException,
-            FakeTensorMode,
-        )
+        from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
         weight = layer.get_parameter("weight")
         if weight.device.type == "cpu":

@@ -24,7 +24,7 @@ class ClipEmbeddings(nn.Module):
         super().__init__()
         size = config.hidden_size
         self.class_embedding = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.patch_embedding = PatchEmbedding(3, size, config.patch_size, bias=False)
+        self.patch_embedding = PatchEmbedding(size, config.patch_size, bias=False)
         self.position_embedding = PositionTable(1 + config.patches_per_side**2, size)
 
     def forward(self, pixels: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class _Patches(nn.Module):
 
     def __init__(self, tower: TowerConfig) -> None:
         super().__init__()
-        self.projection = PatchEmbedding(3, tower.hidden_size, tower.patch_size)
+        self.projection = PatchEmbedding(tower.hidden_size, tower.patch_size)
 
     def forward(self, pixels: Tensor) -> Tensor:
         return self.projection(pixels)

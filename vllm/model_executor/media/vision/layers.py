@@ -57,25 +57,22 @@ class PatchEmbedding(nn.Module):
     """A convolution whose stride is its size, computed as a matmul.
 
     Args:
-        num_channels: number of channels of the image.
         hidden_size: C.
         patch_size: height and width of a patch in pixels.
         bias: whether there is a bias.
 
-    Shape: [B, num_channels, H, W] -> [B, N, C], rows of patches from the top. Pixels on the right
+    Shape: [B, 3, H, W] -> [B, N, C], rows of patches from the top. Pixels on the right
     and at the bottom that do not fill a patch are dropped.
     """
 
     weight: nn.Parameter
-    """[C, num_channels, patch_size, patch_size], as checkpoints have it."""
+    """[C, 3, patch_size, patch_size], as checkpoints have it."""
     bias: nn.Parameter | None
 
-    def __init__(
-        self, num_channels: int, hidden_size: int, patch_size: int, bias: bool = True
-    ) -> None:
+    def __init__(self, hidden_size: int, patch_size: int, bias: bool = True) -> None:
         super().__init__()
         self.patch_size = patch_size
-        weight = torch.empty(hidden_size, num_channels, patch_size, patch_size)
+        weight = torch.empty(hidden_size, 3, patch_size, patch_size)
         self.weight = nn.Parameter(weight, requires_grad=False)
         of_channels = nn.Parameter(torch.empty(hidden_size), requires_grad=False)
         self.register_parameter("bias", of_channels if bias else None)

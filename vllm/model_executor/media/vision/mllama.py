@@ -222,7 +222,7 @@ class MllamaTower(nn.Module):
         self.wanted = wanted
         self.padding = padded_length(tower) - tower.patches_per_side**2 - 1
         self.class_embedding = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.patch_embedding = PatchEmbedding(3, size, tower.patch_size, bias=False)
+        self.patch_embedding = PatchEmbedding(size, tower.patch_size, bias=False)
         sizes = (tower, num_tiles, num_layouts)
         self.pre_tile_positional_embedding = _TileEmbedding(*sizes)
         self.gated_positional_embedding = _PositionEmbedding(*sizes)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm.model_executor.media.vision.attention import attend
 
-_MAX_QUERIES = 2048
+MAX_QUERIES = 2048
 """Queries of one mask, which has as many elements as queries times keys."""
 
 
@@ -31,7 +31,7 @@ def attend_within(query: Tensor, key: Tensor, value: Tensor, groups: Tensor | No
     if groups is None:
         read = attend(query, key, value)
     else:
-        parts = zip(query.split(_MAX_QUERIES, 2), groups.split(_MAX_QUERIES), strict=True)
+        parts = zip(query.split(MAX_QUERIES, 2), groups.split(MAX_QUERIES), strict=True)
         read = torch.cat(
             [attend(part, key, value, own[:, None] == groups) for part, own in parts], dim=2
         )

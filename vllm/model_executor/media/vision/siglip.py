@@ -19,7 +19,7 @@ class SiglipEmbeddings(nn.Module):
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
         size = config.hidden_size
-        self.patch_embedding = PatchEmbedding(3, size, config.patch_size)
+        self.patch_embedding = PatchEmbedding(size, config.patch_size)
         self.position_embedding = PositionTable(config.patches_per_side**2, size)
 
     def forward(self, pixels: Tensor) -> Tensor:

@@ -17,12 +17,7 @@ from vllm.model_executor.layers.stored.stored_scales import checked_scales, with
 from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
 from vllm.model_executor.quantization.grouped import GroupedLinear, GroupLayout, check_symmetric
 from vllm.model_executor.quantization.row_tensors import RowsLinear, RowTensor, scale_tensor
-from vllm.model_executor.quantization.settings import (
-    Settings,
-    choice,
-    group_size_of,
-    names,
-)
+from vllm.model_executor.quantization.settings import Settings, choice, group_size_of, names
 from vllm.ops.stored_weight import GroupedWeight, StoredWeight, unpack_bits
 
 _BITS = 4

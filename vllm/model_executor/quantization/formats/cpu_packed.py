@@ -18,12 +18,7 @@ from torch import nn
 
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.model_executor.layers.cpu_methods import (
-    CPUExperts,
-    CPULinear,
-    PackedTable,
-    StoredAs,
-)
+from vllm.model_executor.layers.cpu_methods import CPUExperts, CPULinear, PackedTable, StoredAs
 from vllm.model_executor.layers.embedding import (
     EmbeddingMethod,
     ParallelLMHead,

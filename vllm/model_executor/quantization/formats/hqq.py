@@ -18,12 +18,7 @@ from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import CheckpointTensor, ParamTarget
 from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
 from vllm.model_executor.quantization.checkpoint_format import NamedFormat, Names
-from vllm.model_executor.quantization.row_tensors import (
-    RowsLinear,
-    RowTensor,
-    check_size,
-    finite,
-)
+from vllm.model_executor.quantization.row_tensors import RowsLinear, RowTensor, check_size, finite
 from vllm.model_executor.quantization.settings import (
     MAX_GROUP,
     Settings,

@@ -16,10 +16,7 @@ from torch import Tensor
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import CheckpointTensor, ParamTarget
 from vllm.model_executor.layers.stored.stored_linear import on_host
-from vllm.model_executor.layers.stored.stored_scales import (
-    without_nan,
-    without_zero_scales,
-)
+from vllm.model_executor.layers.stored.stored_scales import without_nan, without_zero_scales
 from vllm.model_executor.quantization.checkpoint_format import NamedFormat, Names
 from vllm.model_executor.quantization.row_tensors import (
     RowsLinear,
@@ -28,13 +25,7 @@ from vllm.model_executor.quantization.row_tensors import (
     finite,
     scale_tensor,
 )
-from vllm.model_executor.quantization.settings import (
-    MAX_GROUP,
-    Settings,
-    choice,
-    names,
-    wrong,
-)
+from vllm.model_executor.quantization.settings import MAX_GROUP, Settings, choice, names, wrong
 from vllm.ops.stored_weight import (
     Fp8Weight,
     GroupedWeight,
@@ -230,10 +221,7 @@ class TorchAOLinear(RowsLinear):
     def __init__(self, name: str, config: str, bits: int, group: int) -> None:
         self.config, self.bits = config, bits
         dtype = torch.float8_e4m3fn if config in _FP8 else torch.int8
-        tensors = [
-            RowTensor(name=_NUMBERS, dtypes=(dtype,), dtype=dtype),
-            scale_tensor(_SCALES),
-        ]
+        tensors = [RowTensor(name=_NUMBERS, dtypes=(dtype,), dtype=dtype), scale_tensor(_SCALES)]
         if config not in _FP8:
             whole = (torch.int8, torch.int32, torch.int64)
             tensors.append(

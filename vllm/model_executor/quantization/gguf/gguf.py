@@ -52,7 +52,6 @@ _PartOf = Callable[[Callable[[Blocks], Tensor], torch.dtype, int], CheckpointTen
 class BlockSource(CheckpointTensor):
     """A tensor of GGUF blocks; reading it gives dequantized values."""
 
-    type_name: str = ""
     part: _PartOf | None = None
     """(what to take of blocks, its dtype, its columns) -> that, as a tensor."""
 

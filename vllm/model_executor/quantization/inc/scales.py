@@ -38,11 +38,7 @@ def input_scale(largest: float, method: ScaleMethod, limit: float, backoff: floa
 
 
 def round_weight(
-    weight: Tensor,
-    method: ScaleMethod,
-    limit: float,
-    backoff: float,
-    scales: Tensor | None = None,
+    weight: Tensor, method: ScaleMethod, limit: float, backoff: float, scales: Tensor | None = None
 ) -> Fp8Weight:
     """Quantize a dense weight [out_features, in_features] to FP8.
 

@@ -54,11 +54,7 @@ class Program:
     """
 
     def __init__(
-        self,
-        recorder: Recorder,
-        result: Rows,
-        given: Rows | None = None,
-        taps: Sequence[Rows] = (),
+        self, recorder: Recorder, result: Rows, given: Rows | None = None, taps: Sequence[Rows] = ()
     ) -> None:
         library = require_cpu_kernels("a program needs")
         self.dtype, self.width = recorder.dtype, result.width

@@ -261,13 +261,7 @@ class Recorder(CPUOps):
         return y
 
     def adapt_experts(
-        self,
-        layer: AdaptedExperts,
-        single: SingleExperts,
-        x: Any,
-        ids: Any,
-        weights: Any,
-        y: Any,
+        self, layer: AdaptedExperts, single: SingleExperts, x: Any, ids: Any, weights: Any, y: Any
     ) -> Any:
         """Return y unchanged: batches with adapters of experts do not run as a program."""
         return y
@@ -448,12 +442,7 @@ class Recorder(CPUOps):
         self.num_groups = max(self.num_groups, group + 1)
         if stores:
             self._in_place(
-                "write_cache",
-                key,
-                value,
-                operands=dict(operands),
-                group=group,
-                cache_type=of_cache,
+                "write_cache", key, value, operands=dict(operands), group=group, cache_type=of_cache
             )
         operands.setdefault("value_cache", operands["key_cache"])
         by_head = {"table": layer.alibi_slopes, "sinks": layer.sinks}

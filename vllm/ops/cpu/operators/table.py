@@ -149,13 +149,7 @@ class CPUOps(NativeOps):
         if run is None:
             return super().fused_add_rms_norm(x, residual, weight, eps, offset)
         normed = run(
-            "add_rms_norm",
-            x,
-            residual,
-            weight=weight,
-            scalar=eps,
-            option=offset,
-            in_place=True,
+            "add_rms_norm", x, residual, weight=weight, scalar=eps, option=offset, in_place=True
         )
         return normed, residual
 

@@ -338,13 +338,7 @@ class PackedWeight:
         out = x.new_empty(*shape[:-1], self.out_features)
         rows = shape[0] if len(shape) == 2 else x.numel() // self.num_inputs
         if function(
-            self._address,
-            x.data_ptr(),
-            bias_pointer,
-            out.data_ptr(),
-            rows,
-            stride,
-            _num_threads(),
+            self._address, x.data_ptr(), bias_pointer, out.data_ptr(), rows, stride, _num_threads()
         ):
             raise MemoryError(f"not enough memory for {rows} rows of a linear layer")
         return out

@@ -153,11 +153,7 @@ class DeviceDrafts(DeviceTokens):
     """
 
     def __init__(
-        self,
-        target: DeviceTokens,
-        num_rows: int,
-        device: torch.device,
-        tokens_ahead: int,
+        self, target: DeviceTokens, num_rows: int, device: torch.device, tokens_ahead: int
     ) -> None:
         super().__init__(num_rows, device)
         self.tokens_ahead = tokens_ahead

@@ -162,10 +162,7 @@ class CompiledExecution(Execution):
 
     def __init__(self, bridge: HabanaBridge, model: LaunchModel, config: VllmConfig) -> None:
         super().__init__(bridge, model)
-        options: dict[str, Any] = {
-            "fullgraph": config.hpu.compile_fullgraph,
-            "dynamic": False,
-        }
+        options: dict[str, Any] = {"fullgraph": config.hpu.compile_fullgraph, "dynamic": False}
         if config.hpu.compile_dynamic_shapes:
             # torch may trace with symbolic sizes, but each recipe is still compiled for concrete
             # sizes.

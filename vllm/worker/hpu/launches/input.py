@@ -21,12 +21,7 @@ from vllm.attention.backends.merged_prefill import (
     MergedPrefillMetadata,
     build_merged_prefill_metadata,
 )
-from vllm.attention.backends.packed_fields import (
-    Array,
-    PackedFields,
-    packed,
-    packed_fields_of,
-)
+from vllm.attention.backends.packed_fields import Array, PackedFields, packed, packed_fields_of
 from vllm.bucketing import Phase
 from vllm.messages import IntArray
 from vllm.worker.batch.input_batch import InputBatch

@@ -37,12 +37,7 @@ from vllm.platforms.habana.kernels import FusedKernels
 from vllm.worker.drafts.stage_drafts import InnerLayers
 from vllm.worker.hpu.launches.device_tokens import DeviceTokens
 from vllm.worker.hpu.launches.embeddings import FIRST_GIVEN
-from vllm.worker.hpu.launches.input import (
-    DecodeInput,
-    unpack_decode,
-    unpack_merged,
-    unpack_prefill,
-)
+from vllm.worker.hpu.launches.input import DecodeInput, unpack_decode, unpack_merged, unpack_prefill
 from vllm.worker.hpu.launches.planner import PaddedShape
 
 
@@ -342,12 +337,7 @@ class HPUModel(LaunchModel):
             offsets = given.position_offsets[:, None].expand(-1, query_len).flatten()
             positions = positions + offsets
         attention = PaddedDecode.derive(
-            given.metadata,
-            self._kinds,
-            self._block_size,
-            self._dtype,
-            self._normaliser,
-            by_row,
+            given.metadata, self._kinds, self._block_size, self._dtype, self._normaliser, by_row
         )
         adapters = self._adapters_of(given.adapter_slots, query_len)
         states = None

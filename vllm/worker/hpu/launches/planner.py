@@ -69,11 +69,7 @@ class PaddedLaunch(Launch):
     def shape(self) -> "PaddedShape":
         """The padded shape, which decides which compiled recipe runs."""
         return PaddedShape(
-            self.bucket,
-            self.is_contiguous,
-            self.merged_prompts,
-            self.num_shared,
-            self.item_slots,
+            self.bucket, self.is_contiguous, self.merged_prompts, self.num_shared, self.item_slots
         )
 
 
@@ -117,10 +113,7 @@ class PaddedShape:
 
 
 def launch_shapes(
-    bucket: Bucket,
-    limits: StepLimits,
-    merged_prompts: int = 0,
-    item_sizes: Sequence[int] = (0,),
+    bucket: Bucket, limits: StepLimits, merged_prompts: int = 0, item_sizes: Sequence[int] = (0,)
 ) -> list[PaddedShape]:
     """Return every shape in which batches of a bucket can run.
 

@@ -86,9 +86,11 @@ class StreamedLayers:
             self._weights.append([param.data for param in layer.parameters()])
             slot = self._slots.get(signature)
             if slot is None:
-                slot = self._slots[signature] = _Slot(
-                    [self._on_card(p) for p in layer.parameters()]
-                )
+                params = [
+                    nn.Parameter(bridge.zeros(param.shape, param.dtype), requires_grad=False)
+                    for param in layer.parameters()
+                ]
+                slot = self._slots[signature] = _Slot(params)
             later = [*range(number + 1, len(layers)), *range(number + 1)]
             self._next.append(next(n for n in later if signatures[n] == signature))
             _replace_parameters(layer, slot.params)
@@ -99,9 +101,6 @@ class StreamedLayers:
             for slot in self._slots.values()
             for param in slot.params
         )
-
-    def _on_card(self, param: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(self._bridge.zeros(param.shape, param.dtype), requires_grad=False)
 
     def _before(self, slot: _Slot, number: int, layer: nn.Module, _: Any) -> None:
         params = list(layer.parameters())

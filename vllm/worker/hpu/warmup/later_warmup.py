@@ -351,7 +351,8 @@ class LaterWarmUp:
         """Return the reason not to try a forward pass; None: there may be enough memory."""
         if part.stage == "capture":
             cls = _GRAPHS[part.shape.bucket.phase]
-            left, graphs = self._ledger.left(cls), self._num_graphs(part.shape.bucket.phase)
+            left = self._ledger.left(cls)
+            graphs = sum(s.bucket.phase is part.shape.bucket.phase for s in self._graph_shapes)
             needed = self._ledger.booked(cls) // max(1, graphs)
             if needed < left or not graphs:
                 return None
@@ -370,9 +371,6 @@ class LaterWarmUp:
         """The shapes that have a graph, in the order of their capture."""
         execution = self._launches.execution
         return execution.shapes if isinstance(execution, GraphExecution) else []
-
-    def _num_graphs(self, phase: Phase) -> int:
-        return sum(shape.bucket.phase is phase for shape in self._graph_shapes)
 
     def _run(self, part: _Part) -> str | None:
         """Compile, run or capture a forward pass, as its stage says. Return the reason why it

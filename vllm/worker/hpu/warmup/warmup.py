@@ -197,7 +197,9 @@ class WarmUp:
         self.estimate.plan(self._work_left())
         if self._encoder is not None:
             yield from self._encode(self._encoder)
-        yield from self._launch_long_slices()
+        # Decodes that read longer slices of the cache than the profiling run did. The smallest one
+        # runs first, because the larger ones are predicted from it.
+        yield from self._launch_each("decode slices", self._long_slices)
         if self._compiles_first:
             for phase in Phase:
                 yield from self._compile(phase)
@@ -324,13 +326,6 @@ class WarmUp:
                 done += 1
                 bar.total = total
                 bar.update()
-
-    def _launch_long_slices(self) -> _Steps:
-        """Run the decodes that read longer slices of the cache than the profiling run did.
-
-        The smallest one runs first, because the larger ones are predicted from it.
-        """
-        yield from self._launch_each("decode slices", self._long_slices)
 
     def _launch_once(self, phase: Phase) -> _Steps:
         """Run every bucket of a phase, the largest first.
