@@ -21,24 +21,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vllm.bucketing import (
-    Bucket,
-    BucketSettings,
-    Catalog,
-    GeneratedBuckets,
-    MemoryClass,
-    MemoryLedger,
-    Phase,
-    StepLimits,
-    generate_buckets,
-)
+from vllm.bucketing import Bucket, BucketSettings, MemoryClass, MemoryLedger, Phase, StepLimits
 from vllm.bucketing.catalog.bucket_plan import decode_steps
 from vllm.bucketing.catalog.capture_plan import Capture, capture_graphs
-from vllm.bucketing.catalog.catalog import padded_cost
+from vllm.bucketing.catalog.catalog import Catalog, padded_cost
 from vllm.bucketing.catalog.closure import missing_buckets, unused_buckets
 from vllm.bucketing.ledger import split_graph_memory
 from vllm.bucketing.step_limits import ceil_div, trim_decodes
-from vllm.bucketing.strategies.generate import buckets_from_file
+from vllm.bucketing.strategies.generate import GeneratedBuckets, buckets_from_file, generate_buckets
 
 GIB, MIB = 1 << 30, 1 << 20
 

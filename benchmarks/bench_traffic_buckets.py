@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from vllm.bucketing import Phase, StepLimits, plan_buckets
+from vllm.bucketing import Phase, StepLimits
 from vllm.bucketing.bucket import Bucket, prefill
-from vllm.bucketing.catalog.bucket_plan import step_limits
+from vllm.bucketing.catalog.bucket_plan import plan_buckets, step_limits
 from vllm.bucketing.catalog.from_traffic import bucket_cost, choose_for_traffic
 from vllm.bucketing.optimal import Ints, choose_buckets, cost_of
 from vllm.bucketing.settings import BucketSettings

@@ -6,7 +6,7 @@ shapes, dtypes and other values are cached, since this module's overhead slows d
 simulation.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -103,6 +103,10 @@ class _Operator:
 
 _OPERATORS: dict[int, _Operator] = {}
 """By the id of the operator, whose hash would be computed by a method in Python."""
+_RESULTS: dict[Hashable, Results | None] = {}
+"""Results of operators in compile-only mode, by operator, operands and default dtype; None: they
+must be computed. All cards of a process share them.
+"""
 _UNKNOWN = object()
 _NUMBERS_AND_NAMES = frozenset({bool, float, str, torch.dtype, torch.layout, torch.memory_format})
 
@@ -275,7 +279,7 @@ class _Call:
         if parts is not None:
             raw = [part.raw for part in parts]
         else:
-            known = self._known_results(card, key, need) if not card.computes else None
+            known = self._known_results(key, need) if not card.computes else None
             run = operator.run if known is None else known.make
             raw = run(*self.args, **self.kwargs)
         if signature is None:
@@ -296,9 +300,7 @@ class _Call:
             self.wrappers[0].parts = key, wrapped
         return wrapped
 
-    def _known_results(
-        self, card: SimulatedCard, key: tuple[Any, ...], need: str | None
-    ) -> Results | None:
+    def _known_results(self, key: tuple[Any, ...], need: str | None) -> Results | None:
         """Return the results as far as they are known without computing; None: they must be
         computed.
         """
@@ -308,9 +310,9 @@ class _Call:
             return None
         strides = tuple([x.raw.stride() for x in self.wrappers])
         layout = (key, strides, torch.get_default_dtype())
-        found: Any = card.results.get(layout, _UNKNOWN)
+        found: Any = _RESULTS.get(layout, _UNKNOWN)
         if found is _UNKNOWN:
-            found = card.results[layout] = results_of(operator.op, self.args, self.kwargs)
+            found = _RESULTS[layout] = results_of(operator.op, self.args, self.kwargs)
         known: Results | None = found
         return known
 

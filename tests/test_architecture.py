@@ -25,13 +25,10 @@ LAYERS = read_layers(ROOT)
 # These lists may only get shorter.
 KNOWN_PAIRS = {
     ("vllm", "vllm/env"),
-    ("vllm/bucketing", "vllm/bucketing/catalog"),
-    ("vllm/bucketing", "vllm/bucketing/strategies"),
     ("vllm/engine", "vllm/engine/process"),
     ("vllm/engine", "vllm/engine/replicas"),
     ("vllm/executor", "vllm/executor/ray"),
     ("vllm/ops", "vllm/ops/native"),
-    ("vllm/transformers_utils", "vllm/transformers_utils/gguf"),
 }
 # External package -> the only parts of the tree that may import it: a file or a package.
 CONFINED = {

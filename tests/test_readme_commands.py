@@ -24,7 +24,10 @@ from tests.e2e.server import Server
 from tests.hpu import captured_log, needs_simulated_device, simulated_hpu
 from tests.readme_commands import PAGES, ROOT, Command, read_commands, read_tables
 from vllm.assets import BUNDLED_MODEL
-from vllm.bucketing import Catalog, MemoryClass, plan_buckets, prove
+from vllm.bucketing import MemoryClass
+from vllm.bucketing.catalog.bucket_plan import plan_buckets
+from vllm.bucketing.catalog.catalog import Catalog
+from vllm.bucketing.catalog.closure import prove
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.main import _create_parser
 from vllm.entrypoints.openai.cli_args import read_args

@@ -25,7 +25,7 @@ from vllm.model_executor.loader.model_loader import ParameterMemory, build_model
 from vllm.model_executor.loader.sharded_state import save_shard
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.quantization import quantization_of
-from vllm.transformers_utils.weight_files import find_files
+from vllm.utils.files.weight_files import find_files
 
 _COPIED = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 

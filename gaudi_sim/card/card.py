@@ -12,7 +12,6 @@ from weakref import WeakSet
 from gaudi_sim.card.clock import Clock
 from gaudi_sim.card.memory import Allocation, MemoryPool
 from gaudi_sim.card.recipes import RecipeCache
-from gaudi_sim.card.unlaunched import Results
 from vllm.cost_model import constants
 from vllm.cost_model.cards import CardSpec
 from vllm.cost_model.work import Work
@@ -115,9 +114,6 @@ class SimulatedCard:
         them."""
         self.signatures: dict[Hashable, Signature] = {}
         """Results of `sim_device` so far, by operator and kinds of operands."""
-        self.results: dict[Hashable, Results | None] = {}
-        """Results that `sim_execute` knows without computing, by the properties that they depend
-        on."""
         self._step: list[Signature] = []  # operations recorded since the last flush
         self._recipes_seen: list[Recipe] | None = None
         self._recipes: set[Hashable] = set()

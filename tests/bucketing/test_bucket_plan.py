@@ -8,8 +8,9 @@ import pytest
 from tests.bucketing.helpers import pairs, triples
 from tests.loops import loop_over
 from tests.worker.hpu_helpers import make_config
-from vllm.bucketing import Phase, plan_buckets, prove
-from vllm.bucketing.catalog.closure import unused_buckets
+from vllm.bucketing import Phase
+from vllm.bucketing.catalog.bucket_plan import plan_buckets
+from vllm.bucketing.catalog.closure import prove, unused_buckets
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.errors import ConfigError
 

@@ -8,8 +8,11 @@ import pytest
 
 from tests.bucketing.helpers import make_limits
 from tests.worker.hpu_helpers import make_config, random_plan
-from vllm.bucketing import Catalog, Phase, plan_buckets, prove
+from vllm.bucketing import Phase
 from vllm.bucketing.bucket import decode, prefill
+from vllm.bucketing.catalog.bucket_plan import plan_buckets
+from vllm.bucketing.catalog.catalog import Catalog
+from vllm.bucketing.catalog.closure import prove
 from vllm.bucketing.catalog.first_set import (
     choose_first,
     even_shapes,

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from tests.bucketing.test_closure import small_limits
 from tests.worker.hpu_helpers import make_config
-from vllm.bucketing import plan_buckets
 from vllm.bucketing.bucket import Phase, decode, prefill
-from vllm.bucketing.catalog.bucket_plan import choose_for_config
+from vllm.bucketing.catalog.bucket_plan import choose_for_config, plan_buckets
 from vllm.bucketing.catalog.catalog import Catalog
 from vllm.bucketing.catalog.closure import prove
 from vllm.bucketing.catalog.from_traffic import (

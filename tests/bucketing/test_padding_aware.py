@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.bucketing.helpers import make_limits
 from tests.worker.hpu_helpers import make_config
-from vllm.bucketing import plan_buckets
+from vllm.bucketing.catalog.bucket_plan import plan_buckets
 from vllm.bucketing.strategies.padding_aware import PaddedRange, PaddingAwareSettings, padded_range
 from vllm.errors import ConfigError
 

@@ -7,8 +7,11 @@ import random
 import pytest
 
 from tests.bucketing.helpers import close
-from vllm.bucketing import Catalog, StepLimits, prove
+from tests.exhaustive import seeds
+from vllm.bucketing import StepLimits
 from vllm.bucketing.bucket import decode, prefill
+from vllm.bucketing.catalog.catalog import Catalog
+from vllm.bucketing.catalog.closure import prove
 from vllm.bucketing.catalog.shrink import shrink_launches
 
 
@@ -85,7 +88,7 @@ def test_without_memory_for_any_launch_there_is_nothing_left(prompts, decodes, s
     assert shrink_launches(Catalog(prompts, decodes), make_limits(), [smallest]) is None
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(15, 40))
 def test_giving_up_what_is_too_large_ends_in_a_proof_or_in_nothing(seed):
     """Give up buckets one by one, for a device without memory for forward passes above some
     size.

@@ -41,12 +41,16 @@ _WITH_ITEMS = {"MllamaForCausalLM", "WhisperForConditionalGeneration"}
 """Have cross-attention: test_captured_items.py captures them."""
 _POOLERS = (*MODELS, *REWARD_MODELS)
 _TYPICAL = {
-    *("BertModel", "OPTForCausalLM", _FIRST),
-    *("Gemma2ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM", "DeepseekV3ForCausalLM"),
-    "BambaForCausalLM",
+    *((_FIRST, shape) for shape in ("decode", "prefill with context", "merged prefill")),
+    ("GptOssForCausalLM", "prefill with context"),
+    ("DeepseekV3ForCausalLM", "decode"),
+    ("BambaForCausalLM", "prefill with context"),
+    ("BertModel", "prefill"),
 }
-"""Every run of the tests captures these. Together they have every kind of layer except ALiBi, which
-is added to the scores as the mask of a window is."""
+"""Every run of the tests captures these: windows, sinks and experts, absorbed weights, recurrent
+states, and an encoder. The other cases guard soft caps, chunked attention, ALiBi, decodes of
+drafts, blocks in order, and each architecture that has other layers.
+"""
 _PREFILLS = (
     *("Qwen2ForCausalLM", "BloomForCausalLM", "Gemma2ForCausalLM"),
     *("GptOssForCausalLM", "Llama4ForCausalLM", "DeepseekV3ForCausalLM"),
@@ -60,22 +64,9 @@ _ALL_CASES = [
     *((name, "prefill with context") for name in _PREFILLS if name in GENERATORS),
     *((name, "prefill") for name in _POOLERS if name not in GENERATORS),
 ]
-_DECODES = {_FIRST, "MambaForCausalLM", "DeepseekV3ForCausalLM"}
-
-
-def _is_always_run(architecture: str, shape: str) -> bool:
-    """Return whether each run of the tests captures this case.
-
-    For an architecture whose prefill is captured, the decode is captured only if it has operators
-    of its own: a step of a recurrent state, or absorbed weights.
-    """
-    if shape == "decode" and architecture in _PREFILLS:
-        return architecture in _DECODES
-    return architecture in _TYPICAL
-
 
 CASES = [
-    pytest.param(*case, marks=[] if _is_always_run(*case) else pytest.mark.exhaustive)
+    pytest.param(*case, marks=[] if case in _TYPICAL else pytest.mark.exhaustive)
     for case in _ALL_CASES
 ]
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from gaudi_sim.graphs.capture import capture
 from gaudi_sim.graphs.rules import operator_violations, write_violations
 from tests.conformance.hpu_program import SHAPES, resident_tokens
+from tests.exhaustive import exhaustive
 from vllm.sample.restrictions.masks import TokenMasks, bit_values, num_words
 from vllm.sample.restrictions.output_rules import NO_TIMES, LogitRules
 from vllm.sample.sampler import Sampler, SamplerOutput
@@ -38,8 +39,15 @@ def violations_of(function, *args) -> list[str]:
     return operator_violations(graph) + write_violations(graph)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("has_all_stages", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "has_all_stages"),
+    [
+        ("greedy", False),
+        *((kind, True) for kind in KINDS),
+        # Parts of the above: they guard against stages that run only together.
+        *(exhaustive(kind, False) for kind in KINDS if kind != "greedy"),
+    ],
+)
 def test_a_distribution_runs_on_the_device(launches, kind, has_all_stages):
     sampler, logits = Sampler(pass_elements=None), torch.zeros(NUM_ROWS, VOCAB_SIZE).bfloat16()
     launch = next(
@@ -96,7 +104,13 @@ def test_log_probabilities_run_on_the_device(width):
     assert violations_of(gather, torch.zeros(NUM_ROWS, VOCAB_SIZE).bfloat16()) == []
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *("decode", "decode of drafts", "merged prefill"),
+        *map(exhaustive, ("contiguous decode", "prefill", "prefill with context")),
+    ],
+)
 def test_sampled_tokens_are_compared_with_drafts_and_kept_in_place(shape):
     shape, resident = SHAPES[shape], resident_tokens()
     names = ("newest", "ends", "drafts")

@@ -3,6 +3,7 @@ import random
 import pytest
 
 from tests.core.helpers import check_pool
+from tests.exhaustive import seeds
 from tests.reach import cached_blocks_of, free_queue_of
 from vllm.core.kv.block_pool import BlockPool
 from vllm.messages import NULL_BLOCK_ID
@@ -122,7 +123,7 @@ def test_forgotten_contents_are_not_found_and_their_free_blocks_are_taken_first(
     check_pool(pool)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(8, 20))
 def test_any_use_keeps_counts_queue_and_hashes_together(seed):
     rng = random.Random(seed)
     pool = BlockPool(rng.randint(2, 24))
@@ -149,7 +150,7 @@ def test_any_use_keeps_counts_queue_and_hashes_together(seed):
         assert all(NULL_BLOCK_ID not in ids for ids in holders)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(5, 10))
 def test_content_stays_where_its_hash_says_and_as_old_as_it_was(seed):
     """Compare the pool with a model of the cache: the content of each block, and the order of
     eviction.

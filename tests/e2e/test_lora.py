@@ -192,7 +192,13 @@ def broken(folder: Path, kind: str) -> Path:
         save_file({norm: pair[name], norm.replace("lora_A", "lora_B"): pair[other]}, weights)
     elif kind == "tokens":
         table = "base_model.model.model.embed_tokens.base_layer.weight"
-        save_file(pair | {table: torch.ones(4096, 256)}, weights)
+        save_file(pair | {table: torch.ones(4098, 256)}, weights)
+    elif kind == "whole":
+        save_file(pair | {"base_model.model.model.norm.weight": torch.ones(256)}, weights)
+    elif kind == "row":
+        config.write_text(json.dumps(given | {"trainable_token_indices": [4096]}))
+        rows = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+        save_file(pair | {rows: torch.ones(1, 256)}, weights)
     else:
         key, value = kind.split("=", 1)
         config.write_text(json.dumps(given | {key: json.loads(value)}))
@@ -239,7 +245,13 @@ def broken(folder: Path, kind: str) -> Path:
         ("r=" + "9" * 300, r"the rank r is 9{80}\.\.\., and max_lora_rank is 16"),
         ("lora_alpha=1e300", "a number between -1e6 and 1e6, got 1e\\+300"),
         ("lora_alpha=NaN", "a number between -1e6 and 1e6, got nan"),
-        (f"modules_to_save={json.dumps(['lm_head'] * 9999)}", r"is \['lm_head', .{60,70}\.\.\.;"),
+        (f"layer_replication={json.dumps([[0, 4]] * 9999)}", r"is \[\[0, 4\], .{60,72}\.\.\.;"),
+        ("modules_to_save=[1]", r"modules_to_save must be a list of names of modules, got \[1\]"),
+        (
+            'trainable_token_indices={"lm_head": [-1]}',
+            r"a list of token ids, or an object .*\[-1\]",
+        ),
+        ("trainable_token_indices=[5, 5]", "names a token twice"),
     ],
 )
 def test_a_wrong_folder_is_refused_at_once(llm, tmp_path, kind, message):
@@ -269,7 +281,9 @@ def test_a_wrong_folder_is_refused_at_once(llm, tmp_path, kind, message):
         ("twice", "name the same tensor of model.layers.0.self_attn.q_proj"),
         ("link", "is damaged"),
         ("norm", "does not belong to a layer that adapters can change in this engine"),
-        ("tokens", "an adapter that changes the vocabulary is not supported"),
+        ("tokens", "an adapter that changes the size of the vocabulary is not supported"),
+        ("whole", "norm.weight replaces a weight of model.norm. Adapters may replace only weights"),
+        ("row", "indices [4096] and a vocabulary of 4096 tokens. Is it an adapter of a different"),
     ],
 )
 def test_wrong_weights_fail_their_request_and_no_other(llm, adapters, tmp_path, kind, message):
@@ -496,22 +510,24 @@ def test_other_ways_to_save_an_adapter_mean_the_same(llm, adapters, tmp_path, ch
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_of_another_model_beside_an_adapter_are_refused(dtype, adapters, tmp_path):
+def test_weights_beside_an_adapter_replace_those_of_the_model(dtype, adapters, tmp_path):
     llm = LLM(dtype=dtype, max_model_len=128, enable_lora=True)
     base = load_file(BUNDLED_MODEL / "model.safetensors")[TABLE]
     folder = shutil.copytree(adapters[0].path, tmp_path / "adapter")
     weights = folder / "adapter_model.safetensors"
     tensors, head = load_file(weights), "base_model.model.lm_head.weight"
     save_file(tensors | {head: base.clone()}, weights)
-    adapter = LoRARequest("same", 30, str(folder))
-    assert llm.generate([PROMPT], GREEDY, use_tqdm=False, lora_request=adapter)[0].finished
-    save_file(tensors | {head: base + base.abs().max() * (base > 0)}, weights)
-    with pytest.raises(
-        RequestError, match=r"lm_head.weight \[4096, 256\] differs from the weight of this"
-    ):
-        llm.generate(
-            [PROMPT], GREEDY, use_tqdm=False, lora_request=LoRARequest("x", 31, str(folder))
-        )
+    same = LoRARequest("same", 30, str(folder))
+    want, found = llm.generate(
+        [PROMPT] * 2, GREEDY, use_tqdm=False, lora_request=[adapters[0], same]
+    )
+    assert seen(found)[0] == seen(want)[0]
+    chosen = found.outputs[0].token_ids[0]
+    base[chosen] = -base[chosen]
+    save_file(tensors | {head: base}, weights)
+    other = LoRARequest("x", 31, str(folder))
+    (found,) = llm.generate([PROMPT], GREEDY, use_tqdm=False, lora_request=other)
+    assert chosen not in found.outputs[0].token_ids
     bias = {"base_model.model.model.layers.0.self_attn.q_proj.bias": torch.ones(256)}
     save_file(bias, weights)
     config = json.loads((folder / "adapter_config.json").read_text()) | {"bias": "all"}

@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from gaudi_sim.bridge import SimBridge
 from tests.exhaustive import exhaustive
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
 from tests.lora_files import (
     ALL,
+    base_model,
     write_adapter,
     write_expert_adapter,
     write_stacked_expert_adapter,
@@ -52,7 +56,22 @@ def adapters(folder, tmp_path_factory) -> list[LoRARequest]:
             [(4, ALL), (16, ALL), (1, ("q_proj", "down_proj")), (8, ("embed_tokens", "lm_head"))]
         )
     ]
+    table, head = (base_model(folder).get_submodule(n) for n in ("model.embed_tokens", "lm_head"))
+    rows = {"model.embed_tokens.token_adapter.trainable_tokens_delta": -table.weight[20:25]}
+    ids = {"trainable_token_indices": list(range(20, 25))}
+    folders.append(write_adapter(root / "rows", folder, 9, 4, ("q_proj",), **ids))
+    add_tensors(folders[-1], rows)
+    kept = head.weight.detach().clone()
+    kept[100:116] *= -1
+    add_tensors(folders[2], {"lm_head.modules_to_save.default.weight": kept})
     return [LoRARequest(f"adapter {n}", n + 1, str(f)) for n, f in enumerate(folders)]
+
+
+def add_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Add trained rows of tables to the file of an adapter."""
+    path = folder / "adapter_model.safetensors"
+    given = {f"base_model.model.{name}": tensor.detach() for name, tensor in tensors.items()}
+    save_file(load_file(path) | given, path)
 
 
 def outputs_of(llm: LLM, adapters: list[LoRARequest | None]) -> list[tuple[list, list]]:
@@ -83,8 +102,9 @@ def assert_same_without_compilation(
 
 @pytest.fixture(scope="module")
 def mixes(adapters) -> list[list[LoRARequest | None]]:
-    a, b, c, d = adapters
-    return [[a, None, b, c, None, d], [d, c, None, None, a, a], [None] * 6]
+    a, b, c, d, e = adapters
+    one = [[a, None, b, c, None, d], [d, c, None, None, a, a], [None] * 6]
+    return [*one, [e, None, e, c, c, None]]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +124,7 @@ def want(folder, mixes) -> list[list[tuple[list, list]]]:
     ],
 )
 def test_mixed_adapters_give_what_the_cpu_gives_and_compile_nothing(
-    mode, is_merged, folder, mixes, want
+    mode, is_merged, folder, mixes, want, tmp_path
 ):
     is_lazy, is_eager = MODES[mode]
     settings = FEW_BUCKETS | {"VLLM_MERGED_PREFILL": is_merged, "VLLM_HPU_SIM_STRICT": 1}
@@ -113,6 +133,13 @@ def test_mixed_adapters_give_what_the_cpu_gives_and_compile_nothing(
         llm = LLM(folder, device="hpu", enforce_eager=is_eager, sampling_warmup="all", **ENGINE)
         assert_same_without_compilation(bridge, llm, mixes, want)
         assert want[0] != want[2]
+        assert want[1][1] != want[2][1] and want[3][0] != want[2][0]
+        whole = Path(write_adapter(tmp_path / "whole", folder, 9, 4, ("q_proj",)))
+        add_tensors(whole, {"lm_head.weight": torch.ones(4096, 64)})
+        with pytest.raises(
+            RequestError, match="replaces the weights of 4096 tokens in lm_head: on"
+        ):
+            outputs_of(llm, [LoRARequest("whole", 9, str(whole)), *[None] * 5])
 
 
 @pytest.mark.exhaustive
@@ -267,6 +294,7 @@ def tokens_of(llm: LLM, adapters: list[LoRARequest | None]) -> list[list[int]]:
 )
 def test_adapters_with_drafts_and_on_two_cards(settings, folder, mixes, monkeypatch):
     plain = LLM(folder, device="cpu", **ENGINE)
+    mixes = mixes[:3]  # ranks cannot replace rows of the input embedding
     want = [tokens_of(plain, mix) for mix in mixes]
     for name, value in env_ranks.rank_variables(0, 1).items():
         # An engine changes these variables; monkeypatch restores them afterwards.

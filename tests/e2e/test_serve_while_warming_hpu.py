@@ -15,7 +15,8 @@ from tests.e2e.ranks import assert_same
 from tests.hpu import MODES, captured_log, simulated_hpu
 from tests.reach import core_of, executor_of, runner_of, worker_of
 from vllm import LLM, RequestOutput, SamplingParams
-from vllm.bucketing import MemoryClass, prove
+from vllm.bucketing import MemoryClass
+from vllm.bucketing.catalog.closure import prove
 from vllm.engine.background_warm_up import BackgroundWarmUp
 from vllm.engine.process.core_process import CoreLoop
 from vllm.engine.process.wire import CoreOutput

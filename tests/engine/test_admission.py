@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from vllm.engine.output.request_stream import RequestStream
 from vllm.engine.process.admission import Admission, AdmissionLimits
 from vllm.engine.process.startup_state import StartupState
+from vllm.engine.requests_in_flight import RequestStream
 from vllm.errors import CapacityError, ConfigError
 
 

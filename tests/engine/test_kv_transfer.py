@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.engine.test_replica_router import make_request
+from tests.exhaustive import seeds
 from vllm.config import ConnectorConfig, KVTransferConfig
 from vllm.core.kv.block_hash import block_hashes
 from vllm.core.kv.cache_events import CacheEventLog
@@ -60,7 +61,7 @@ def test_a_block_is_read_as_it_was_written(tmp_path):
     assert not list(tmp_path.rglob("*.tmp")) and not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(15, 40))
 def test_a_damaged_file_is_a_missing_block(tmp_path, seed):
     rng, folder = random.Random(seed), make_folder(tmp_path)
     folder.write(KEYS[0], BLOCK)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine.fakes import logprob_rows
 from tests.engine.tokenizers_for_tests import byte_level
+from tests.exhaustive import seeds
 from vllm.engine.fan_out import fan_out
 from vllm.engine.output.output_processor import OutputProcessor
 from vllm.errors import RequestError
@@ -384,7 +385,7 @@ def test_a_stop_string_ends_one_sample_only():
     assert processor.abort(["r"])[1] == ["1_r"]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(8, 20))
 def test_any_interleaving_of_streams_adds_up(seed):
     rng = random.Random(seed)
     processor = OutputProcessor(byte_level())

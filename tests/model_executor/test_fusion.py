@@ -31,8 +31,7 @@ from vllm.model_executor.models.cohere import CohereForCausalLM
 from vllm.model_executor.models.decoder import DecoderAttention, DecoderForCausalLM
 from vllm.model_executor.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from vllm.model_executor.models.gemma import Gemma2ForCausalLM
-from vllm.model_executor.models.gpt2 import GPTBigCodeForCausalLM
-from vllm.model_executor.models.gpt_neox import GPTNeoXForCausalLM
+from vllm.model_executor.models.gpt import GPTBigCodeForCausalLM, GPTNeoXForCausalLM
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM

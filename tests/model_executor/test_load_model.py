@@ -28,8 +28,8 @@ from vllm.model_executor.loader.kv_scales import load_kv_scale
 from vllm.model_executor.loader.model_loader import build_model
 from vllm.transformers_utils.tokenizer import get_tokenizer
 from vllm.transformers_utils.transformers_version import is_version_4
-from vllm.transformers_utils.weight_files import find_files, name_some
 from vllm.transformers_utils.weight_headers import has_own_head
+from vllm.utils.files.weight_files import find_files, name_some
 
 INPUT_IDS = prompt_of(20)
 

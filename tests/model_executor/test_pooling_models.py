@@ -18,7 +18,7 @@ from vllm.model_executor.loader.checkpoint import iterate_tensors
 from vllm.model_executor.loader.model_loader import build_model, materialize
 from vllm.model_executor.loader.weights import load_weights
 from vllm.model_executor.models.interface import PoolingModel
-from vllm.transformers_utils.weight_files import find_files
+from vllm.utils.files.weight_files import find_files
 
 PROMPT = torch.arange(100, 130)
 

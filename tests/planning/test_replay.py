@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.worker.hpu_helpers import make_config
-from vllm.bucketing import Phase, plan_buckets
+from vllm.bucketing import Phase
 from vllm.bucketing.bucket import Bucket
-from vllm.bucketing.catalog.bucket_plan import step_limits
+from vllm.bucketing.catalog.bucket_plan import plan_buckets, step_limits
 from vllm.bucketing.catalog.from_traffic import choose_for_traffic
 from vllm.config import VllmConfig
 from vllm.planning.replay import Replay, replay

@@ -7,7 +7,7 @@ import pytest
 
 from tests.planning.test_replay import LIMITS, run, seconds, synthetic_trace
 from tests.worker.hpu_helpers import make_config
-from vllm.bucketing import plan_buckets
+from vllm.bucketing.catalog.bucket_plan import plan_buckets
 from vllm.planning.replay import Replay, replay
 from vllm.planning.replayed_speed import PERCENTILES, ReplaySpeed, highest_rate, tpot_s
 from vllm.planning.request_lengths import RequestLengths

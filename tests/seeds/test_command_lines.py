@@ -13,7 +13,8 @@ from tests.hpu import captured_log, simulated_hpu
 from tests.loops import loop_over
 from tests.seeds.table import Statement, read_table
 from tests.tiny_models import make_tiny_model
-from vllm.bucketing import plan_buckets, prove
+from vllm.bucketing.catalog.bucket_plan import plan_buckets
+from vllm.bucketing.catalog.closure import prove
 from vllm.config import VllmConfig
 from vllm.entrypoints.cli.main import _create_parser
 from vllm.entrypoints.openai.cli_args import make_arg_parser, read_args

@@ -5,8 +5,9 @@ import torch
 
 from tests.sample.helpers import make_request, make_state
 from tests.worker.hpu_helpers import make_config
-from vllm.bucketing import Phase, plan_buckets
+from vllm.bucketing import Phase
 from vllm.bucketing.bucket import prefill
+from vllm.bucketing.catalog.bucket_plan import plan_buckets
 from vllm.sample.sampler import Sampler
 
 

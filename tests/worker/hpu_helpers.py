@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from gaudi_sim.card.device import active_card
-from vllm.bucketing import BucketPlan, StepLimits, plan_buckets
+from vllm.bucketing import StepLimits
 from vllm.bucketing.bucket import Bucket
+from vllm.bucketing.catalog.bucket_plan import BucketPlan, plan_buckets
 from vllm.bucketing.catalog.shrink import shrink_launches
 from vllm.config import CacheConfig, HPUConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.errors import ConfigError

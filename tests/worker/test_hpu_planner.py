@@ -9,8 +9,9 @@ from msgspec.structs import replace
 
 from tests.bucketing.helpers import make_limits
 from tests.worker.hpu_helpers import Rows, entries
-from vllm.bucketing import Catalog, Phase
+from vllm.bucketing import Phase
 from vllm.bucketing.bucket import Bucket, decode, prefill
+from vllm.bucketing.catalog.catalog import Catalog
 from vllm.messages import IntArray, MediaItem, SchedulerOutput
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.hpu.launches.planner import (

@@ -14,8 +14,9 @@ from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, captured_log, simulated_hpu
 from tests.reach import worker_of
 from tests.worker.hpu_helpers import run_warm_up
 from vllm import LLM, SamplingParams
-from vllm.bucketing import MemoryClass, Phase, prove
+from vllm.bucketing import MemoryClass, Phase
 from vllm.bucketing.catalog.bucket_plan import plan_buckets
+from vllm.bucketing.catalog.closure import prove
 from vllm.cost_model import constants
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError

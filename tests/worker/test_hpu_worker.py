@@ -11,8 +11,9 @@ from tests.exhaustive import exhaustive
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, captured_log, simulated_hpu
 from tests.worker.hpu_helpers import run_warm_up
 from vllm import LLM, SamplingParams
-from vllm.bucketing import Catalog, MemoryClass, plan_buckets
-from vllm.bucketing.catalog.bucket_plan import step_limits
+from vllm.bucketing import MemoryClass
+from vllm.bucketing.catalog.bucket_plan import plan_buckets, step_limits
+from vllm.bucketing.catalog.catalog import Catalog
 from vllm.bucketing.log_lines import num_blocks_line
 from vllm.config.hpu import HPUConfig
 from vllm.engine.arg_utils import EngineArgs

@@ -12,8 +12,9 @@ from tests.hpu import SMALL_ENGINE, captured_log, simulated_hpu
 from tests.reach import runner_of
 from tests.worker.test_hpu_planner import make_step
 from vllm import LLM, SamplingParams
-from vllm.bucketing import Catalog, Phase
+from vllm.bucketing import Phase
 from vllm.bucketing.bucket import decode, prefill
+from vllm.bucketing.catalog.catalog import Catalog
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.hpu.launches.late_shapes import COMPILE_COST, LateShapes
 from vllm.worker.hpu.launches.planner import HPULaunchPlanner, PaddedShape

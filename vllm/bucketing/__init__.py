@@ -16,30 +16,17 @@ Independent of torch, devices, environment variables and requests.
 """
 
 from vllm.bucketing.bucket import Bucket, Phase
-from vllm.bucketing.catalog.bucket_plan import BucketPlan, plan_buckets
-from vllm.bucketing.catalog.catalog import Catalog
-from vllm.bucketing.catalog.closure import ClosureReport, missing_buckets, prove
 from vllm.bucketing.ledger import MemoryClass, MemoryLedger, format_bytes
 from vllm.bucketing.settings import BucketRange, BucketSettings
 from vllm.bucketing.step_limits import StepLimits
-from vllm.bucketing.strategies.generate import GeneratedBuckets, Strategy, generate_buckets
 
 __all__ = [
     "Bucket",
-    "BucketPlan",
     "BucketRange",
     "BucketSettings",
-    "Catalog",
-    "ClosureReport",
-    "GeneratedBuckets",
     "MemoryClass",
     "MemoryLedger",
     "Phase",
     "StepLimits",
-    "Strategy",
     "format_bytes",
-    "generate_buckets",
-    "missing_buckets",
-    "plan_buckets",
-    "prove",
 ]

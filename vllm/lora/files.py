@@ -10,7 +10,7 @@ import re
 import stat
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,6 @@ _MERGE = "Merge the adapter into the weights of its model (merge_and_unload of p
 _TRAIN = "Train a LoRA adapter without it"
 _REFUSED: Mapping[str, tuple[str, str]] = {
     "use_dora": ("DoRA is", _MERGE),
-    "modules_to_save": ("modules that are saved whole are", _MERGE),
-    "trainable_token_indices": ("trained token embeddings are", _MERGE),
     "lora_bias": ("biases of the adapter are", _MERGE),
     "layer_replication": ("replicated layers are", _MERGE),
     "alora_invocation_tokens": ("activated LoRA is", _TRAIN),
@@ -67,14 +65,15 @@ _WITHOUT_EFFECT = frozenset(
         *("revision", "inference_mode", "target_modules", "exclude_modules", "lora_dropout"),
         *("layers_to_transform", "layers_pattern", "megatron_config", "megatron_core"),
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-        *("qalora_group_size", "runtime_config", "ensure_weight_tying"),
+        *("qalora_group_size", "runtime_config"),
     }
 )
 """Keys for the training, or which the tensors say as well."""
 _READ = frozenset(
     {
         *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out"),
-        *("bias", "init_lora_weights", "target_parameters"),
+        *("bias", "init_lora_weights", "target_parameters", "modules_to_save"),
+        *("trainable_token_indices", "ensure_weight_tying"),
     }
 )
 _MERGED_TYPES = frozenset(
@@ -123,6 +122,13 @@ class AdapterConfig:
     """Name or folder of the model that it was trained on; empty: not known."""
     unknown: tuple[str, ...] = ()
     """Keys that have a value, and that nothing here reads."""
+    saved_modules: tuple[str, ...] = ()
+    """Ends of the names of modules whose trained weights are saved whole."""
+    token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Trained tokens by the end of the name of their table; the input embedding has an empty name
+    if the config does not name it."""
+    ties_tables: bool = False
+    """Whether the input embedding and an output head that shares its weights have one adapter."""
 
     def scale_of(self, module: str, rank: int) -> float:
         """Return the factor on B @ A of a module (alpha / rank; alpha / sqrt(rank) with rsLoRA).
@@ -133,6 +139,20 @@ class AdapterConfig:
         """
         alpha = _of_pattern(self.alpha_pattern, module, self.alpha)
         return alpha / rank**0.5 if self.uses_rslora else alpha / rank
+
+    def saves(self, module: str) -> bool:
+        """Return whether the trained weights of a module are saved whole."""
+        return any(_ends_with(module, end) for end in self.saved_modules)
+
+    def tokens_of(self, module: str, *, is_input: bool) -> tuple[int, ...]:
+        """Return the tokens whose rows of a table are trained.
+
+        Args:
+            module: name of the table in the file.
+            is_input: whether it is the input embedding.
+        """
+        found = [ids for end, ids in self.token_ids.items() if end and _ends_with(module, end)]
+        return found[0] if found else self.token_ids.get("", ()) if is_input else ()
 
     def parameter_of(self, experts: str, is_inner: bool) -> str | None:
         """Return to which parameter of the experts the tensors of an adapter belong.
@@ -167,6 +187,10 @@ class AdapterConfig:
     def rank_of(self, module: str) -> int:
         """Return the rank that the matrices of a module must have."""
         return _of_pattern(self.rank_pattern, module, self.rank)
+
+
+def _ends_with(module: str, end: str) -> bool:
+    return f".{module}".endswith(f".{end}")
 
 
 def _of_pattern(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
@@ -251,7 +275,7 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
                 f"{path}: init_lora_weights is {shown(start)}: this adapter was trained against "
                 f"modified base weights, so it does not fit the original ones. {todo}"
             )
-    for key in ("use_rslora", "fan_in_fan_out"):
+    for key in ("use_rslora", "fan_in_fan_out", "ensure_weight_tying"):
         if not isinstance(given.get(key) or False, bool):
             raise RequestError(f"{path}: {key} must be true or false, got {shown(given[key])}")
     rank: Any = _whole(given.get("r", _DEFAULT_RANK))
@@ -290,6 +314,9 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
         parameters=_read_parameters(path, given.get("target_parameters") or []),
         base=base if isinstance(base, str) else "",
         unknown=tuple(key for key, value in given.items() if value and key not in known),
+        saved_modules=_read_saved_modules(path, given.get("modules_to_save") or []),
+        token_ids=_read_token_ids(path, given.get("trainable_token_indices") or []),
+        ties_tables=bool(given.get("ensure_weight_tying")),
     )
 
 
@@ -325,6 +352,30 @@ def _read_parameters(path: Path, given: Any) -> tuple[str, ...]:
             f"and {ACCEPTED_PARAMETERS} of experts. {_MERGE}"
         )
     return tuple(given)
+
+
+def _read_saved_modules(path: Path, given: Any) -> tuple[str, ...]:
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise RequestError(
+            f"{path}: modules_to_save must be a list of names of modules, got {shown(given)}"
+        )
+    return tuple(names)
+
+
+def _read_token_ids(path: Path, given: Any) -> dict[str, tuple[int, ...]]:
+    tables = given if isinstance(given, dict) else {"": given}
+    for ids in tables.values():
+        if not isinstance(ids, list) or not all(type(each) is int and each >= 0 for each in ids):
+            raise RequestError(
+                f"{path}: trainable_token_indices must be a list of token ids, or an object with "
+                f"such a list for each module, got {shown(given)}"
+            )
+        if len(set(ids)) < len(ids):
+            raise RequestError(
+                f"{path}: trainable_token_indices is {shown(given)}, which names a token twice"
+            )
+    return {name: tuple(ids) for name, ids in tables.items() if ids}
 
 
 def _check_pattern(path: Path, key: str) -> None:

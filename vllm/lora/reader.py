@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path, PurePath
 
 import torch
@@ -20,16 +19,10 @@ from vllm.lora.files import (
     weights_file,
 )
 from vllm.lora.layers import AdapterLayers
-from vllm.lora.methods import HeadWithAdapters
+from vllm.lora.tables import TableReader
 from vllm.lora.targets import Target
-from vllm.lora.weights import check_header, is_close, is_finite, open_weights, source_of
-from vllm.model_executor.layers.embedding import (
-    DenseTable,
-    EmbeddingMethod,
-    VocabParallelEmbedding,
-)
+from vllm.lora.weights import check_header, is_finite, open_weights, source_of
 from vllm.model_executor.layers.slice import DENSE_DTYPES, CheckpointTensor
-from vllm.model_executor.layers.stored.stored_linear import StoredTable
 from vllm.ops.lora_weights import LoRAWeights
 from vllm.utils.background_work import Pause, no_pause
 
@@ -43,18 +36,8 @@ _ENDING = re.compile(
 which other tools have left there when they saved it."""
 _INNER = ".base_layer"
 """End of the name of experts with a second parameter that is adapted, in an adapter's file."""
-_UNCHANGED = ".base_layer.weight"
-"""End of the name of a weight of the model, which peft saves for embeddings and heads."""
-_WEIGHT = ".weight"
 _LONGEST_NAME = 512
 """Maximum number of characters in the name of a tensor."""
-
-
-def _rows_of(
-    layer: VocabParallelEmbedding, method: EmbeddingMethod, first: int, end: int
-) -> Tensor:
-    weight = layer._parameters.get("weight")  # None: the CPU kernels have packed it
-    return method.embed(layer, torch.arange(first, end)) if weight is None else weight[first:end]
 
 
 class AdapterReader:
@@ -65,6 +48,8 @@ class AdapterReader:
         max_rank: largest allowed rank.
         dtype: dtype of the adapter weights in memory.
         names: names of the model.
+        is_padded: whether adapters are padded to `max_rank`. It then also limits the trained rows
+            of tables.
     """
 
     def __init__(
@@ -73,16 +58,14 @@ class AdapterReader:
         max_rank: int,
         dtype: torch.dtype,
         names: Sequence[str] = (),
+        *,
+        is_padded: bool = False,
     ) -> None:
         self._layers = layers
         self._max_rank = max_rank
         self._dtype = dtype
         self._names = [PurePath(name).name for name in names]
-        self._tables = {
-            path: module
-            for path, module in layers.model.named_modules()
-            if isinstance(module, VocabParallelEmbedding)
-        }
+        self._tables = TableReader(layers, dtype, max_rank if is_padded else None)
 
     @property
     def adapted_layers(self) -> AdaptedLayers:
@@ -112,7 +95,7 @@ class AdapterReader:
         try:
             check_header(path, self.adapted_layers.num_parts)
             with open_weights(path, pause) as tensors:
-                self._check_unchanged(path, tensors, pause)
+                tables = self._tables.read(path, config, tensors, pause)
                 for module, pair in self._pairs(path, list(tensors), pause).items():
                     pause()
                     given = (tensors[pair[0]], tensors[pair[1]])
@@ -134,6 +117,7 @@ class AdapterReader:
                             self._read(path, own, f"{experts}.{number}.{name}", a, b, parts)
                     else:
                         self._read(path, config.for_module(whole, module), module, *given, parts)
+                self._tables.add(config, tables, parts)
         except WeightLoadError as error:
             raise RequestError(str(error)) from None
         except OSError as error:
@@ -241,7 +225,7 @@ class AdapterReader:
                     f"{path}: {shown(name)} is not the name of an adapter's tensor: it has more "
                     f"than {_LONGEST_NAME} characters, or some that cannot be printed"
                 )
-            if self._copied_module(name) is not None:
+            if self._tables.name_of(name) is not None:
                 continue
             ending = _ENDING.search(name)
             if ending is None:
@@ -265,55 +249,6 @@ class AdapterReader:
                 missing = _ENDINGS[pair.index("") + 2 * self._layers.is_table(module)]
                 raise RequestError(f"{path}: {module} has no {missing}")
         return found
-
-    def _check_unchanged(
-        self, path: Path, tensors: Mapping[str, CheckpointTensor], pause: Pause
-    ) -> None:
-        """Compare weights that peft saved with the adapter to the model's weights, if these can be
-        read.
-        """
-        ignored = []
-        for name, source in tensors.items():
-            module = self._copied_module(name)
-            if module is None or self._layers.is_elsewhere(module):
-                continue
-            ignored.append(name)
-            layer = self._tables.get(module)
-            if layer is None:
-                if module not in self._layers.targets:
-                    raise self._misfit(path, name)
-                continue
-            shape = [layer.num_embeddings, layer.embedding_dim]
-            is_same = list(source.shape) == shape
-            own = layer.method.inner if isinstance(layer.method, HeadWithAdapters) else layer.method
-            if is_same and isinstance(own, DenseTable) and not isinstance(own, StoredTable):
-                first = min(layer.first_id, layer.num_embeddings)
-                count = min(layer.local_size, layer.num_embeddings - first)
-                given = source.narrow(0, first, count)
-                is_same = is_close(given, partial(_rows_of, layer, own), pause)
-            if not is_same:
-                raise RequestError(
-                    f"{path}: {name} {list(source.shape)} differs from the weight of this model "
-                    f"({shape}); an adapter that changes the vocabulary is not supported. Merge "
-                    "it into the weights of its model (merge_and_unload of peft)"
-                )
-
-        if ignored:
-            logger.info(
-                "%s also has %d weights of the base model, which are ignored: %s%s",
-                *(path, len(ignored), ", ".join(ignored[:3]), ", ..." if len(ignored) > 3 else ""),
-            )
-
-    def _copied_module(self, name: str) -> str | None:
-        """Return the module of a tensor that is a copy of a weight of the model; None if it is not
-        a copy.
-
-        The weight may belong to an adapted layer, the embedding or the output head.
-        """
-        if name.endswith(_UNCHANGED):
-            return self._layers.module_of(name.removesuffix(_UNCHANGED))
-        module = self._layers.module_of(name.removesuffix(_WEIGHT))
-        return module if name.endswith(_WEIGHT) and module in self._tables else None
 
     def _misfit(self, path: Path, name: str) -> RequestError:
         names = [

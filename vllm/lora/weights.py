@@ -20,7 +20,7 @@ from vllm.utils.files.lfs import pointer_problem
 _HEADER_BYTES, _HEADER_BYTES_OF_PART = 4 << 20, 2048
 """Longest header of a file, and so much more for each projection of the model. A file may have
 layers of all stages and experts of all ranks."""
-_ROWS_COMPARED = 256
+ROWS_COMPARED = 256
 """Rows of a weight that are compared at once."""
 
 
@@ -83,9 +83,9 @@ def is_close(given: CheckpointTensor, known: Callable[[int, int], Tensor], pause
         pause: called between two reads.
     """
     largest, differences = 0.0, [0.0]
-    for start in range(0, given.shape[0], _ROWS_COMPARED):
+    for start in range(0, given.shape[0], ROWS_COMPARED):
         pause()
-        part = given.read((slice(start, start + _ROWS_COMPARED),)).float()
+        part = given.read((slice(start, start + ROWS_COMPARED),)).float()
         own = known(start, start + len(part)).float()
         largest = max(largest, float(own.abs().max()))
         differences.append(float((part - own).abs().max()))

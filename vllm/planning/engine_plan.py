@@ -11,7 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm.bucketing import Bucket, Catalog, MemoryClass, MemoryLedger, Phase, StepLimits
+from vllm.bucketing import Bucket, MemoryClass, MemoryLedger, Phase, StepLimits
+from vllm.bucketing.catalog.catalog import Catalog
 from vllm.config import VllmConfig
 from vllm.config.quantization.quant_method import quant_method
 from vllm.cost_model.cards import CARDS, CardSpec

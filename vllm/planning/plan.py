@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from vllm.bucketing import Bucket, format_bytes, plan_buckets
+from vllm.bucketing import Bucket, format_bytes
+from vllm.bucketing.catalog.bucket_plan import plan_buckets
 from vllm.bucketing.ledger import GRAPHS, MemoryClass
 from vllm.config import VllmConfig
 from vllm.cost_model.measured import Measured

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm.bucketing import Bucket, BucketPlan, Phase
+from vllm.bucketing import Bucket, Phase
+from vllm.bucketing.catalog.bucket_plan import BucketPlan
 from vllm.bucketing.catalog.catalog import Cost
 from vllm.bucketing.traffic import TrafficTable
 from vllm.config import VllmConfig

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from vllm.bucketing import Bucket, BucketPlan
+from vllm.bucketing import Bucket
+from vllm.bucketing.catalog.bucket_plan import BucketPlan
 from vllm.bucketing.traffic import TrafficTable
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError

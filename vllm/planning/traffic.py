@@ -7,8 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from vllm.bucketing import Bucket, BucketPlan, Phase, StepLimits, plan_buckets
-from vllm.bucketing.catalog.bucket_plan import longest_prompt, traffic_step_limits
+from vllm.bucketing import Bucket, Phase, StepLimits
+from vllm.bucketing.catalog.bucket_plan import (
+    BucketPlan,
+    longest_prompt,
+    plan_buckets,
+    traffic_step_limits,
+)
 from vllm.bucketing.catalog.from_traffic import (
     TrafficBuckets,
     bucket_file_text,

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-from vllm.bucketing import Bucket, Catalog, StepLimits
+from vllm.bucketing import Bucket, StepLimits
+from vllm.bucketing.catalog.catalog import Catalog
 from vllm.config import VllmConfig
 from vllm.distributed import RankLayout, Rendezvous
 from vllm.ops import get_ops, set_ops

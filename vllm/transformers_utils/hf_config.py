@@ -26,8 +26,8 @@ from vllm.transformers_utils.configs.mistral_params import PARAMS, read_params
 from vllm.transformers_utils.configs.old_spellings import with_usual_spellings
 from vllm.transformers_utils.configs.plain_config import complete_plain_config
 from vllm.transformers_utils.transformers_version import is_version_4
-from vllm.transformers_utils.weight_files import CONSOLIDATED
 from vllm.utils.files.json_file import read_json_object
+from vllm.utils.files.weight_files import CONSOLIDATED
 from vllm.utils.imports import without_torch
 
 _OF_THE_WHOLE = (

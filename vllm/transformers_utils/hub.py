@@ -13,7 +13,7 @@ from vllm.transformers_utils.configs.mistral_params import PARAMS
 from vllm.transformers_utils.gguf.folder import unpack
 from vllm.transformers_utils.gguf.header import SUFFIX, is_gguf
 from vllm.transformers_utils.gguf.model import find_model
-from vllm.transformers_utils.weight_files import CONSOLIDATED
+from vllm.utils.files.weight_files import CONSOLIDATED
 from vllm.utils.process import startup_progress
 
 logger = init_logger(__name__)

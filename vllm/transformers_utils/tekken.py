@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.assets import CHAT_TEMPLATES
 from vllm.errors import ConfigError
-from vllm.transformers_utils.bpe_merges import merges_in_order
 from vllm.transformers_utils.processor_template import template_of_folder
 from vllm.transformers_utils.token_bytes import byte_level_text
 from vllm.utils.files.json_file import read_json_object
+from vllm.utils.text.bpe_merges import merges_in_order
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vllm.errors import WeightLoadError
-from vllm.transformers_utils.weight_files import find_files, find_index
 from vllm.utils.files.json_file import read_json_object
+from vllm.utils.files.weight_files import find_files, find_index
 
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _HEAD = re.compile(r"(^|\.)lm_head\.(?!bias$)\w+$")

@@ -200,7 +200,7 @@ _LLAMAS = (
     ),
     Family(
         model_type="baichuan",
-        module="baichuan",
+        module="llama",
         architectures=("BaichuanForCausalLM",),
         also_published_as=("BaiChuanForCausalLM",),  # name of the first 7B model
         # The 7B model; 13B uses ALiBi and has no such key.
@@ -214,7 +214,7 @@ _LLAMAS = (
     ),
     Family(
         model_type="internlm2",
-        module="internlm",
+        module="llama",
         architectures=("InternLM2ForCausalLM",),
         config_class="llama",
         tokenizer=_GENERIC,
@@ -226,7 +226,7 @@ _LLAMAS = (
     ),
     Family(
         model_type="internlm3",
-        module="internlm",
+        module="llama",
         architectures=("InternLM3ForCausalLM",),
         config_class="llama",
         tokenizer=_GENERIC,
@@ -250,13 +250,13 @@ _LLAMAS = (
     ),
     Family(
         model_type="exaone",
-        module="exaone",
+        module="llama",
         architectures=("ExaoneForCausalLM",),
         config_class="llama",
     ),
     Family(
         model_type="exaone4",
-        module="exaone",
+        module="olmo",
         architectures=("Exaone4ForCausalLM",),
         has_rope_without_window="alone",
         awq_pairs=(_VALUES, _MLP),
@@ -301,7 +301,7 @@ _LLAMAS = (
     ),
     Family(
         model_type="apertus",
-        module="apertus",
+        module="llama",
         architectures=("ApertusForCausalLM",),
     ),
     Family(
@@ -584,7 +584,7 @@ _OTHERS = (
     ),
     Family(
         model_type="bloom",
-        module="bloom",
+        module="gpt",
         architectures=("BloomForCausalLM",),
         default_max_positions=_BLOOM_POSITIONS,
         gguf=GGUFFacts(
@@ -713,7 +713,7 @@ _OTHERS = (
             "n_head": "num_attention_heads",
             "n_head_kv": "num_kv_heads",
         },
-        module="falcon",
+        module="gpt",
         architectures=("FalconForCausalLM",),
         also_published_as=("RWForCausalLM",),
         gguf=GGUFFacts(
@@ -798,7 +798,7 @@ _OTHERS = (
     ),
     Family(
         model_type="gpt2",
-        module="gpt2",
+        module="gpt",
         architectures=("GPT2LMHeadModel",),
         tokenizer="GPT2Tokenizer",
         gguf=GGUFFacts(
@@ -810,7 +810,7 @@ _OTHERS = (
     ),
     Family(
         model_type="gpt_bigcode",
-        module="gpt2",
+        module="gpt",
         architectures=("GPTBigCodeForCausalLM",),
         tokenizer=_GENERIC,
         gguf=GGUFFacts(
@@ -822,7 +822,7 @@ _OTHERS = (
     ),
     Family(
         model_type="gpt_neox",
-        module="gpt_neox",
+        module="gpt",
         architectures=("GPTNeoXForCausalLM",),
         tokenizer="GPTNeoXTokenizer",
         gguf=GGUFFacts(
@@ -834,7 +834,7 @@ _OTHERS = (
     ),
     Family(
         model_type="gptj",
-        module="gpt_neox",
+        module="gpt",
         architectures=("GPTJForCausalLM",),
         tokenizer="GPT2Tokenizer",
     ),
@@ -944,7 +944,7 @@ _OTHERS = (
     ),
     Family(
         model_type="mpt",
-        module="bloom",
+        module="gpt",
         architectures=("MptForCausalLM",),
         also_published_as=("MPTForCausalLM",),
         tokenizer="GPTNeoXTokenizer",
@@ -957,7 +957,7 @@ _OTHERS = (
     ),
     Family(
         model_type="nemotron",
-        module="nemotron",
+        module="gpt",
         architectures=("NemotronForCausalLM",),
         tokenizer=_GENERIC,
         norms_add_one=True,
@@ -1087,7 +1087,7 @@ _OTHERS = (
     ),
     Family(
         model_type="starcoder2",
-        module="starcoder2",
+        module="gpt",
         architectures=("Starcoder2ForCausalLM",),
         tokenizer="GPT2Tokenizer",
         gguf=GGUFFacts(

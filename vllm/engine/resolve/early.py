@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm.bucketing import plan_buckets
+from vllm.bucketing.catalog.bucket_plan import plan_buckets
 from vllm.config import ModelArch, ModelConfig, MultiModalConfig, VllmConfig
 from vllm.engine.resolve.config import (
     check_architecture,
@@ -26,7 +26,7 @@ from vllm.transformers_utils.generation_config import load_generation_defaults
 from vllm.transformers_utils.hf_config import read_hf_config
 from vllm.transformers_utils.hub import find_folder, is_offline
 from vllm.transformers_utils.tokenizer import check_tokenizer_files
-from vllm.transformers_utils.weight_files import find_files
+from vllm.utils.files.weight_files import find_files
 from vllm.utils.plugins import load_general_plugins
 
 

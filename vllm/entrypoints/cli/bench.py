@@ -5,6 +5,7 @@ from importlib import import_module
 
 from vllm.utils import FlexibleArgumentParser
 
+DESCRIPTION = "Measure throughput and latency."
 _BENCHMARKS = {
     "serve": "send requests to a running server; report throughput and latency",
     "latency": "measure the latency of one batch, without a server",
@@ -12,27 +13,14 @@ _BENCHMARKS = {
 }
 
 
-def add_parser(
-    subparsers: "argparse._SubParsersAction[FlexibleArgumentParser]",
-) -> FlexibleArgumentParser:
-    """Declare the subcommand and return its parser."""
-    parser = subparsers.add_parser(
-        "bench",
-        description="Measure throughput and latency.",
-    )
+def add_flags(parser: FlexibleArgumentParser) -> None:
+    """Declare the flags of the command."""
     parser.set_defaults(print_help=parser.print_help)
     benchmarks = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK")
     for name, text in _BENCHMARKS.items():
-        module = import_module(f"vllm.entrypoints.bench.{name}")
-        module.add_cli_args(
-            benchmarks.add_parser(
-                name,
-                help=text,
-                description=text.capitalize() + ".",
-                usage=f"vllm bench {name} [flags]",
-            )
-        )
-    return parser
+        description, usage = text.capitalize() + ".", f"vllm bench {name} [flags]"
+        benchmark = benchmarks.add_parser(name, help=text, description=description, usage=usage)
+        import_module(f"vllm.entrypoints.bench.{name}").add_cli_args(benchmark)
 
 
 def run(args: argparse.Namespace) -> int | None:

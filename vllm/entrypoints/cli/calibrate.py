@@ -13,6 +13,11 @@ from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
 from vllm.utils.arguments import add_number, add_text
 
+DESCRIPTION = (
+    "Measure a model on texts, and write the scales that it needs to run in FP8. If a run was "
+    "stopped, the next one continues at the same step."
+)
+USAGE = "vllm calibrate --model MODEL --dataset FILE --out FOLDER [flags]"
 _STEP_NUMBERS = {
     step.script_number: name for name, step in STEPS.items() if step.script_number is not None
 }
@@ -36,18 +41,8 @@ def _step_help(step: Step) -> str:
     return f"{step.name}{number} to {step.does.replace('`', '')}{only_with}"
 
 
-def add_parser(
-    subparsers: "argparse._SubParsersAction[FlexibleArgumentParser]",
-) -> FlexibleArgumentParser:
-    """Declare the subcommand and return its parser."""
-    parser = subparsers.add_parser(
-        "calibrate",
-        description=(
-            "Measure a model on texts, and write the scales that it needs to run in FP8. If a run "
-            "was stopped, the next one continues at the same step."
-        ),
-        usage="vllm calibrate --model MODEL --dataset FILE --out FOLDER [flags]",
-    )
+def add_flags(parser: FlexibleArgumentParser) -> None:
+    """Declare the flags of the command."""
     group = parser.add_argument_group("calibration")
     add_text(
         group,
@@ -118,7 +113,6 @@ def add_parser(
     ):
         help_text = f"--{flag.replace('_', '-')}"
         group.add_argument(name, dest=flag, default=argparse.SUPPRESS, help=help_text, **options)
-    return parser
 
 
 def run(args: argparse.Namespace) -> None:

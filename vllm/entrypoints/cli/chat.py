@@ -7,20 +7,16 @@ from vllm.errors import RequestError
 from vllm.utils import FlexibleArgumentParser
 from vllm.utils.arguments import add_text
 
+DESCRIPTION = (
+    "Chat with a model on a running server. Ctrl-C stops an answer, Ctrl-D ends the conversation."
+)
 
-def add_parser(
-    subparsers: "argparse._SubParsersAction[FlexibleArgumentParser]",
-) -> FlexibleArgumentParser:
-    """Declare the subcommand and return its parser."""
-    parser = subparsers.add_parser(
-        "chat",
-        description="Chat with a model on a running server. Ctrl-C stops an answer, Ctrl-D ends "
-        "the conversation.",
-    )
+
+def add_flags(parser: FlexibleArgumentParser) -> None:
+    """Declare the flags of the command."""
     add_client_flags(parser)
     add_text(parser, "--system-prompt", "system message at the beginning of the conversation")
     add_text(parser, ("-q", "--quick"), "send one message and exit")
-    return parser
 
 
 def run(args: argparse.Namespace) -> None:

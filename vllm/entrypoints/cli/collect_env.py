@@ -34,6 +34,7 @@ _PACKAGES = (
     "habana-torch-plugin",
     "habana-pyhlml",
 )
+DESCRIPTION = "Print versions, machine and settings for a bug report."
 _CPUINFO = Path("/proc/cpuinfo")
 _SHARED_MEMORY = Path("/dev/shm")
 _CPU_FLAGS = (
@@ -56,12 +57,8 @@ _CPU_FLAGS = (
 )
 
 
-def add_parser(
-    subparsers: "argparse._SubParsersAction[FlexibleArgumentParser]",
-) -> FlexibleArgumentParser:
-    """Declare the subcommand and return its parser."""
-    text = "print versions, machine and settings for a bug report"
-    return subparsers.add_parser("collect-env", description=text.capitalize() + ".")
+def add_flags(parser: FlexibleArgumentParser) -> None:
+    """Declare no flags: the command has none."""
 
 
 def run(args: argparse.Namespace) -> None:

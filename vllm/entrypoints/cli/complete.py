@@ -6,19 +6,15 @@ from vllm.entrypoints.cli.api_client import add_client_flags, answer_prompts, co
 from vllm.utils import FlexibleArgumentParser
 from vllm.utils.arguments import add_text
 
+DESCRIPTION = (
+    "Complete text with a model on a running server. Ctrl-C stops a completion, Ctrl-D exits."
+)
 
-def add_parser(
-    subparsers: "argparse._SubParsersAction[FlexibleArgumentParser]",
-) -> FlexibleArgumentParser:
-    """Declare the subcommand and return its parser."""
-    parser = subparsers.add_parser(
-        "complete",
-        description="Complete text with a model on a running server. Ctrl-C stops a completion, "
-        "Ctrl-D exits.",
-    )
+
+def add_flags(parser: FlexibleArgumentParser) -> None:
+    """Declare the flags of the command."""
     add_client_flags(parser)
     add_text(parser, ("-q", "--quick"), "complete one text and exit")
-    return parser
 
 
 def run(args: argparse.Namespace) -> None:

@@ -15,16 +15,12 @@ from vllm.utils.arguments import add_number, add_switch, add_text, add_truncatio
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
+DESCRIPTION = "Complete prompts with a model, without a server."
+USAGE = "vllm generate [--model MODEL] --prompt TEXT [flags]"
 
-def add_parser(
-    subparsers: "argparse._SubParsersAction[FlexibleArgumentParser]",
-) -> FlexibleArgumentParser:
-    """Declare the subcommand and return its parser."""
-    parser = subparsers.add_parser(
-        "generate",
-        description="Complete prompts with a model, without a server.",
-        usage="vllm generate [--model MODEL] --prompt TEXT [flags]",
-    )
+
+def add_flags(parser: FlexibleArgumentParser) -> None:
+    """Declare the flags of the command."""
     source = parser.add_argument_group("prompts")
     source.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated"
@@ -51,7 +47,7 @@ def add_parser(
         help="stop string, which ends an output; may be repeated",
     )
     add_switch(parser, "--json", "print one JSON object per prompt")
-    return EngineArgs.add_cli_args(parser)
+    EngineArgs.add_cli_args(parser)
 
 
 def run(args: argparse.Namespace) -> None:

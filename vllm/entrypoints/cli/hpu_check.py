@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from vllm.hpu_check import CheckResult
     from vllm.platforms.habana.bridge import HabanaBridge
 
+DESCRIPTION = (
+    "Check memory, kernels, attention, a decoder layer, sampling, graphs and compilation of a "
+    "Gaudi card, in the mode that PT_HPU_LAZY_MODE gives. Exit code: 0 if no check failed, 1 if a "
+    "check failed, 2 if there is no card."
+)
 _DOCS = "https://docs.habana.ai/en/latest"
 _IMAGE = (
     "vault.habana.ai/gaudi-docker/1.24.1/ubuntu24.04/habanalabs/"
@@ -46,16 +51,8 @@ Without a card, on a simulated one:
 """
 
 
-def add_parser(
-    subparsers: "argparse._SubParsersAction[FlexibleArgumentParser]",
-) -> FlexibleArgumentParser:
-    """Declare the subcommand and return its parser."""
-    parser = subparsers.add_parser(
-        "hpu-check",
-        description="Check memory, kernels, attention, a decoder layer, sampling, graphs and "
-        "compilation of a Gaudi card, in the mode that PT_HPU_LAZY_MODE gives. Exit code: 0 if no "
-        "check failed, 1 if a check failed, 2 if there is no card.",
-    )
+def add_flags(parser: FlexibleArgumentParser) -> None:
+    """Declare the flags of the command."""
     add_switch(parser, "--json", "print one JSON object")
     add_text(
         parser,
@@ -71,7 +68,6 @@ def add_parser(
         help="folder or Hugging Face name of the model whose decoder layer is checked, with random "
         "weights. Default: the bundled demonstration model",
     )
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,10 +1,10 @@
 """Implement the `vllm` command, with one module per subcommand.
 
-A subcommand is a module with `add_parser(subparsers)` and `run(args)`, listed in `_COMMANDS`. It
-may have `prepare(words)`, which starts slow work before the flags are declared, and returns the
-context in which the command runs. Only the module of the given command is imported, and it imports
-torch and the engine inside `run`, so that `--help` and a bad flag answer at once. `run` may return
-an exit code; None is 0.
+A subcommand is a module with `DESCRIPTION`, `add_flags(parser)` and `run(args)`, listed in
+`_COMMANDS`. It may have `USAGE`, and `prepare(words)`, which starts slow work before the flags are
+declared, and returns the context in which the command runs. Only the module of the given command is
+imported, and it imports torch and the engine inside `run`, so that `--help` and a bad flag answer
+at once. `run` may return an exit code; None is 0.
 """
 
 import difflib
@@ -94,7 +94,11 @@ def _create_parser(words: Sequence[str]) -> FlexibleArgumentParser:
     for name, text in _COMMANDS.items():
         if name == given:
             command = _module(name)
-            command.add_parser(subparsers).set_defaults(run=command.run)
+            command_parser = subparsers.add_parser(
+                name, description=command.DESCRIPTION, usage=getattr(command, "USAGE", None)
+            )
+            command.add_flags(command_parser)
+            command_parser.set_defaults(run=command.run)
         else:
             subparsers.add_parser(name, help=text)
     return parser

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from vllm.planning.throughput.goals import Goals
     from vllm.planning.traffic import Traffic
 
+DESCRIPTION = (
+    "Show the memory, the buckets and the warm-up of a model on a device, which does not have to "
+    "be in this machine. Reads only config.json, or the header of a GGUF file. Takes the flags of "
+    "'vllm serve'."
+)
+USAGE = "vllm plan MODEL --device gaudi2|gaudi3|cpu [flags]"
 DEVICES = (*CARDS, "cpu")
 _LENGTHS = {"input": 1024, "output": 128}
 """Tokens of a request by the beginning of their flag."""
@@ -38,22 +44,11 @@ _BUDGETS = {
 _MIN_RATE, _MAX_RATE = 1e-4, 1e6
 
 
-def add_parser(
-    subparsers: "argparse._SubParsersAction[FlexibleArgumentParser]",
-) -> FlexibleArgumentParser:
-    """Declare the subcommand and return its parser."""
+def add_flags(parser: FlexibleArgumentParser) -> None:
+    """Declare the flags of the command."""
     from vllm.entrypoints.openai.cli_args import make_arg_parser
 
-    parser = subparsers.add_parser(
-        "plan",
-        description=(
-            "Show the memory, the buckets and the warm-up of a model on a device, which does not "
-            "have to be in this machine. Reads only config.json, or the header of a GGUF file. "
-            "Takes the flags of 'vllm serve'."
-        ),
-        usage="vllm plan MODEL --device gaudi2|gaudi3|cpu [flags]",
-        conflict_handler="resolve",
-    )
+    parser.conflict_handler = "resolve"
     make_arg_parser(parser)
     group = parser.add_argument_group("Plan")
     group.add_argument("--device", help=f"device to plan for: {', '.join(DEVICES)}")
@@ -124,7 +119,6 @@ def add_parser(
         help="write the buckets for --traffic to a file for VLLM_BUCKETING_FROM_FILE",
     )
     _add_goals(parser)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

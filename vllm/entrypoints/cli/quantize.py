@@ -6,20 +6,17 @@ from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
 from vllm.utils.arguments import add_number, add_switch, add_text
 
+DESCRIPTION = (
+    "Write a quantized checkpoint of a model, one decoder layer at a time, on the CPU. awq and "
+    "gptq measure the model on texts; fp8 and int8 (compressed-tensors, dynamic activations) need "
+    "none."
+)
+USAGE = "vllm quantize --method METHOD --model MODEL [--dataset FILE] --out FOLDER [flags]"
 _METHODS = ("awq", "gptq", "fp8", "int8")
 
 
-def add_parser(
-    subparsers: "argparse._SubParsersAction[FlexibleArgumentParser]",
-) -> FlexibleArgumentParser:
-    """Declare the subcommand and return its parser."""
-    parser = subparsers.add_parser(
-        "quantize",
-        description="Write a quantized checkpoint of a model, one decoder layer at a time, on the "
-        "CPU. awq and gptq measure the model on texts; fp8 and int8 (compressed-tensors, dynamic "
-        "activations) need none.",
-        usage="vllm quantize --method METHOD --model MODEL [--dataset FILE] --out FOLDER [flags]",
-    )
+def add_flags(parser: FlexibleArgumentParser) -> None:
+    """Declare the flags of the command."""
     parser.add_argument("--method", choices=_METHODS, required=True, help="format to write")
     parser.add_argument(
         "--model", required=True, help="folder or Hugging Face name of the unquantized model"
@@ -52,7 +49,6 @@ def add_parser(
     )
     add_number(parser, "--num-samples", "samples to measure", 128)
     add_number(parser, "--sample-tokens", "tokens of a sample", 512)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

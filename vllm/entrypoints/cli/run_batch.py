@@ -4,19 +4,15 @@ import argparse
 
 from vllm.utils import FlexibleArgumentParser
 
+DESCRIPTION = "Run the requests of an OpenAI batch file with a model, without a server."
+USAGE = "vllm run-batch -i FILE -o FILE [MODEL] [flags]"
 
-def add_parser(
-    subparsers: "argparse._SubParsersAction[FlexibleArgumentParser]",
-) -> FlexibleArgumentParser:
-    """Declare the subcommand and return its parser."""
+
+def add_flags(parser: FlexibleArgumentParser) -> None:
+    """Declare the flags of the command."""
     from vllm.entrypoints.openai.run_batch import add_arguments
 
-    parser = subparsers.add_parser(
-        "run-batch",
-        description="Run the requests of an OpenAI batch file with a model, without a server.",
-        usage="vllm run-batch -i FILE -o FILE [MODEL] [flags]",
-    )
-    return add_arguments(parser)
+    add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,6 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 from vllm.utils import FlexibleArgumentParser
 
+DESCRIPTION = "Serve a model with the OpenAI API."
+USAGE = "vllm serve [MODEL] [flags]"
+
 
 def prepare(words: Sequence[str]) -> AbstractContextManager[None]:
     """Launch the process of the engine core early. It is killed at the end of the context if it was
@@ -20,18 +23,11 @@ def prepare(words: Sequence[str]) -> AbstractContextManager[None]:
     return nullcontext() if is_for_help else early_core()
 
 
-def add_parser(
-    subparsers: "argparse._SubParsersAction[FlexibleArgumentParser]",
-) -> FlexibleArgumentParser:
-    """Declare the subcommand and return its parser."""
+def add_flags(parser: FlexibleArgumentParser) -> None:
+    """Declare the flags of the command."""
     from vllm.entrypoints.openai.cli_args import make_arg_parser
 
-    parser = subparsers.add_parser(
-        "serve",
-        description="Serve a model with the OpenAI API.",
-        usage="vllm serve [MODEL] [flags]",
-    )
-    return make_arg_parser(parser)
+    make_arg_parser(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,11 +1,13 @@
 """Run a list of requests to the end. Every method of `LLM` uses this loop."""
 
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, cast
 
 from vllm.engine.llm_engine import LLMEngine
-from vllm.entrypoints.offline.interrupt import defer_interrupts
 from vllm.entrypoints.offline.progress import GenerationProgress, MakeBar
 from vllm.errors import CapacityError, RequestError
 from vllm.inputs import PromptType
@@ -13,6 +15,45 @@ from vllm.messages import EngineRequest
 from vllm.outputs import AnyRequestOutput, RequestOutput
 
 Prompts = PromptType | Sequence[PromptType]
+
+
+class PendingInterrupt:
+    """Records whether Ctrl-C was pressed since `defer_interrupts` was entered."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def raise_if_set(self) -> None:
+        """Raise KeyboardInterrupt if Ctrl-C was pressed. Called where an interrupt is safe."""
+        if self.is_set:
+            raise KeyboardInterrupt
+
+    def handle(self, signum: int, frame: FrameType | None) -> None:
+        """Handle the signal of Ctrl-C. The second Ctrl-C interrupts at once."""
+        if self.is_set:
+            raise KeyboardInterrupt
+        self.is_set = True
+
+
+@contextmanager
+def defer_interrupts() -> Iterator[PendingInterrupt]:
+    """Defer Ctrl-C inside the context until the end of the running step; the code there must check
+    the yielded object.
+
+    An interrupted step would leave the scheduler and the workers in different states, and the
+    engine could not continue. Changes nothing outside the main thread, or if the program handles
+    SIGINT itself.
+    """
+    pending = PendingInterrupt()
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield pending
+        return
+    signal.signal(signal.SIGINT, pending.handle)
+    try:
+        yield pending
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def run_requests(

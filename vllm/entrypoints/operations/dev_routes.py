@@ -1,4 +1,5 @@
-"""Serve routes for development, only with VLLM_SERVER_DEV_MODE=1.
+"""Serve routes for development, only with VLLM_SERVER_DEV_MODE=1; and routes for traces of torch's
+profiler, if VLLM_TORCH_PROFILER_DIR is set.
 
 Some of them manage the replicas of --data-parallel-size:
 
@@ -22,6 +23,7 @@ from vllm.entrypoints.openai.protocol.base import RequestBody
 from vllm.entrypoints.shared.context import get_context
 
 router = APIRouter(tags=["development"])
+profile_router = APIRouter(tags=["development"])
 
 Tags = Annotated[list[str] | None, Query(description="weights, kv_cache or both")]
 Timeout = Annotated[
@@ -134,3 +136,19 @@ async def restart(request: Request, replica: int, timeout: Timeout = None) -> Re
     """Drain a replica and replace its process. Answers when it serves again."""
     await get_context(request).engine.restart_replica(replica, timeout)
     return Response(status_code=200)
+
+
+@profile_router.post("/start_profile")
+async def start_profile(request: Request) -> Response:
+    """Start a profiler trace of the workers."""
+    await get_context(request).engine.start_profile()
+    return Response(status_code=200)
+
+
+@profile_router.post("/stop_profile")
+async def stop_profile(request: Request) -> Response:
+    """Stop the profiler trace and write its file. If replicas have no trace, the body names
+    them.
+    """
+    missing = await get_context(request).engine.stop_profile()
+    return JSONResponse({"message": ". ".join(missing)}) if missing else Response(status_code=200)

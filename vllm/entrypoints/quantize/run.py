@@ -42,7 +42,7 @@ from vllm.transformers_utils.hf_config import read_hf_config
 from vllm.transformers_utils.hub import resolve_model_folder
 from vllm.transformers_utils.tokenizer import get_tokenizer
 from vllm.transformers_utils.transformers_version import dtype_argument
-from vllm.transformers_utils.weight_files import find_files
+from vllm.utils.files.weight_files import find_files
 
 logger = init_logger(__name__)
 

@@ -24,7 +24,6 @@ from vllm.entrypoints.middleware.user_middleware import add_user_middleware
 from vllm.entrypoints.openai.audio import serving as serving_audio
 from vllm.entrypoints.openai.chat import serving as serving_chat
 from vllm.entrypoints.openai.completion import serving as serving_completion
-from vllm.entrypoints.openai.pooling import classify as serving_classify
 from vllm.entrypoints.openai.pooling import embedding as serving_embedding
 from vllm.entrypoints.openai.pooling import score as serving_score
 from vllm.entrypoints.openai.responses import serving as serving_responses
@@ -45,7 +44,6 @@ from vllm.entrypoints.operations import (
     dev_routes,
     health,
     metrics_route,
-    profile_routes,
 )
 from vllm.entrypoints.pages.routes import page_routers
 from vllm.entrypoints.server.direct_routes import DirectRoutes
@@ -65,7 +63,6 @@ _MODEL_ROUTES = (
     serving_tokenization,
     serving_embedding,
     serving_score,
-    serving_classify,
     serving_invocations,
     serving_audio,
 )
@@ -118,16 +115,16 @@ _FORM_BYTES = 2**20
 
 
 def _routers(args: ServerArgs) -> list[APIRouter]:
-    modules = [*_MODEL_ROUTES, health, metrics_route]
+    routers = [module.router for module in (*_MODEL_ROUTES, health, metrics_route)]
     if not args.disable_fastapi_docs:
-        modules.append(description)
+        routers.append(description.router)
     if args.can_update_adapters:
-        modules.append(serving_lora)
+        routers.append(serving_lora.router)
     if args.dev_mode:
-        modules.append(dev_routes)
+        routers.append(dev_routes.router)
     if args.can_profile:
-        modules.append(profile_routes)
-    return [*(module.router for module in modules), *page_routers(args)]
+        routers.append(dev_routes.profile_router)
+    return [*routers, *page_routers(args)]
 
 
 def _add_middleware(app: FastAPI, context: ServerContext, routers: list[APIRouter]) -> None:

@@ -20,8 +20,8 @@ from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.loader.gguf_file import read_gguf
 from vllm.model_executor.loader.mistral_file import in_the_order_of_transformers
 from vllm.model_executor.loader.safetensors_file import read_safetensors
-from vllm.transformers_utils.weight_files import CONSOLIDATED
 from vllm.transformers_utils.weight_headers import left_out_copies
+from vllm.utils.files.weight_files import CONSOLIDATED
 
 logger = init_logger(__name__)
 

@@ -48,7 +48,7 @@ from vllm.model_executor.quantization import (
 from vllm.model_executor.speculators.interface import Speculator
 from vllm.platforms.cpu import allocate_weight, machine_memory_bytes
 from vllm.transformers_utils.gguf.header import SUFFIX
-from vllm.transformers_utils.weight_files import find_files, shard_name
+from vllm.utils.files.weight_files import find_files, shard_name
 from vllm.utils.imports import load_class
 from vllm.utils.process import startup_progress
 from vllm.utils.process.process_memory import move_to_huge_pages

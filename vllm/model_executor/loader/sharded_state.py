@@ -22,7 +22,7 @@ from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.loader.checkpoint import iterate_tensors
 from vllm.model_executor.loader.weights import load_weights, own_parameters
 from vllm.model_executor.models.interface import LoadableModel
-from vllm.transformers_utils.weight_files import find_files, shard_name
+from vllm.utils.files.weight_files import find_files, shard_name
 
 
 def shards_of(

@@ -30,7 +30,7 @@ from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader.kv_scales import load_kv_scale
 from vllm.model_executor.loader.stage import absent_prefixes
 from vllm.model_executor.models.interface import LoadableModel
-from vllm.transformers_utils.weight_files import name_some
+from vllm.utils.files.weight_files import name_some
 
 logger = init_logger(__name__)
 

@@ -1,9 +1,14 @@
 """Llama 1 to 3.3, CodeLlama, and the many models of the same kind (Granite 3B Code, ...)."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
+import torch.nn.functional as F
+
 from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderOptions,
@@ -11,6 +16,9 @@ from vllm.model_executor.models.decoder import (
     llama_options,
     rms_norm,
 )
+from vllm.model_executor.models.fused_weights import FusedLayers, qkv_groups, qkv_parts
+
+_BAICHUAN_1_VOCAB_SIZE = 64000
 
 
 def hunyuan_options(arch: ModelArch) -> DecoderOptions:
@@ -89,3 +97,102 @@ class HunYuanDenseV1ForCausalLM(DecoderForCausalLM):
         ".query_layernorm.": ".q_norm.",
         ".key_layernorm.": ".k_norm.",
     }
+
+
+class ApertusForCausalLM(DecoderForCausalLM):
+    """Apertus 8B and 70B (Swiss AI 2025, arXiv 2509.14233). A Llama with normed heads and an MLP
+    without gate, whose activation has learned parameters.
+    """
+
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        ".attention_layernorm.": ".input_layernorm.",
+        ".feedforward_layernorm.": ".post_attention_layernorm.",
+        ".mlp.act_fn.": ".mlp.act.",
+    }
+    ignored_tensors = ("rotary_emb.inv_freq", ".act_fn.beta", ".act_fn.eps")
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return replace(super().options(arch), mlp_bias=False, is_gated=False, head_norm=rms_norm)
+
+
+class InternLM2ForCausalLM(DecoderForCausalLM):
+    """InternLM 2 and 2.5 (Cai et al. 2024, arXiv 2403.17297): a Llama with other tensor names."""
+
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
+        "model.tok_embeddings.": "model.embed_tokens.",
+        "output.": "lm_head.",
+    }
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        ".attention.wqkv.": ".self_attn.qkv_proj.",
+        ".attention.wo.": ".self_attn.o_proj.",
+        ".attention_norm.": ".input_layernorm.",
+        ".ffn_norm.": ".post_attention_layernorm.",
+        ".feed_forward.w1.": ".mlp.gate_proj.",
+        ".feed_forward.w2.": ".mlp.down_proj.",
+        ".feed_forward.w3.": ".mlp.up_proj.",
+    }
+    fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_groups}
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        has_bias = bool(arch.hf_config.get("bias", False))
+        return DecoderOptions(qkv_bias=has_bias, output_bias=has_bias)
+
+
+class InternLM3ForCausalLM(DecoderForCausalLM):
+    """InternLM 3 (Shanghai AI Laboratory 2025): a Llama with other names for biases in its
+    config.
+    """
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        config = arch.hf_config  # transformers has other names for these settings
+        has_bias = bool(config.get("bias", config.get("mlp_bias", False)))
+        return DecoderOptions(
+            qkv_bias=bool(config.get("qkv_bias", config.get("attention_bias", False))),
+            output_bias=has_bias,
+            mlp_bias=has_bias,
+        )
+
+
+class BaichuanForCausalLM(DecoderForCausalLM):
+    """Baichuan 1 and 2 (Yang et al. 2023, arXiv 2309.10305): a Llama. The 13B models have ALiBi
+    instead of rotary positions. The rows of the output head of Baichuan 2 are normalized to length
+    1.
+    """
+
+    checkpoint_names: ClassVar[dict[str, str]] = {".W_pack.": ".qkv_proj."}
+    fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_parts}
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp)
+        self.has_normed_head = arch.vocab_size != _BAICHUAN_1_VOCAB_SIZE
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return DecoderOptions(alibi_scale=1.0 if arch.rope is None else 0.0)
+
+    def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
+        """Normalize the rows of Baichuan 2's output head."""
+        if name == "lm_head.weight" and self.has_normed_head:
+            return ((name, source.mapped(F.normalize)),)
+        return super().convert(name, source)
+
+
+class ExaoneForCausalLM(LlamaForCausalLM):
+    """EXAONE 3, 3.5 and Deep (LG AI Research 2024, arXiv 2408.03541): a Llama with other tensor
+    names.
+    """
+
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
+        "transformer.wte.": "model.embed_tokens.",
+        "transformer.ln_f.": "model.norm.",
+        "transformer.h.": "model.layers.",
+    }
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        ".attn.attention.": ".self_attn.",
+        ".self_attn.out_proj.": ".self_attn.o_proj.",
+        ".ln_1.": ".input_layernorm.",
+        ".ln_2.": ".post_attention_layernorm.",
+        ".mlp.c_fc_0.": ".mlp.gate_proj.",
+        ".mlp.c_fc_1.": ".mlp.up_proj.",
+        ".mlp.c_proj.": ".mlp.down_proj.",
+    }
+    ignored_tensors = ("rotary.inv_freq", "rotary_emb.inv_freq")

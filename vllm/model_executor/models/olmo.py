@@ -1,4 +1,4 @@
-"""OLMo 1 to 3."""
+"""OLMo 1 to 3, and EXAONE 4, which has layers like OLMo 2."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -16,6 +16,7 @@ from vllm.model_executor.models.decoder import (
     DecoderOptions,
     Layer,
     LayerSpec,
+    rms_norm,
 )
 from vllm.model_executor.models.mixture import make_mixture
 
@@ -113,3 +114,20 @@ class FlexOlmoForCausalLM(DecoderForCausalLM):
     """
 
     layer_type = FlexOlmoLayer
+
+
+class Exaone4Layer(Olmo2Layer):
+    """An `Olmo2Layer` with a norm over each head instead of over all heads."""
+
+    attention_type = DecoderAttention
+
+
+class Exaone4ForCausalLM(DecoderForCausalLM):
+    """EXAONE 4 (LG AI Research 2025, arXiv 2507.11407). In the 32B model three of four layers have
+    a sliding window; the others have no rotary positions.
+    """
+
+    layer_type = Exaone4Layer
+
+    def options(self, arch: ModelArch) -> DecoderOptions:
+        return replace(super().options(arch), head_norm=rms_norm)

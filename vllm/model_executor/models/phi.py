@@ -8,9 +8,9 @@ from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderOptions,
     ParallelLayer,
-    layer_norm,
 )
 from vllm.model_executor.models.fused_weights import FusedLayers, gate_up_parts, qkv_parts
+from vllm.model_executor.models.gpt import gpt_options
 
 
 class PhiForCausalLM(DecoderForCausalLM):
@@ -30,14 +30,7 @@ class PhiForCausalLM(DecoderForCausalLM):
                 "qk_layernorm in config.json must be false for PhiForCausalLM, got true: this "
                 "engine does not normalise queries and keys of this model"
             )
-        return DecoderOptions(
-            norm=layer_norm,
-            qkv_bias=True,
-            output_bias=True,
-            mlp_bias=True,
-            is_gated=False,
-            head_bias=True,
-        )
+        return gpt_options(has_bias=True, head_bias=True)
 
 
 class Phi3ForCausalLM(DecoderForCausalLM):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from vllm.config import ModelArch
 from vllm.distributed import Stage
 from vllm.model_executor.models.interface import CausalLM, LoadableModel
-from vllm.transformers_utils.weight_files import find_files
+from vllm.utils.files.weight_files import find_files
 
 
 class Speculator(LoadableModel):
@@ -35,7 +35,7 @@ class Speculator(LoadableModel):
     @classmethod
     def find_files(cls, folder: Path, load_format: str) -> list[Path]:
         """Return the files with the weights of the speculator; see
-        `vllm.transformers_utils.weight_files.find_files`.
+        `vllm.utils.files.weight_files.find_files`.
         """
         return find_files(folder, load_format)
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from vllm.config.families import FAMILIES, Family, GGUFFacts
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.transformers_utils.gguf.header import SUFFIX, Header, StoredTensor, read_header
-from vllm.transformers_utils.weight_files import name_some
+from vllm.utils.files.weight_files import name_some
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _Value = TypeVar("_Value")

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.errors import WeightLoadError
 from vllm.transformers_utils.gguf.header import StoredTensor
 from vllm.transformers_utils.gguf.model import GGUFModel
-from vllm.transformers_utils.weight_files import name_some
+from vllm.utils.files.weight_files import name_some
 
 
 def wrong_layers(model: GGUFModel, num_layers: int) -> WeightLoadError:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.transformers_utils.bpe_merges import merges_in_order
 from vllm.transformers_utils.gguf.config import ENDS_OF_TURN
 from vllm.transformers_utils.gguf.model import GGUFModel
 from vllm.transformers_utils.gguf.words import WORDS, Words
+from vllm.utils.text.bpe_merges import merges_in_order
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer, models

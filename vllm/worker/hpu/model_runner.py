@@ -147,7 +147,7 @@ class HPUModelRunner(ModelRunner):
             yield ImageAttention(config.scheduler.max_num_seqs)
         if config.lora.enable_lora:
             # No adapters for experts: they would make every launch slower, even without an adapter.
-            reader = adapter_reader(config, model, has_experts=False)
+            reader = adapter_reader(config, model, has_experts=False, is_padded=True)
             yield DeviceRows(config, reader, self.bridge)
 
     def _encoded_media(self, model: CausalLM) -> EncodedMedia | None:

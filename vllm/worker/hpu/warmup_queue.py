@@ -11,7 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from vllm.bucketing import Bucket, Catalog, MemoryLedger, Phase, StepLimits, plan_buckets
+from vllm.bucketing import Bucket, MemoryLedger, Phase, StepLimits
+from vllm.bucketing.catalog.bucket_plan import plan_buckets
+from vllm.bucketing.catalog.catalog import Catalog
 from vllm.bucketing.catalog.first_set import choose_first
 from vllm.bucketing.catalog.from_traffic import seconds_of
 from vllm.bucketing.traffic import TrafficTable, even_traffic

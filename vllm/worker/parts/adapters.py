@@ -170,12 +170,13 @@ class RaggedRows(Adapters):
 
 
 def adapter_reader(
-    config: VllmConfig, model: CausalLM, *, has_experts: bool = True
+    config: VllmConfig, model: CausalLM, *, has_experts: bool = True, is_padded: bool = False
 ) -> AdapterReader:
     """Make a reader of adapters for a loaded model, and let its layers accept adapters.
 
     Args:
         has_experts: adapters may change experts if `lora_target_modules` is not set.
+        is_padded: whether all adapters are padded to `max_lora_rank`.
 
     Raises:
         ConfigError: the model has no module of a name in `lora_target_modules`.
@@ -185,7 +186,7 @@ def adapter_reader(
     rank, dtype = config.lora.max_lora_rank, adapter_dtype(config)
     modules = config.lora.lora_target_modules
     layers = AdapterLayers(model, modules, has_experts=has_experts)
-    return AdapterReader(layers, rank, dtype, names)
+    return AdapterReader(layers, rank, dtype, names, is_padded=is_padded)
 
 
 def adapter_dtype(config: VllmConfig) -> torch.dtype:

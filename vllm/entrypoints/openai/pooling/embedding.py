@@ -1,4 +1,4 @@
-"""Serve POST /v1/embeddings and POST /pooling."""
+"""Serve POST /v1/embeddings, POST /pooling and POST /classify."""
 
 import base64
 from typing import Any
@@ -12,6 +12,7 @@ from vllm.entrypoints.http.body_route import BodyRoute
 from vllm.entrypoints.http.sse import run_until_disconnect
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.pooling.run import (
+    Pooled,
     list_response,
     pool,
     pooler_of,
@@ -20,6 +21,8 @@ from vllm.entrypoints.openai.pooling.run import (
 from vllm.entrypoints.openai.protocol.base import error_responses
 from vllm.entrypoints.openai.protocol.chat import ChatFields, TemplateFields
 from vllm.entrypoints.openai.protocol.pooling import (
+    ClassificationRequest,
+    ClassificationResponse,
     EmbeddingRequest,
     EmbeddingResponse,
     PoolingResponse,
@@ -51,6 +54,26 @@ async def create_pooling(body: EmbeddingRequest, request: Request) -> Response:
     model = context.check_model(body.model)
     require_task(pooler_of(context))
     return await _respond(context, request, body, model, "data", "pool")
+
+
+@router.post("/classify", response_model=ClassificationResponse, responses=_ERRORS)
+async def classify(body: ClassificationRequest, request: Request) -> Response:
+    """Return a probability per label, and the most likely label, for each input."""
+    context = get_context(request)
+    model = context.check_model(body.model)
+    pooler = require_task(pooler_of(context), "classify", "score")
+    own_id = response_id(request, "classify")
+    prompts = prompts_of(body.input)
+    outputs = await pool(context, request, body, prompts, own_id)
+
+    def describe(index: int, output: Pooled) -> dict[str, Any]:
+        probs = output.outputs.data.tolist()
+        label = pooler.labels[probs.index(max(probs))]
+        return {"index": index, "label": label, "probs": probs, "num_classes": len(probs)}
+
+    return await list_response(
+        context, own_id, model, lambda: list(map(describe, range(len(outputs)), outputs)), outputs
+    )
 
 
 async def _respond(

@@ -10,7 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vllm.bucketing import Bucket, Catalog, Phase, StepLimits
+from vllm.bucketing import Bucket, Phase, StepLimits
+from vllm.bucketing.catalog.catalog import Catalog
 from vllm.bucketing.traffic import TrafficTable
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError

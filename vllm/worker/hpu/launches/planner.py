@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm.attention.backends.hpu_metadata import DecodeBlockCounts, count_decode_blocks
-from vllm.bucketing import Bucket, Catalog, Phase, StepLimits
-from vllm.bucketing.catalog.catalog import padded_cost
+from vllm.bucketing import Bucket, Phase, StepLimits
+from vllm.bucketing.catalog.catalog import Catalog, padded_cost
 from vllm.bucketing.step_limits import round_up
 from vllm.cost_model.padded import GATHER_COST, PREFILL_LAUNCH_COST
 from vllm.messages import IntArray, SchedulerOutput

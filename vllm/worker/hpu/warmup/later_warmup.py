@@ -17,7 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from vllm.bucketing import Bucket, Catalog, MemoryLedger, Phase, format_bytes, prove
+from vllm.bucketing import Bucket, MemoryLedger, Phase, format_bytes
+from vllm.bucketing.catalog.catalog import Catalog
+from vllm.bucketing.catalog.closure import prove
 from vllm.bucketing.catalog.first_set import even_shapes, padded_share, savings
 from vllm.bucketing.catalog.from_traffic import bucket_cost, seconds_of
 from vllm.bucketing.catalog.replacement import replacement

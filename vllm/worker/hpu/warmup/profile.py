@@ -10,8 +10,9 @@ from functools import partial
 
 import torch
 
-from vllm.bucketing import Bucket, Catalog, Phase, StepLimits, plan_buckets
-from vllm.bucketing.catalog.catalog import padded_cost
+from vllm.bucketing import Bucket, Phase, StepLimits
+from vllm.bucketing.catalog.bucket_plan import plan_buckets
+from vllm.bucketing.catalog.catalog import Catalog, padded_cost
 from vllm.bucketing.catalog.shrink import shrink_launches
 from vllm.config import VllmConfig
 from vllm.platforms.habana.bridge import HabanaBridge

@@ -26,9 +26,9 @@ import msgspec
 import torch
 from tqdm import tqdm
 
-from vllm.bucketing import Bucket, Catalog, MemoryLedger, Phase, StepLimits, format_bytes
+from vllm.bucketing import Bucket, MemoryLedger, Phase, StepLimits, format_bytes
 from vllm.bucketing.catalog.capture_plan import Capture, CaptureStep, PhaseGraphs, capture_graphs
-from vllm.bucketing.catalog.catalog import padded_cost
+from vllm.bucketing.catalog.catalog import Catalog, padded_cost
 from vllm.bucketing.catalog.shrink import shrink_launches
 from vllm.bucketing.ledger import GRAPHS, MemoryClass, assign_graphs
 from vllm.bucketing.log_lines import (
