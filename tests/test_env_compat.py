@@ -15,7 +15,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.config.fields import config_fields, config_sections
 from vllm.entrypoints.shared.server_args import ServerArgs
-from vllm.env.compat import _VARIABLES, COMPAT_VARIABLES
+from vllm.env.compat import _VARIABLES, COMPAT_VARIABLES, variable_of_feature
 from vllm.env.others import OTHER_READERS
 from vllm.envs import Envs
 from vllm.model_executor.models.registry import ModelRegistry
@@ -166,12 +166,38 @@ def test_a_reason_that_has_become_stale_is_found(stale, marker):
             "VLLM_EP_SIZE",
         ),
         *("VLLM_MLA_PERFORM_MATRIX_ABSORPTION", "VLLM_ENGINE_PROFILER_STEPS"),
+        *("VLLM_MAX_CONCURRENT_PREPROC", "VLLM_SUSPEND_PROMPT", "VLLM_DECODE_SEQ_BUCKET_MAX"),
     ],
 )
 def test_variables_that_users_of_the_fork_set_are_known(name):
     assert envs.unknown({name: "1"}) == {}
     assert names(envs.without_effect({name: "1"})) == [name]
     assert envs.refused({name: "1"}) == []
+
+
+@loop_over(
+    "name, reason",
+    [
+        ("VLLM_USE_FLASHINFER_MOE_FP8", "it is for a different kind of device"),
+        ("VLLM_DISABLE_PYNCCL", "it is for a different kind of device"),
+        ("VLLM_ROCM_USE_SOMETHING_NEW", "it is for a different kind of device"),
+        ("VLLM_SPLIT_MOE_COMPILATION", "MoE execution has no setting but"),
+        ("VLLM_NEW_MLA_PATH", "latent attention has only one"),
+        ("VLLM_RAY_DP_PACK_STRATEGY", "--data-parallel-size starts the replicas"),
+        ("VLLM_ENABLE_EXPERT_PARALLEL", None),  # a flag
+        ("VLLM_MOEBIUS", None),
+    ],
+)
+def test_a_word_of_a_name_says_why_it_has_no_effect(name, reason):
+    found = envs.without_effect({name: "1"})
+    assert [variable.name for variable in found] == ([name] if reason else [])
+    assert all(variable.reason.startswith(reason) for variable in found)
+    assert list(envs.unknown({name: "1"})) == ([] if reason else [name])
+
+
+def test_no_variable_with_an_effect_has_a_word_of_a_feature_that_has_none():
+    """Otherwise a misspelt name would not lead to the right one."""
+    assert not [f.name for f in fields(Envs) if variable_of_feature(f.name)]
 
 
 def test_what_others_read_is_not_spoken_of():

@@ -37,7 +37,7 @@ from vllm.entrypoints.calibration.steps import STEPS  # noqa: E402
 from vllm.entrypoints.openai.cli_args import SERVER_COMPAT  # noqa: E402
 from vllm.entrypoints.shared.server_args import ServerArgs  # noqa: E402
 from vllm.env.bridge import BRIDGE_SETTINGS  # noqa: E402
-from vllm.env.compat import COMPAT_VARIABLES  # noqa: E402
+from vllm.env.compat import COMPAT_VARIABLES, FEATURES  # noqa: E402
 from vllm.env.others import OTHER_READERS  # noqa: E402
 from vllm.envs import Envs  # noqa: E402
 from vllm.model_executor.models.interface import CausalLM, PoolingModel  # noqa: E402
@@ -78,7 +78,13 @@ def _compat_variables() -> Iterator[str]:
     yield ""
     yield "These are variables of the vLLM 0.9 Gaudi fork, of its plugin, and of vLLM. Setting"
     yield "one causes a warning at the start. There is no warning for a switch if the engine"
-    yield "does what it asks for anyway."
+    yield "does what it asks for anyway. The warning has the same reasons for names that are not"
+    yield "in the table, if they contain one of these words:"
+    yield ""
+    yield _row("word of the name", "why it has no effect")
+    yield "|---|---|"
+    for reason, words in FEATURES:
+        yield _row(_one_of(tuple(words.split())), reason)
     yield from _table("Set for the Habana bridge", "variable", "value", "modes", "why", "source")
     for setting in BRIDGE_SETTINGS:
         value = f"`{setting.value}`"

@@ -19,7 +19,7 @@ from functools import cache, partial
 from typing import Any
 
 from vllm.env.bridge import BRIDGE_SETTINGS, BridgeSetting, bridge_settings
-from vllm.env.compat import COMPAT_VARIABLES, CompatVariable
+from vllm.env.compat import COMPAT_VARIABLES, CompatVariable, variable_of_feature
 from vllm.env.fields import WORDS, env, parse
 from vllm.env.others import OTHER_READERS
 from vllm.errors import ConfigError
@@ -766,21 +766,24 @@ def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
     the most similar known name, or None. Variables that Kubernetes sets for a service called vllm
     or vllm-... are left out.
     """
-    environ = os.environ if environ is None else environ
-    known, declared = _known(), _declared()
-    known |= _of_services(environ)
-    candidates = [n.removeprefix(_PREFIX) for n in sorted(declared) if n.startswith(_PREFIX)]
+    candidates = [n.removeprefix(_PREFIX) for n in sorted(_declared()) if n.startswith(_PREFIX)]
     nearest: dict[str, str | None] = {}
-    for name in sorted(environ):
-        if name.startswith(_PREFIX) and name not in known:
-            # Compare without the prefix, which would make any two names look similar.
-            short = name.removeprefix(_PREFIX)
-            if short in FLAG_NAMES:
-                nearest[name] = "--" + short.lower().replace("_", "-")
-                continue
+    for name in _unlisted(environ):
+        # Compare without the prefix, which would make any two names look similar.
+        short = name.removeprefix(_PREFIX)
+        if short in FLAG_NAMES:
+            nearest[name] = "--" + short.lower().replace("_", "-")
+        elif variable_of_feature(name) is None:
             near = difflib.get_close_matches(short, candidates, n=1, cutoff=0.7)
             nearest[name] = _PREFIX + near[0] if near else None
     return nearest
+
+
+def _unlisted(environ: Mapping[str, str] | None) -> list[str]:
+    """Return the `VLLM_*` variables that are set and that no list has."""
+    environ = os.environ if environ is None else environ
+    known = _known() | _of_services(environ)
+    return [name for name in sorted(environ) if name.startswith(_PREFIX) and name not in known]
 
 
 FLAG_NAMES = frozenset(
@@ -800,6 +803,14 @@ FLAG_NAMES = frozenset(
         "SERVED_MODEL_NAME",
         "TRUST_REMOTE_CODE",
         "ENFORCE_EAGER",
+        "ENABLE_EXPERT_PARALLEL",
+        "ENABLE_PREFIX_CACHING",
+        "ENABLE_CHUNKED_PREFILL",
+        "ASYNC_SCHEDULING",
+        "NUM_SCHEDULER_STEPS",
+        "QUANT_CONFIG",
+        "DOWNLOAD_DIR",
+        "SEED",
     }
 )
 """Flags whose names are often tried as variables, such as VLLM_MAX_MODEL_LEN."""
@@ -851,7 +862,13 @@ def _of_services(environ: Mapping[str, str]) -> set[str]:
 
 def without_effect(environ: Mapping[str, str] | None = None) -> list[CompatVariable]:
     """Return the variables of the Gaudi fork that are set but have no effect here."""
-    return [variable for variable in _asked(environ) if variable.available]
+    of_features = [
+        variable
+        for name in _unlisted(environ)
+        if name.removeprefix(_PREFIX) not in FLAG_NAMES
+        and (variable := variable_of_feature(name)) is not None
+    ]
+    return [variable for variable in _asked(environ) if variable.available] + of_features
 
 
 def refused(environ: Mapping[str, str] | None = None) -> list[CompatVariable]:

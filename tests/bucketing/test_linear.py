@@ -229,7 +229,15 @@ def test_a_trimmed_decode_has_no_more_blocks_than_its_sequences():
 
 
 def test_ranges_without_a_size_are_refused():
-    with pytest.raises(ConfigError, match=r"bs:\[10, 8, 12\], seq:\[128, 128, 1024\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"bs:\[10, 8, 12\], seq:\[128, 128, 1024\]\. Sizes from a step on are multiples of "
+        r"it, and no multiple of 8 is from 10 to 12: raise VLLM_PROMPT_BS_BUCKET_MAX, or lower",
+    ):
         linear_prefill_buckets(make_settings(prompt_bs=(10, 8, 12)), make_limits())
-    with pytest.raises(ConfigError, match="No buckets could be captured"):
+    with pytest.raises(ConfigError, match="128 is from 300 to 350: raise VLLM_PROMPT_SEQ_BUCKET_"):
+        linear_prefill_buckets(make_settings(prompt_seq=(300, 128, 350)), make_limits())
+    with pytest.raises(
+        ConfigError, match=r"No buckets could be.*raise VLLM_DECODE_BLOCK_BUCKET_MAX"
+    ):
         linear_decode_buckets(make_settings(decode_bs=(4, 4, 4), decode_block=(1, 1, 3)))

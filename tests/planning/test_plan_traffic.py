@@ -153,6 +153,17 @@ def test_traffic_beyond_the_limits_of_the_engine_is_cut_and_this_is_said(
             [],
             "cell 0 has count 0, but a recorded shape has at least one forward pass",
         ),
+        (
+            '{"cells": [["decode", 1, 1, 1, 5, 0]], "format": "vllm traffic", "version": 1, '
+            '"block_size": 16}',
+            [],
+            "was recorded with blocks of 16 tokens, and this engine has blocks of 128",
+        ),
+        (
+            "input,output\n1,1\n",
+            ["--write-buckets", "/proc/none/x"],
+            "--write-buckets /proc/none/x cannot be written",
+        ),
         ("input,output\n1,1\n", ["--device", "cpu"], "--device cpu has no buckets"),
         (None, ["--write-buckets", "x"], "--write-buckets x needs --traffic"),
         (None, ["--graph-budget", "2"], "--graph-budget 2 needs --traffic FILE"),

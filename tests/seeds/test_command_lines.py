@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.hpu import captured_log, simulated_hpu
+from tests.loops import loop_over
 from tests.seeds.table import Statement, read_table
 from tests.tiny_models import make_tiny_model
 from vllm.bucketing.catalog.bucket_plan import plan_buckets
@@ -98,3 +99,33 @@ def test_a_budget_that_was_given_is_raised_no_further_than_it_has_to_be(models):
         engine, _ = read_args(make_arg_parser(FlexibleArgumentParser()).parse_args(words))
         engine.model, engine.skip_tokenizer_init = str(models[kind(row)]), True
         assert engine.create_engine_config().scheduler.max_num_batched_tokens == 24576
+
+
+SCRIPTS = {
+    "--gpu-memory-util 0.5 --block-size 128 --disable-log-requests --async-scheduling": {
+        "gpu_memory_utilization": 0.5,
+        "block_size": 128,
+    },
+    "--gpu_memory_util=0.99 --use-padding-aware-scheduling --max-num-prefill-seqs 16 "
+    "--num_scheduler_steps 16": {"gpu_memory_utilization": 0.99, "num_scheduler_steps": 16},
+    "--device hpu --num-lookahead-slots 1 --use-v2-block-manager --weights-load-device cpu "
+    "--distributed_executor_backend ray": {"device": "hpu"},
+    "--guided-decoding-backend lm-format-enforcer --max-seq_len-to-capture 2048": {
+        "max_seq_len_to_capture": 2048
+    },
+    "--enable-expert-parallel --enable-ep-weight-filter -tp 8": {
+        "enable_expert_parallel": True,
+        "tensor_parallel_size": 8,
+    },
+    """--limit-mm-per-prompt '{"image": {"count": 1, "width": 864, "height": 480}}'""": {},
+}
+"""Flags as scripts for the Gaudi fork and its plugin write them, and what they set."""
+
+
+@loop_over("flags", SCRIPTS)
+def test_flags_of_scripts_for_the_fork_are_taken(flags, capsys):
+    engine, _ = read_args(
+        make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", "m", *shlex.split(flags)])
+    )
+    for name, value in SCRIPTS[flags].items():
+        assert getattr(engine, name) == value, name

@@ -21,7 +21,8 @@ class CacheConfig:
     block_size: int = field(metadata={"auto": True})
     """Tokens per KV block. Default: 128 on hpu, 16 on cpu."""
 
-    gpu_memory_utilization: float = 0.9
+    # Scripts for the Gaudi fork abbreviate the flag.
+    gpu_memory_utilization: float = field(default=0.9, metadata={"aliases": ("--gpu-memory-util",)})
     """Fraction (0 to 1) of the free device memory, measured after the weights are loaded, that the
     engine may use. The KV cache and HPU graphs take their memory from it."""
 

@@ -3,8 +3,8 @@ version.
 
 No setting of an existing deployment is ignored silently. A variable that only tunes something gives
 a warning, if this engine does not have the feature or needs no setting for it. A variable is an
-error at the start if ignoring it would change weights or guarantees. This module contains only
-data: `envs` reads the environment and declares the variables that have an effect. Variables of
+error at the start if ignoring it would change weights or guarantees. `envs` reads the environment
+and declares the variables that have an effect. Variables of
 other software are in `env/others`.
 """
 
@@ -94,6 +94,11 @@ def _family(dimensions: tuple[str, ...], *parts: str) -> str:
     return " ".join(f"VLLM_{d}_BUCKET_{part}" for d in dimensions for part in parts)
 
 
+_MEDIA_PROCESSES = "images, sounds and videos are always prepared in other processes"
+_SCHEDULED = "the scheduler decides when waiting prompts run"
+_TRACES = "traces always have the shapes of operators; set VLLM_TORCH_PROFILER_DIR for them"
+_STDERR = "log lines are written to stderr, without colours"
+
 _VARIABLES: tuple[CompatVariable, ...] = (
     # Refused, because the engine would compute something other than what was asked for.
     _refused("models are not downloaded from ModelScope", "VLLM_USE_MODELSCOPE", same_as=False),
@@ -112,6 +117,13 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         _family(("PROMPT_BS", "PROMPT_SEQ", "DECODE_BS", "DECODE_BLOCK"), "LIMIT"),
     ),
     *_ignored("set VLLM_GRAPH_RESERVED_MEM instead", "VLLM_GRAPH_MEM_MARGIN"),
+    *_ignored("set VLLM_GRAPH_PROMPT_RATIO instead", "VLLM_GRAPH_DECODE_RATIO"),
+    *_ignored(
+        "set VLLM_DECODE_BLOCK_BUCKET_MIN, VLLM_DECODE_BLOCK_BUCKET_STEP and "
+        "VLLM_DECODE_BLOCK_BUCKET_MAX instead, which are numbers of KV blocks",
+        _family(("DECODE_SEQ",), "MIN", "STEP", "MAX"),
+    ),
+    *_ignored(_SCHEDULED, "VLLM_SUSPEND_PROMPT"),
     *_ignored(
         "the bridge reads PT_HPU_RECIPE_CACHE_CONFIG instead",
         "PT_RECIPE_CACHE_PATH PT_CACHE_FOLDER_SIZE_MB PT_CACHE_FOLDER_DELETE",
@@ -148,10 +160,14 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         same_as=True,
     ),
     *_ignored("set VLLM_REGIONAL_COMPILATION instead", "VLLM_T_COMPILE_REGIONAL_COMPILATION"),
-    *_ignored("set VLLM_T_COMPILE_FULLGRAPH instead", "VLLM_TEST_DYNAMO_FULLGRAPH_CAPTURE"),
+    *_ignored(
+        "set VLLM_T_COMPILE_FULLGRAPH instead",
+        "VLLM_TEST_DYNAMO_FULLGRAPH_CAPTURE VLLM_FULLGRAPH_COMPILATION",
+    ),
     *_ignored(
         _NO_COMPILE_CACHE,
-        "VLLM_DISABLE_COMPILE_CACHE VLLM_USE_STANDALONE_COMPILE VLLM_TEST_STANDALONE_COMPILE",
+        "VLLM_DISABLE_COMPILE_CACHE VLLM_USE_STANDALONE_COMPILE VLLM_TEST_STANDALONE_COMPILE "
+        "VLLM_COMPILE_CACHE_SAVE_FORMAT",
     ),
     *_ignored(
         "models always get the flattened tokens of a batch",
@@ -174,6 +190,22 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         """,
     ),
     *_ignored("set --gpu-memory-utilization instead", "VLLM_GPU_MEMORY_UTILIZATION"),
+    *_ignored(
+        "set VLLM_PT_PROFILE instead",
+        """
+        VLLM_PROFILE_EXECUTE_MODEL_PROMPT VLLM_PROFILE_EXECUTE_MODEL_DECODE
+        VLLM_PROFILE_EXECUTE_MODEL_DECODE_STEPS
+        """,
+    ),
+    *_ignored(
+        _TRACES,
+        """
+        VLLM_TORCH_PROFILER_RECORD_SHAPES VLLM_TORCH_PROFILER_WITH_PROFILE_MEMORY
+        VLLM_TORCH_PROFILER_WITH_STACK VLLM_TORCH_PROFILER_WITH_FLOPS VLLM_TORCH_PROFILER_USE_GZIP
+        """,
+    ),
+    *_ignored(_STDERR, "VLLM_LOGGING_STREAM VLLM_LOGGING_COLOR"),
+    *_ignored("statistics are logged every 10 seconds", "VLLM_LOG_STATS_INTERVAL"),
     *_ignored("calls of functions are not traced", "VLLM_TRACE_FUNCTION", same_as=False),
     *_ignored("batch sizes are not logged", "VLLM_LOG_BATCHSIZE_INTERVAL"),
     *_ignored(
@@ -226,6 +258,8 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     *_ignored(_IMAGE_SIZES, "VLLM_MULTIMODAL_RESOLUTIONS"),
     *_ignored(_IMAGE_CACHE, "VLLM_MM_INPUT_CACHE_GIB"),
     *_ignored(_VIDEO, "VLLM_VIDEO_LOADER_BACKEND"),
+    *_ignored(_MEDIA_PROCESSES, "VLLM_ENABLE_ASYNC_MM_PREPROCESS", same_as=True),
+    *_ignored(_MEDIA_PROCESSES, "VLLM_MAX_CONCURRENT_PREPROC VLLM_MEDIA_LOADING_THREAD_COUNT"),
     *_ignored(_IMAGE_WARM_UP, "VLLM_MM_WARMUP_OUTSIDE_COMPILE_ONLY"),
     *_ignored(_IMAGE_SOFTMAX, "VLLM_FP32_SOFTMAX_VISION"),
     *_ignored(
@@ -239,7 +273,9 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         LMCACHE_USE_EXPERIMENTAL LMCACHE_CONFIG_FILE VLLM_USE_ASYNC_TRANSFER_IN_PD
         """,
     ),
-    *_ignored(_STRUCTURED, "VLLM_XGRAMMAR_CACHE_MB VLLM_V0_USE_OUTLINES_CACHE"),
+    *_ignored(
+        _STRUCTURED, "VLLM_XGRAMMAR_CACHE_MB VLLM_V0_USE_OUTLINES_CACHE VLLM_V1_USE_OUTLINES_CACHE"
+    ),
     # Processes, several devices, and the server:
     *_ignored(_ONE_SUM, "VLLM_ROW_PARALLEL_CHUNKS VLLM_ROW_PARALLEL_CHUNK_THRESHOLD"),
     *_ignored(
@@ -254,7 +290,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         """
         VLLM_USE_RAY_SPMD_WORKER VLLM_USE_RAY_COMPILED_DAG VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE
         VLLM_USE_RAY_COMPILED_DAG_OVERLAP_COMM VLLM_RAY_PER_WORKER_GPUS VLLM_RAY_BUNDLE_INDICES
-        VLLM_RAY_DISABLE_LOG_TO_DRIVER
+        VLLM_RAY_DISABLE_LOG_TO_DRIVER VLLM_USE_RAY_WRAPPED_PP_COMM
         """,
     ),
     *_ignored(_IN_PROCESS, "VLLM_ENABLE_V1_MULTIPROCESSING", same_as=False),
@@ -262,12 +298,14 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         _NO_TIMEOUTS,
         """
         VLLM_ENGINE_ITERATION_TIMEOUT_S VLLM_RPC_TIMEOUT VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        VLLM_ENGINE_READY_TIMEOUT_S
         """,
     ),
     *_ignored(
         _IN_PROCESS,
         """
         VLLM_PORT VLLM_RPC_BASE_PATH VLLM_WORKER_MULTIPROC_METHOD
+        VLLM_WORKER_MULTIPROCESSING_METHOD VLLM_MQ_MAX_CHUNK_BYTES_MB VLLM_LOOPBACK_IP
         VLLM_MSGPACK_ZERO_COPY_THRESHOLD VLLM_RINGBUFFER_WARNING_INTERVAL VLLM_SLEEP_WHEN_IDLE
         VLLM_KEEP_ALIVE_ON_ENGINE_DEATH VLLM_V1_OUTPUT_PROC_CHUNK_SIZE VLLM_DIST_IDENT
         """,
@@ -290,6 +328,8 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         "the kernels are built for every instruction set and choose when they are loaded",
         "VLLM_CPU_DISABLE_AVX512 VLLM_CPU_AVX512BF16",
     ),
+    *_ignored("set VLLM_CPU_OMP_THREADS_BIND instead", "VLLM_CPU_NUM_OF_RESERVED_CPU"),
+    *_ignored("set VLLM_CPU_KERNELS instead", "VLLM_CPU_SGL_KERNEL VLLM_CPU_ATTN_SPLIT_KV"),
     *_ignored(
         _OTHER_DEVICE,
         """
@@ -324,3 +364,33 @@ _VARIABLES: tuple[CompatVariable, ...] = (
 
 COMPAT_VARIABLES: Mapping[str, CompatVariable] = {v.name: v for v in _VARIABLES}
 """Name -> variable, in the order of the documentation."""
+
+FEATURES: tuple[tuple[str, str], ...] = (
+    (
+        _OTHER_DEVICE,
+        """
+        CUDA CUDAGRAPH CUDNN NCCL PYNCCL ROCM AITER TPU XLA NEURON XPU FLASHINFER FLASH_ATTN TRTLLM
+        DEEP_GEMM DEEPGEMM DEEPEP NVFP4 NVTX MARLIN CUTLASS TRITON FBGEMM SYMM_MEM
+        """,
+    ),
+    (_EXPERTS, "MOE EXPERTS"),
+    (_GATED_DELTA, "GDN"),
+    (_LATENT, "MLA"),
+    (_DISAGGREGATED, "NIXL MOONCAKE LMCACHE"),
+    (_REPLICAS, "DP"),
+)
+"""Words of names, and why a variable with this word has no effect. There are many such variables,
+and each release has others, so that a list of names would never be complete."""
+
+
+def variable_of_feature(name: str) -> CompatVariable | None:
+    """Return the variable of a name that is not listed, by a word of the name; None if no word
+    says what it is for.
+
+    >>> variable_of_feature("VLLM_USE_FLASHINFER_MOE_FP8").reason
+    'it is for a different kind of device'
+    """
+    for reason, words in FEATURES:
+        if any(f"_{word}_" in f"{name}_" for word in words.split()):
+            return CompatVariable(name, reason)
+    return None

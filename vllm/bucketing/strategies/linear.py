@@ -64,7 +64,15 @@ def linear_prefill_buckets(settings: BucketSettings, limits: StepLimits) -> list
     batches = _sizes("PROMPT_BS", settings.prompt_bs)
     lengths = _sizes("PROMPT_SEQ", settings.prompt_seq)
     if not batches or not lengths:
-        raise _no_buckets(settings.prompt_bs, settings.prompt_seq, "seq")
+        empty = settings.prompt_seq if batches else settings.prompt_bs
+        name = f"VLLM_PROMPT_{'SEQ' if batches else 'BS'}_BUCKET"
+        raise _no_buckets(
+            settings.prompt_bs,
+            settings.prompt_seq,
+            "seq",
+            f"Sizes from a step on are multiples of it, and no multiple of {empty.step} is from "
+            f"{empty.min} to {empty.max}: raise {name}_MAX, or lower {name}_STEP or {name}_MIN",
+        )
     check_combinations("PROMPT", len(batches), len(lengths))
     max_fine_len = settings.max_fine_len or limits.max_seq_len
     found = [prefill(batch, length) for batch, length in product(batches, lengths)]
@@ -169,7 +177,14 @@ def linear_decode_buckets(settings: BucketSettings) -> list[Bucket]:
     check_combinations("DECODE", len(batches), len(counts))
     found = [decode(batch, count) for batch, count in product(batches, counts) if count >= batch]
     if not found:
-        raise _no_buckets(settings.decode_bs, settings.decode_block, "block")
+        raise _no_buckets(
+            settings.decode_bs,
+            settings.decode_block,
+            "block",
+            "Each request of a decode needs at least one KV block, so that a batch needs as many "
+            "blocks as it has requests: raise VLLM_DECODE_BLOCK_BUCKET_MAX, or lower "
+            "VLLM_DECODE_BS_BUCKET_MIN",
+        )
     return found
 
 
@@ -178,9 +193,8 @@ def _sizes(key: str, sizes: BucketRange) -> list[int]:
     return linear_range(*sizes.as_tuple())
 
 
-def _no_buckets(batch: BucketRange, size: BucketRange, label: str) -> ConfigError:
+def _no_buckets(batch: BucketRange, size: BucketRange, label: str, advice: str) -> ConfigError:
     return ConfigError(
         "No buckets could be captured with the following config (min, step, max_warmup): "
-        f"bs:{batch}, {label}:{size}. Sizes above a step are multiples of it: raise a maximum, or "
-        f"lower a minimum"
+        f"bs:{batch}, {label}:{size}. {advice}"
     )

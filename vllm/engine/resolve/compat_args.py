@@ -229,7 +229,7 @@ _ARGUMENTS = (
     *_all_ignored(_DEVICE, None, "performance_mode max_cudagraph_capture_size"),
     *_all_ignored(_DEVICE, (), "cudagraph_capture_sizes"),
     *_all_ignored(_DEVICE, False, "enable_flashinfer_autotune enable_layerwise_nvtx_tracing"),
-    *_all_ignored(_EXPERTS, False, "enable_eplb"),
+    *_all_ignored(_EXPERTS, False, "enable_eplb enable_ep_weight_filter"),
     *_all_ignored(_EXPERTS, {}, "eplb_config"),
     *_all_ignored(
         _EXPERTS, None, "num_redundant_experts expert_placement_strategy all2all_backend"

@@ -153,7 +153,8 @@ class Eagle3(Speculator):
     def check_values(self) -> None:
         if self.d2t is None:
             return
-        token_ids, vocab_size = self._token_ids(self.d2t), self.target.arch.vocab_size
+        # On the host: a card would compile operators whose results have no fixed shape.
+        token_ids, vocab_size = self._token_ids(self.d2t.cpu()), self.target.arch.vocab_size
         wrong = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
         if len(wrong) or len(token_ids.unique()) < len(token_ids):
             what = f"token {int(wrong[0])}" if len(wrong) else "a token twice"

@@ -133,7 +133,8 @@ class CardEncoder:
             some, size = [parts[index] for index in indices], self._cheapest(least)
             if size not in self._warm:
                 logger.warning(
-                    "The encoder of %s compiles %d %s, which were not warmed up",
+                    "The encoder of %s compiles its size of %d %s now, which was not warmed up: "
+                    "requests wait for this, once per size",
                     *(self.reads, size, self.unit),
                 )
             embeddings = self._forward(some, size).cpu()
@@ -277,7 +278,8 @@ class CardEncoder:
             )
         self.sizes = tuple(each for each in self.sizes if each != size)
         logger.warning(
-            "The encoder of %s cannot run %d %s at a time: %s", self.reads, size, self.unit, reason
+            "The encoder of %s cannot run %d %s at a time, and runs fewer instead: %s",
+            *(self.reads, size, self.unit, reason),
         )
 
     def capture(self, size: int) -> None:

@@ -256,7 +256,11 @@ class LaterWarmUp:
                     booked = self._graph_bytes.pop(part.shape, 0)
                     self._ledger.release(_GRAPHS[other.phase], booked)
             del self._left[other]
-        logger.warning("%d buckets that are not warm yet cannot be used: %s", len(lost), reason)
+        logger.warning(
+            "%d buckets that are not warm yet are given up: %s. Smaller batches run instead. A "
+            "lower --gpu-memory-utilization leaves more memory for forward passes",
+            *(len(lost), reason),
+        )
 
     # ---- buckets that are replaced --------------------------------------------------------
 
