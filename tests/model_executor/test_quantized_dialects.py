@@ -134,6 +134,16 @@ DIALECTS = {
     ),
     "groups without a strategy": ("ct-w4a16", without_strategy, {}),
     "blocks as a text": ("ct-fp8-block", blocks_as_text, {}),
+    "numbers and switches as texts": (
+        "gptq-4",
+        lambda s: s | {key: str(s[key]) for key in ("bits", "group_size", "desc_act", "sym")},
+        {},
+    ),
+    "the first names of GPTQ": (
+        "gptq-4",
+        lambda s: s | {"wbits": s.pop("bits"), "groupsize": s.pop("group_size")},
+        {},
+    ),
 }
 
 

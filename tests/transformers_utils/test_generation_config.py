@@ -132,6 +132,34 @@ def test_an_override_of_what_changes_no_sampling_is_warned_of(folder, caplog):
     assert [r.args[0] for r in caplog.records if "has no effect" in r.message] == [*given]
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"do_sample": True, "num_beams": 1, "typical_p": 1.0, "bad_words_ids": []}, None),
+        (
+            {"do_sample": False, "num_beams": 3},
+            "do_sample=False (use temperature=0 in requests), num",
+        ),
+        (
+            {"stop_strings": ["</s>"], "min_length": 4},
+            "stop_strings=['</s>'] (use stop in requests), ",
+        ),
+        ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size=3"),
+        ({"suppress_tokens": [1, 2]}, "suppress_tokens=[1, 2] (use logit_bias in requests)"),
+        ({"suppress_tokens": [1, 3], "no_timestamps_token_id": 50363}, None),
+        ({"bad_words_ids": [[n] for n in range(99)]}, "[10], [11... (use bad_words"),
+    ],
+)
+def test_ignored_settings_are_named(content, expected, tmp_path, capsys):
+    (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    load(tmp_path)
+    said = capsys.readouterr().err
+    assert ("that are ignored: " in said) == (expected is not None)
+    assert expected is None or expected in said
+    load(tmp_path, generation_config="vllm")
+    assert not capsys.readouterr().err
+
+
 def test_taken_defaults_are_logged_once(tmp_path, capsys):
     model = write(tmp_path / "model", {"temperature": 0.123, "eos_token_id": 1})
     load(model)

@@ -4,6 +4,7 @@ import json
 import shutil
 import struct
 
+import numpy as np
 import pytest
 from huggingface_hub import constants
 from tokenizers import (
@@ -19,8 +20,11 @@ from tokenizers import (
 from tests.tiny_models import make_tiny_model
 from tests.tiny_pooling_models import make_pooling_model
 from vllm.assets import BUNDLED_MODEL
+from vllm.config import ModelConfig
 from vllm.errors import ConfigError, WeightLoadError
+from vllm.transformers_utils.generation_config import load_generation_defaults
 from vllm.transformers_utils.gguf.folder import unpack
+from vllm.transformers_utils.gguf.header import read_header
 from vllm.transformers_utils.gguf.model import GGUFModel, find_model, open_model
 from vllm.transformers_utils.gguf.tokenizer import tokenizer_files
 from vllm.transformers_utils.hf_config import read_hf_config
@@ -481,6 +485,60 @@ def test_a_wrong_pattern_of_windows_is_refused(tmp_path, pattern):
     path = write_gguf(source, tmp_path, exaone4__attention__sliding_window_pattern=pattern)
     with pytest.raises(WeightLoadError, match=r"pattern' is .* a list of true and false for 4"):
         unpack(path)
+
+
+@pytest.mark.parametrize("way", ["merged", "one by one"])
+def test_experts_may_be_stored_in_other_ways(tmp_path, way):
+    source = make_tiny_model("mixtral", tmp_path / "source")
+    path = write_gguf(source, tmp_path, lambda name: gguf.GGMLQuantizationType.F16)
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "llama")
+    for tensor in reader.tensors:
+        data = tensor.data
+        if not tensor.name.endswith("_exps.weight"):
+            writer.add_tensor(tensor.name, data)
+        elif way == "one by one":
+            for number, matrix in enumerate(data):
+                name = tensor.name.replace("_exps.", f".{number}.")
+                writer.add_tensor(name, np.ascontiguousarray(matrix))
+        elif "_gate_" in tensor.name:
+            up = next(t for t in reader.tensors if t.name == tensor.name.replace("gate", "up"))
+            both = np.concatenate([data, up.data], axis=1)
+            writer.add_tensor(tensor.name.replace("gate", "gate_up"), both)
+        elif "_down_" in tensor.name:
+            writer.add_tensor(tensor.name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    metadata = open_model([path]).metadata
+    models = [
+        GGUFModel((each,), metadata, read_header(each).tensors)
+        for each in (path, tmp_path / "other.gguf")
+    ]
+    want, found = (
+        {name: (t.shape, _bytes_of(t)) for name, t in model.module_names().items()}
+        for model in models
+    )
+    assert want == found and any(".experts.3.up_proj" in name for name in want)
+
+
+def _bytes_of(tensor):
+    count = int(np.prod(tensor.shape)) // tensor.type.block_size * tensor.type.block_bytes
+    return np.fromfile(tensor.path, np.uint8, count, offset=tensor.start).tobytes()
+
+
+def test_sampling_defaults_of_the_metadata_are_read(tmp_path):
+    given = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "penalty_repeat": 1.05, "mirostat": 2}
+    metadata = {f"general__sampling__{name}": value for name, value in given.items()}
+    folder = unpack(write_gguf(BUNDLED_MODEL, tmp_path, **metadata))
+    assert load_generation_defaults(ModelConfig(path=str(folder))) == {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "repetition_penalty": 1.05,
+        "eos_token_ids": [1, 6],
+    }
 
 
 def test_layers_for_drafts_are_left_out(tmp_path):

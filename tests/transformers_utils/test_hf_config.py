@@ -535,6 +535,8 @@ def test_own_code_can_come_from_another_folder_than_the_values(tmp_path, monkeyp
         ({"architectures": ["FSDPPhi3ForCausalLM"], "model_type": "phi3"}, "Phi3ForCausalLM"),
         ({"architectures": ["PeftModelForCausalLM"], "model_type": "gemma2"}, "Gemma2ForCausalLM"),
         ({"architectures": ["LlamaModel"]}, "LlamaModel"),
+        ({"architectures": ["MyModel", 5, "Qwen2ForCausalLM"]}, "Qwen2ForCausalLM"),
+        ({"architectures": ["MyModel", "OtherModel"]}, "MyModel"),
         ({"architectures": ["FSDPNopeForCausalLM"]}, "FSDPNopeForCausalLM"),
         # Several classes, none that generates, and values that are an error.
         ({"model_type": "bailing_moe"}, None),

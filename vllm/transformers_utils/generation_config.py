@@ -22,7 +22,7 @@ _SAMPLING = {_OTHER_NAMES.get(name, name): name for name in numbers_of(Interface
 """Name in the file -> field of `SamplingParams`."""
 _INTEGERS = {"top_k", "max_tokens"}
 _NO_TOKEN = -1
-# `do_sample` is ignored: for greedy decoding, a request sets temperature to 0.
+_MAX_SHOWN = 60
 _ALSO_IN_OVERRIDES = {"max_tokens", "eos_token_id", "bos_token_id", "pad_token_id", "do_sample"}
 _CONFIG_SAYS = "config.json has it; hf_overrides changes it there"
 _OF_CACHE = "the engine always has a KV cache of its own"
@@ -32,6 +32,29 @@ _WITHOUT_EFFECT = {
     **dict.fromkeys(("_from_model_config", "transformers_version"), "it tells who wrote the file"),
 }
 """Keys of generation_config.json that change no sampling -> why they have no effect."""
+_IGNORED: dict[str, tuple[Any, str]] = {
+    "do_sample": (True, "temperature=0 in requests"),
+    "stop_strings": (None, "stop in requests"),
+    "min_length": (0, "min_tokens in requests"),
+    "min_new_tokens": (0, "min_tokens in requests"),
+    "bad_words_ids": (None, "bad_words in requests"),
+    "suppress_tokens": (None, "logit_bias in requests"),
+    "sequence_bias": (None, "logit_bias in requests"),
+    "num_beams": (1, "beam search"),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), (0, "")),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0, "")),
+    **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale"), (1, "")),
+    **dict.fromkeys(("begin_suppress_tokens", "forced_bos_token_id", "top_h"), (None, "")),
+    **dict.fromkeys(("forced_eos_token_id", "penalty_alpha", "dola_layers"), (None, "")),
+    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config"), (None, "")),
+    **dict.fromkeys(("force_words_ids", "constraints", "forced_decoder_ids"), (None, "")),
+}
+"""Keys that change the outputs of transformers, and that are ignored -> the value without an
+effect, and what to use instead."""
+_OF_SPEECH = {"suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids"}
+"""Keys that are read elsewhere for models of speech."""
+_SPEECH_KEY = "no_timestamps_token_id"
+"""A key that only models of speech have."""
 
 
 def load_generation_defaults(model_config: ModelConfig) -> dict[str, Any]:
@@ -62,6 +85,7 @@ def load_generation_defaults(model_config: ModelConfig) -> dict[str, Any]:
     sampling = _read_sampling({**chosen, **overrides})
     if sampling:
         _log_once(", ".join(f"{name}={value}" for name, value in sampling.items()))
+    _log_ignored({**chosen, **overrides})
     named = {**of_model, **chosen, **overrides}
     ids = _read_eos_token_ids(named)
     if "eos_token_id" not in overrides:
@@ -99,6 +123,22 @@ def _read_sampling(content: Mapping[str, Any]) -> dict[str, Any]:
             'sampling defaults of the model out with generation_config="vllm"'
         ) from None
     return found
+
+
+def _log_ignored(content: Mapping[str, Any]) -> None:
+    """Log which settings would change outputs in transformers, and are ignored here."""
+    found = []
+    for name, (without_effect, instead) in _IGNORED.items():
+        value = content.get(name)
+        if value in (None, without_effect, [], {}):
+            continue
+        if name in _OF_SPEECH and _SPEECH_KEY in content:
+            continue
+        text = repr(value)
+        text = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+        found.append(f"{name}={text}" + (f" (use {instead})" if instead else ""))
+    if found:
+        _log_ignored_once(", ".join(found))
 
 
 def _with_those_of_config(ids: list[int], model_config: ModelConfig) -> list[int]:
@@ -144,4 +184,11 @@ def _read_eos_token_ids(content: Mapping[str, Any]) -> list[int]:
 def _log_once(defaults: str) -> None:
     logger.info(
         "sampling defaults of the model: %s (generation_config='vllm' drops them)", defaults
+    )
+
+
+@cache
+def _log_ignored_once(settings: str) -> None:
+    logger.info(
+        "the generation config of the model also has settings that are ignored: %s", settings
     )

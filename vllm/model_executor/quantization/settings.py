@@ -23,7 +23,8 @@ def choice(
 ) -> Any:
     """Return the value of a setting, which must be one of the accepted values.
 
-    Strings are compared ignoring case and the difference between - and _.
+    Strings are compared ignoring case and the difference between - and _. An integer or a switch
+    may be written as a text.
 
     Args:
         settings: has the key.
@@ -38,10 +39,26 @@ def choice(
     value = settings.get(key, default)
     if value is None and None not in accepted:
         value = default
+    read = value if any(isinstance(each, str) for each in accepted) else plain_value(value)
     for each in accepted:
-        if value is each or (type(value) is type(each) and _folded(value) == _folded(each)):
+        if read is each or (type(read) is type(each) and _folded(read) == _folded(each)):
             return each
     raise wrong(within + key, value, ", ".join(map(str, accepted)))
+
+
+def plain_value(value: Any) -> Any:
+    """Return an integer or a switch that a program wrote as a text or as a float; anything else
+    unchanged.
+
+    >>> plain_value("128"), plain_value("-1"), plain_value(4.0), plain_value("True")
+    (128, -1, 4, True)
+    """
+    if isinstance(value, str):
+        text = value.strip().lower()
+        if text.removeprefix("-").isdecimal():
+            return int(text)
+        return {"true": True, "false": False}.get(text, value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _folded(value: Any) -> Any:
@@ -68,7 +85,7 @@ def group_size_of(settings: Settings) -> int:
     Raises:
         ConfigError: it is neither -1 nor a positive integer.
     """
-    size = settings.get("group_size")
+    size = plain_value(settings.get("group_size"))
     size = -1 if size is None else size
     if type(size) is not int or (size != -1 and not 0 < size <= MAX_GROUP):
         raise wrong("group_size", size, f"-1, or a number from 1 to {MAX_GROUP}")

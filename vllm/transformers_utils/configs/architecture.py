@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from vllm.config.families import family_of, family_of_architecture
+from vllm.config.families import TEXT_TYPES, family_of, family_of_architecture
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -42,6 +42,11 @@ def with_architecture(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
     inner = given.removeprefix(_SHARDED) if given else ""
     if given and inner != given and family_of_architecture(inner).model_type:
         return {**raw, "architectures": [inner]}
+    if names and not _is_known(names[0]):
+        known = next((name for name in names[1:] if _is_known(name)), None)
+        if known is not None and not _is_of_transformers(names[0]):
+            _log_other_once(names[0], known)
+            return {**raw, "architectures": [known]}
     if given and given not in _WRAPPERS:
         return dict(raw)
     text = raw.get("text_config")
@@ -53,6 +58,19 @@ def with_architecture(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
         return dict(raw)
     _log_once(given, name, model_type)
     return {**raw, "architectures": [name]}
+
+
+def _is_known(name: object) -> bool:
+    if not isinstance(name, str):
+        return False
+    return name in TEXT_TYPES or bool(family_of_architecture(name).model_type)
+
+
+def _is_of_transformers(name: str) -> bool:
+    """Return whether the installed transformers has a decoder of this class."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def _architecture_of(model_type: str) -> str | None:
@@ -76,4 +94,12 @@ def _log_once(given: str | None, name: str, model_type: str) -> None:
         "another class with hf_overrides, such as %s",
         "has no 'architectures'" if given is None else f"names the wrapper {given}",
         *(name, model_type, '{"architectures": ["LlamaForSequenceClassification"]}'),
+    )
+
+
+@cache
+def _log_other_once(given: str, name: str) -> None:
+    logger.info(
+        "config.json names the class %s, which is not known, and then %s: the model runs as %s",
+        *(given, name, name),
     )

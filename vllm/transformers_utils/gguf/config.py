@@ -136,8 +136,20 @@ def _rows_of(model: GGUFModel, stored: str, name: str) -> int:
     return table.shape[0]
 
 
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Name of a sampling default in the metadata -> its name in generation_config.json."""
+
+
 def read_generation_config(model: GGUFModel) -> dict[str, Any]:
-    """Return the content of a generation_config.json: the tokens that end an output."""
+    """Return the content of a generation_config.json: the tokens that end an output, and defaults
+    for sampling.
+    """
     named = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = [model.metadata.get(f"tokenizer.ggml.{name}") for name in named]
     tokens = model.metadata.get("tokenizer.ggml.tokens") or []
@@ -145,7 +157,12 @@ def read_generation_config(model: GGUFModel) -> dict[str, Any]:
         if text in tokens and not (text == _END_OF_PART and _END_OF_ANSWER in tokens):
             ids.append(tokens.index(text))
     found = sorted({i for i in ids if type(i) is int and 0 <= i < len(tokens)})
-    return {"eos_token_id": found} if found else {}
+    sampling = {}
+    for name, key in _SAMPLING.items():
+        value = model.metadata.get(f"general.sampling.{name}")
+        if isinstance(value, int | float):
+            sampling[key] = round(value, 6)  # the file has 0.6 with the rounding of 32 bits
+    return ({"eos_token_id": found} if found else {}) | sampling
 
 
 def read_pooling(model: GGUFModel) -> dict[str, Any]:

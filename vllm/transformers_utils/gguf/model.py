@@ -68,6 +68,11 @@ _EXPERT_PARTS = {
     "ffn_down_exps": "down_proj",
 }
 """Tensors that have a matrix of every expert, one after the other."""
+_MERGED_EXPERTS, _HALVES = "ffn_gate_up_exps", ("gate_proj", "up_proj")
+"""A tensor that newer files have instead of two: for each expert the gate, and then the up
+projection."""
+_ONE_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")
+"""Matches a matrix of one expert in the files of 2023, such as ffn_up.3."""
 _MAY_BE_ONE_ROW = ("ffn_gate_inp_shexp", "token_types", "cls.output")
 """Matrices that may have one row, and are then stored as a vector."""
 _TWO_NORMS = {"attn_norm": "post_attention_layernorm", "attn_norm_2": "input_layernorm"}
@@ -352,6 +357,10 @@ class GGUFModel:
         layer = f"{names.layers}.{index}."
         if part in _EXPERT_PARTS and len(tensor.shape) == (3 if kind == "weight" else 2):
             return _by_expert(tensor, f"{layer}mlp.experts.", f".{_EXPERT_PARTS[part]}.{kind}")
+        if part == _MERGED_EXPERTS and len(tensor.shape) == (3 if kind == "weight" else 2):
+            return _halves_by_expert(name, tensor, f"{layer}mlp.experts.", kind)
+        if facts.has_experts and (expert := _ONE_EXPERT.fullmatch(part)) is not None:
+            return {f"{layer}mlp.experts.{expert[2]}.{expert[1]}_proj.{kind}": tensor}
         if part == "attn_qkv":
             head, kv_heads = self.head_size, self.num_kv_heads
             sizes = [count * head for count in (self.num_heads, kv_heads, kv_heads)]
@@ -410,6 +419,23 @@ def _by_expert(tensor: StoredTensor, before: str, behind: str) -> dict[str, Stor
         )
         for i in range(count)
     }
+
+
+def _halves_by_expert(
+    name: str, tensor: StoredTensor, before: str, kind: str
+) -> dict[str, StoredTensor]:
+    """Split a tensor with the gate and up projections of all experts."""
+    if tensor.shape[1] % 2:
+        raise WeightLoadError(
+            f"tensor {name} in {tensor.path} has the shape {list(tensor.shape)}; the second size "
+            "must be even, for gate and up projections. It is damaged; download it again"
+        )
+    count = tensor.shape[1] // 2
+    found = {}
+    for number, whole in _by_expert(tensor, before, "").items():
+        for index, half in enumerate(_HALVES):
+            found[f"{number}.{half}.{kind}"] = _rows(whole, index * count, count)
+    return found
 
 
 def open_model(paths: Iterable[Path]) -> GGUFModel:

@@ -23,6 +23,8 @@ from vllm.model_executor.quantization.settings import (
 )
 from vllm.utils.text.patterns import compile_pattern
 
+_OLD_NAMES = {"wbits": "bits", "groupsize": "group_size"}
+"""Names of settings in GPTQ-for-LLaMa -> their names today."""
 _IN_BLOCK = re.compile(r"\.\d+\.")
 """Matches the names of modules inside the decoder layers."""
 
@@ -36,6 +38,7 @@ class GPTQ(CheckpointFormat[GroupLayout]):
         Raises:
             ConfigError: a setting is not supported.
         """
+        settings = {_OLD_NAMES.get(key, key): value for key, value in settings.items()}
         self.layout = _layout_of(settings)
         self.has_head = choice(settings, "lm_head", (False, True), False)
         self.ignored = names(settings, "modules_to_not_convert")
