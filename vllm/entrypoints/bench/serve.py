@@ -4,11 +4,10 @@ import argparse
 import asyncio
 import math
 import random
-import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
@@ -26,6 +25,7 @@ from vllm.entrypoints.bench.http_client import HttpClient
 from vllm.entrypoints.bench.load import LoadProgress, LoadRun, Send, arrival_times, run_load
 from vllm.entrypoints.bench.serve_args import add_cli_args, check_args
 from vllm.entrypoints.bench.server import ServedModel, difference, find_model, read_server
+from vllm.entrypoints.shared.open_files import allow_many_connections
 from vllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """
     check_args(args)
     report.check_writable(args.output_json)
-    _allow_many_sockets()
+    allow_many_connections()
 
     import uvloop
 
@@ -181,15 +181,6 @@ def _stop_at_ctrl_c() -> Iterator[asyncio.Event]:
         yield stop
     finally:
         loop.remove_signal_handler(signal.SIGINT)
-
-
-def _allow_many_sockets() -> None:
-    """Raise the limit of open files, because every request in flight needs one. The usual limit of
-    1,024 can be raised by the process itself.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # some systems have a lower limit than they report
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 # ---- what is sent -------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from vllm.entrypoints.openai.cli_args import (
     serve_while_warming,
 )
 from vllm.entrypoints.server.log_setup import configure_logs
+from vllm.entrypoints.shared.open_files import allow_many_connections
 from vllm.entrypoints.shared.replayed_traffic import with_recorded_traffic
 from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.utils import FlexibleArgumentParser
@@ -89,6 +90,7 @@ def _check_and_serve(
 
     from vllm.entrypoints.server.uvicorn_server import bind
 
+    allow_many_connections()
     with bind(args) as listener:
         return _serve(engine_args, config, args, listener, load_server)
 
