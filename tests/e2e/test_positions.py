@@ -276,7 +276,7 @@ def test_logprobs_equal_transformers(folders, wanted):
 
 
 def test_modules_give_the_same(folders, wanted, monkeypatch):
-    monkeypatch.setattr(CPUWorker, "dense_format", lambda _: None)
+    monkeypatch.setattr(CPUWorker, "_dense_format", lambda _: None)
     llm = LLM(str(folders[3]), **ENGINE | CHUNKS)
     check(llm, 3, wanted)
     assert program_of(runner_of(llm)) is None

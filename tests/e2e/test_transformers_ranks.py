@@ -54,7 +54,7 @@ def test_ranks_and_stages_give_the_tokens_of_one(model_type, tensor, stages, tmp
 
 
 def test_a_rank_has_its_part_of_a_planned_layer_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(CPUWorker, "dense_format", lambda _: None)  # weights stay unpacked tensors
+    monkeypatch.setattr(CPUWorker, "_dense_format", lambda _: None)  # weights stay unpacked tensors
     llm = on_ranks(make("smollm3", tmp_path), monkeypatch, tensor_parallel_size=2)
     for worker in executor_of(llm).workers:
         layers = dict(worker.runner.model.named_modules())

@@ -201,12 +201,12 @@ class WorkerBase(ABC):
         row = SPECULATORS.get(self.config.speculative.method or "")
         if row is None:
             return load_model(
-                config, self.tp, device, self.dense_format(), has_values=self.has_values
+                config, self.tp, device, self._dense_format(), has_values=self.has_values
             )
         model = self.model
         assert isinstance(model, CausalLM), "a pooling model has no drafts"
         return load_speculator(
-            row.class_path, config, model, device, self.dense_format(), has_values=self.has_values
+            row.class_path, config, model, device, self._dense_format(), has_values=self.has_values
         )
 
     def _build_drafter(self, folder: str) -> nn.Module:
@@ -217,7 +217,7 @@ class WorkerBase(ABC):
         model = replace(config.model, path=folder)
         return self._read_drafter(replace(config, model=model, load=load), torch.device("cpu"))
 
-    def dense_format(self) -> Quantization | None:
+    def _dense_format(self) -> Quantization | None:
         """Return the storage format of dense weights for the kernels; None: dense torch tensors."""
         return None
 

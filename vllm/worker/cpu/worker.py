@@ -177,7 +177,7 @@ class CPUWorker(WorkerBase):
             config,
             self.tp,
             self.device,
-            self.dense_format(),
+            self._dense_format(),
             stage=self.stage,
             has_values=self.has_values,
         )
@@ -210,7 +210,7 @@ class CPUWorker(WorkerBase):
             format_cores(usable_cores()),
         )
 
-    def dense_format(self) -> Quantization | None:
+    def _dense_format(self) -> Quantization | None:
         """Return the storage format of dense weights for the kernels; None: dense torch tensors."""
         return CPUPacked() if isinstance(self._ops, CPUOps) else None
 
@@ -248,7 +248,7 @@ class CPUWorker(WorkerBase):
         free_bytes = self.platform.free_memory_bytes()
         if (transfer := self.config.connector.kv_transfer) is not None:
             free_bytes = max(0, free_bytes - int(transfer.kv_buffer_size))
-        self._encoder_bytes = self.count_encoder_bytes()
+        self._encoder_bytes = self._count_encoder_bytes()
         media_bytes = self._embeddings_bytes + self._encoder_bytes
         free_bytes = max(0, free_bytes - media_bytes * self.num_local_ranks)
         num_ranks, share = self.num_local_ranks, self.config.device.memory_share_bytes
@@ -311,7 +311,7 @@ class CPUWorker(WorkerBase):
         size = width * model.media_encoder.dtype.itemsize
         return self.config.scheduler.encoder_cache_size * size
 
-    def count_encoder_bytes(self) -> int:
+    def _count_encoder_bytes(self) -> int:
         """Return the memory of the encoder's largest forward pass; 0 without an encoder on this
         rank.
 
