@@ -63,11 +63,16 @@ OTHER_ERROR = None, "not_found_error"
         ("POST", "/v1/v1/completions", "end with /v1, not with /v1/v1", OTHER_ERROR),
         ("POST", "/completions", "base URL of the client end with /v1", OTHER_ERROR),
         ("POST", "/anthropic/v1/messages", "end without /anthropic,", MESSAGE_ERROR),
-        ("POST", "/v1/conversations", "have conversations: POST /v1/responses", OTHER_ERROR),
-        ("POST", "/conversations/c/items", "have conversations: POST /v1/", OTHER_ERROR),
-        ("POST", "/v1/messages/batches", "have messages/batches: send the", MESSAGE_ERROR),
-        ("GET", "/v1/batches/b", "have batches: run `vllm run-batch`", OTHER_ERROR),
-        ("POST", "/v1/images/edits", "this server does not have images", OTHER_ERROR),
+        (
+            "POST",
+            "/v1/conversations",
+            "not offer /v1/conversations: POST /v1/responses",
+            OTHER_ERROR,
+        ),
+        ("POST", "/conversations/c/items", "not offer /v1/conversations: POST /v1/", OTHER_ERROR),
+        ("POST", "/v1/messages/batches", "not offer /v1/messages/batches: send the", MESSAGE_ERROR),
+        ("GET", "/v1/batches/b", "not offer /v1/batches: run `vllm run-batch`", OTHER_ERROR),
+        ("POST", "/v1/images/edits", "this server does not offer /v1/images", OTHER_ERROR),
         ("GET", "/a%0Ab", "GET /docs shows all routes", OTHER_ERROR),
         ("GET", "/" + "x" * 9999, "GET /docs shows all routes", OTHER_ERROR),
     ],
@@ -79,6 +84,12 @@ def test_an_unknown_path_is_named_with_what_is_near(method, path, expected, body
     assert (answer.status_code, answer.json().get("type"), error["type"]) == (404, *body)
     assert error["message"].startswith(f"there is no route {method} {path[:200]}; ")
     assert expected in error["message"] and "\n" not in error["message"]
+
+
+def test_a_service_whose_path_looks_like_an_id_is_named():
+    answer = make_client().post("/v1/responses/compact", json={})
+    assert answer.status_code == 404
+    assert "does not offer /v1/responses/compact: send" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ _RUN_BATCH = "run `vllm run-batch` with a file of requests"
 _STORED = "POST /v1/responses stores conversations, and previous_response_id continues them"
 _SERVICES = {
     "conversations": _STORED,
+    "responses/compact": "send the messages of the conversation that the model still needs",
     "assistants": _STORED,
     "threads": _STORED,
     "files": _RUN_BATCH,
@@ -84,12 +85,9 @@ class UnknownRoutes:
         path = route_path(request.scope)
         near = self.nearest(path)
         message = f"there is no route {_shown(request)}"
-        service = path.removeprefix(_VERSION).strip("/")
-        missing = next((s for s in _SERVICES if f"{service}/".startswith(f"{s}/")), None)
-        if missing is not None:
+        if (missing := _missing_service(path)) is not None:
             near = None
-            message += f"; this server does not have {missing}"
-            message += f": {_SERVICES[missing]}" if _SERVICES[missing] else ""
+            message += missing
         elif path.rstrip("/").endswith(_FILL_IN_MIDDLE) and _COMPLETIONS in self._methods:
             near = _COMPLETIONS
             message += f"; to fill in text before a suffix, send prompt and suffix to POST {near}"
@@ -109,6 +107,8 @@ class UnknownRoutes:
     def no_method(self, request: Request) -> tuple[HTTPException, str]:
         """Return the error for a method that the path does not accept, and the path."""
         path = route_path(request.scope)
+        if _missing_service(path) is not None:
+            return self.no_path(request)
         known = set[str]().union(
             *(r.methods or () for r in self._routes if r.matches(request.scope)[0] != Match.NONE)
         )
@@ -143,6 +143,18 @@ class UnknownRoutes:
             without_version = _VERSION + path
             return max(same_end, key=lambda known: (known == without_version, len(known)))
         return next(iter(difflib.get_close_matches(path, self._methods, 1, _SIMILARITY)), None)
+
+
+def _missing_service(path: str) -> str | None:
+    """Return what to say about a path below a service of other servers; None if it is no such
+    path.
+    """
+    below = path.removeprefix(_VERSION).strip("/") + "/"
+    service = next((each for each in _SERVICES if below.startswith(f"{each}/")), None)
+    if service is None:
+        return None
+    instead = f": {_SERVICES[service]}" if _SERVICES[service] else ""
+    return f"; this server does not offer {_VERSION}/{service}{instead}"
 
 
 def _base_url_advice(path: str, near: str) -> str:
