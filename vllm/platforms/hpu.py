@@ -77,10 +77,11 @@ class HPUPlatform(Platform):
         """Whether the card is simulated."""
         return simulated_card() is not None
 
-    def check_present(self) -> None:
-        """Raise an error if there is no usable card."""
+    def check_present(self, num_ranks: int = 1) -> None:
+        """Raise an error if there is no usable card, or not one for each rank."""
         if not self.is_simulated:
             _check_card()
+            _check_num_cards(num_ranks)
 
     @property
     def collectives_backend(self) -> str:
@@ -128,12 +129,8 @@ class HPUPlatform(Platform):
         if world_size == 1:
             return
         num_local = world_size if num_local_ranks is None else num_local_ranks
-        if simulated_card() is None and (count := nodes.num_cards()) < num_local:
-            raise ConfigError(
-                f"the engine needs {num_local} cards of this machine (tensor_parallel_size * "
-                f"pipeline_parallel_size is {world_size}), but there are only {count}. Lower one "
-                f"of the two sizes. In a container, HABANA_VISIBLE_DEVICES chooses the cards"
-            )
+        if simulated_card() is None:
+            _check_num_cards(num_local)
         if "bridge" in self.__dict__ and not _wants_lazy_collectives(envs.get()):
             raise ConfigError(
                 f"the engine needs {world_size} cards, but this process has opened its card for an "
@@ -312,6 +309,23 @@ def _check_card() -> None:
         raise ConfigError(f"no usable Gaudi card: {reason}")
 
 
+def _check_num_cards(num_ranks: int) -> None:
+    """Check that this machine has a card for each of the ranks that run on it.
+
+    Raises:
+        ConfigError: it has fewer, or HABANA_VISIBLE_MODULES names fewer.
+    """
+    if num_ranks == 1:
+        return
+    if (count := nodes.num_cards()) < num_ranks:
+        raise ConfigError(
+            f"the engine needs {num_ranks} cards of this machine, one for each of the ranks "
+            f"(tensor_parallel_size * pipeline_parallel_size), but there are only {count}. Lower "
+            f"one of the two sizes. In a container, HABANA_VISIBLE_DEVICES chooses the cards"
+        )
+    env_ranks.rank_variables(0, num_ranks)  # checks HABANA_VISIBLE_MODULES
+
+
 def _make_bridge_settings() -> None:
     """Set environment variables that the bridge reads during its import, unless the user has set
     them (`env/bridge`, and the modules of the cards).
@@ -329,13 +343,13 @@ def _make_bridge_settings() -> None:
 
 
 def _warn_of_visible_devices() -> None:
-    """Warn if HABANA_VISIBLE_DEVICES names fewer cards than there are: then no container runtime
-    has read it, and nothing else does.
+    """Warn if HABANA_VISIBLE_DEVICES names fewer cards than there are, or is no list of cards: then
+    no container runtime has read it, and nothing else does.
     """
-    devices = envs.of_launcher("HABANA_VISIBLE_DEVICES") or ""
-    names = [name.strip() for name in devices.split(",") if name.strip()]
-    is_fewer = all(name.isdecimal() for name in names) and len(names) < nodes.num_cards()
-    has_effect = not names or not (is_fewer or (nodes.hides_cards(devices) and nodes.num_cards()))
+    devices = envs.of_launcher("HABANA_VISIBLE_DEVICES")
+    names = nodes.chosen_cards(devices) or ()
+    num_chosen = len(names) if all(name.isdecimal() for name in names) else 0
+    has_effect = not names or num_chosen >= nodes.num_cards()
     if not has_effect and not envs.is_child() and not envs.is_set("HABANA_VISIBLE_MODULES"):
         logger.warning(
             "HABANA_VISIBLE_DEVICES=%s has no effect here, and %d cards are visible: it is read "
