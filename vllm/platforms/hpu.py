@@ -14,6 +14,7 @@ from vllm.env.recipe_folder import RecipeFolder
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.platforms.habana import nodes
+from vllm.platforms.habana.host import read_host
 from vllm.platforms.interface import Platform
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from gaudi_sim.card.card import Recipe
     from vllm.platforms.habana.bridge import HabanaBridge
     from vllm.platforms.habana.card_reading import CardReading
+    from vllm.platforms.habana.versions import Installed
 
 logger = init_logger(__name__)
 
@@ -401,8 +403,8 @@ def _load_bridge(*, has_peers: bool) -> "HabanaBridge":
     reason = installed.why_not_loadable(is_lazy=envs.get().PT_HPU_LAZY_MODE is True)
     if reason is not None:
         raise ConfigError(f"the Habana bridge (habana_frameworks) cannot be loaded: {reason}")
-    if not envs.is_child() and (mismatch := installed.driver_mismatch()) is not None:
-        logger.warning("the Gaudi software is of several releases: %s", mismatch)
+    if envs.of_launcher("RANK") in (None, "", "0"):  # all ranks would warn of the same
+        _warn_of_machine(installed)
     try:
         return RealBridge(has_peers=has_peers)
     except LOAD_ERRORS as error:
@@ -411,6 +413,14 @@ def _load_bridge(*, has_peers: bool) -> "HabanaBridge":
             f"the Habana bridge (habana_frameworks) cannot be loaded: {words}. Found: {installed}. "
             f"{versions.advice_for(words)}"
         ) from error
+
+
+def _warn_of_machine(installed: "Installed") -> None:
+    """Log warnings about software of several releases, and about settings of the host."""
+    if (mismatch := installed.driver_mismatch()) is not None:
+        logger.warning("the Gaudi software is of several releases: %s", mismatch)
+    for problem in read_host().problems(envs.get().WORLD_SIZE):
+        logger.warning("this machine is not set up for Gaudi: %s", problem)
 
 
 def _take_card(bridge: "HabanaBridge") -> None:

@@ -35,12 +35,14 @@ def card_modules() -> list[int]:
     empty if the system does not report the module of each card.
     """
     try:
-        return sorted(
-            int((_ACCEL_CLASS / node.name / "device" / "module_id").read_text())
-            for node in _accel_nodes()
-        )
+        return sorted(int((device / "module_id").read_text()) for device in card_devices())
     except (OSError, ValueError):
         return []
+
+
+def card_devices() -> list[Path]:
+    """Return the folder of the system with the attributes of each card."""
+    return [_ACCEL_CLASS / node.name / "device" for node in _accel_nodes()]
 
 
 def why_no_card(visible_devices: str | None) -> str:
