@@ -224,6 +224,8 @@ class Loop:
         )
         self.results: dict[str, Result] = {}
         self.num_steps = 0
+        self.num_discarded_errors = 0
+        """Errors that ended no request, because it was preempted or cancelled meanwhile."""
         self.follower = CacheFollower()
         self.in_flight: deque[ModelRunnerOutput] = deque()
         self._given: list[tuple[EngineOutput, EngineOutput]] = []
@@ -295,6 +297,8 @@ class Loop:
         output = self.scheduler.update(runner_output)
         self.follow()
         check_scheduler(self.scheduler)
+        ended = sum(each.reason is FinishReason.ERROR for each in output.finished.values())
+        self.num_discarded_errors += len(runner_output.errors) - ended
         self._given.append((output, copy.deepcopy(output)))
         assert len(set(output.request_ids)) == len(output.request_ids)
         for name, count in output.num_cached_tokens.items():

@@ -347,6 +347,18 @@ def test_a_token_in_flight_for_a_preempted_request_is_sampled_again():
         assert (result.token_ids, result.finished) == expected_result(spec)
 
 
+def test_a_request_that_fails_and_was_preempted_loses_no_token_before_its_error():
+    spec = make_request("c", 7, max_tokens=8)
+    num_discarded = 0
+    for fails_at in range(8):
+        loop = make_loop(depth=2, num_blocks=7, fails_at={"c": fails_at})
+        loop.add(*(make_request(name, 7, max_tokens=8) for name in "ab"), spec)
+        result = loop.run()["c"]
+        assert (result.token_ids, result.finished) == expected_result(spec, fails_at)
+        num_discarded += loop.num_discarded_errors
+    assert num_discarded > 0, "no error came from a step in flight at a preemption"
+
+
 def test_a_request_whose_last_token_is_in_flight_runs_no_more():
     loop = make_loop(depth=1)
     loop.add(make_request("a", 4, max_tokens=2))
