@@ -252,6 +252,13 @@ def use_machine(patch: pytest.MonkeyPatch, folder: Any) -> None:
     patch.setattr("vllm.platforms.habana.nodes._PCI_DEVICES", folder / "sys" / "bus" / "pci")
     patch.setattr("vllm.platforms.habana.nodes._PROCESSES", folder / "proc")
     patch.setattr("vllm.platforms.habana.versions._DRIVER_VERSION", folder / "driver")
+    for name, path in (
+        ("_MEMINFO", "proc/meminfo"),
+        ("_GOVERNOR", "sys/governor"),
+        ("_NUMA_BALANCING", "proc/numa_balancing"),
+        ("_SHARED_MEMORY", "dev/shm"),
+    ):
+        patch.setattr(f"vllm.platforms.habana.host.{name}", folder / path)
 
 
 def sample_in_one_pass(sampler: Any, logits: Any, metadata: Any) -> tuple[Any, Any]:
