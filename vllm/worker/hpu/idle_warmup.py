@@ -106,7 +106,7 @@ class IdleWarmUp:
         logger.info("Idle: compiling the remaining sampling graphs for %d batch sizes", len(shapes))
         started, num_launches = time.perf_counter(), 0
         for index, shape in enumerate(shapes, 1):
-            for metadata in self._runner.uncompiled_sampling(shape.num_rows):
+            for metadata in self._runner.card_sampling.uncompiled(shape.num_rows):
                 self._launch = shape, metadata
                 num_launches += 1
                 yield WarmUpStep(

@@ -242,10 +242,6 @@ class HPUModelRunner(ModelRunner):
         if self.drafter is not None:
             self.drafter.warm_up(shape, sampling=sampling)
 
-    def uncompiled_sampling(self, batch: int) -> Iterator[SamplingMetadata]:
-        """Yield the kinds of sampling that are not compiled yet for this batch size."""
-        return self.card_sampling.uncompiled(batch)
-
     @torch.inference_mode()
     def warm_up_sampling(self, shape: PaddedShape, metadata: SamplingMetadata) -> None:
         """Run a forward pass of padding after the warm-up, to compile its sampling.
