@@ -19,10 +19,9 @@ import torch
 
 from vllm.bucketing import Bucket, MemoryLedger, Phase, format_bytes
 from vllm.bucketing.catalog.catalog import Catalog
-from vllm.bucketing.catalog.closure import prove
+from vllm.bucketing.catalog.closure import prove, replacement
 from vllm.bucketing.catalog.first_set import even_shapes, padded_share, savings
 from vllm.bucketing.catalog.from_traffic import bucket_cost, seconds_of
-from vllm.bucketing.catalog.replacement import replacement
 from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.traffic import TrafficTable
 from vllm.logger import init_logger
