@@ -106,6 +106,7 @@ class HPUModelRunner(ModelRunner):
             embeddings=parts.find(DeviceEmbeddings),
             positions=parts.find(PositionRows),
             image_attention=parts.find(ImageAttention),
+            reads_blocks=config.reads_blocks,
         )
         layers = layers_with_cache(model)
         with_states = [layer for layer in layers if isinstance(layer, StateLayer)]

@@ -170,6 +170,7 @@ class HPUInputBuilder:
         embeddings: embeddings that requests give instead of tokens; None: not supported.
         positions: positions that requests give instead of indices; None: not supported.
         image_attention: how far ahead tokens attend; None: only up to themselves.
+        reads_blocks: False: the model has no KV cache.
     """
 
     tokens_ahead: ClassVar[int] = 0
@@ -186,7 +187,9 @@ class HPUInputBuilder:
         embeddings: DeviceEmbeddings | None = None,
         positions: PositionRows | None = None,
         image_attention: ImageAttention | None = None,
+        reads_blocks: bool = True,
     ) -> None:
+        self._reads_blocks = reads_blocks
         self._embeddings, self._positions, self._image_attention = (
             embeddings,
             positions,
@@ -279,6 +282,7 @@ class HPUInputBuilder:
             padded_shared=shape.num_shared if shape.is_contiguous else None,
             query_lens=query_lens,
             padded_query_len=bucket.query_len,
+            reads_blocks=self._reads_blocks,
         )
         return DecodeInput(
             token_ids=self._padded(bucket.num_tokens, 0, token_ids.ravel()),
@@ -318,6 +322,7 @@ class HPUInputBuilder:
             bucket.blocks,
             self._block_size,
             self._later_keys(launch, bucket.batch),
+            reads_blocks=self._reads_blocks,
         )
         token_ids = np.zeros((bucket.batch, bucket.query_len), np.int32)
         positions = np.zeros_like(token_ids)
