@@ -156,7 +156,7 @@ class KVCacheManager:
             first = group.first_block(num_found * size, size)
             keys = group_keys(reversed(hashes[first:num_found]), index)
             for distance, key in enumerate(keys, start=1):
-                if self.pool.find_one(key) is None:
+                if not self.pool.find([key]):
                     return num_found - distance
         return None
 
