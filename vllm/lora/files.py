@@ -20,6 +20,7 @@ from vllm.lora.request import LoRARequest
 from vllm.messages import AdapterRef, CacheKey
 from vllm.transformers_utils.hub import resolve_adapter_folder
 from vllm.utils.background_work import Pause, no_pause
+from vllm.utils.files.json_file import as_integer
 from vllm.utils.text.patterns import compile_pattern
 
 CONFIG_FILE = "adapter_config.json"
@@ -278,12 +279,12 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
     for key in ("use_rslora", "fan_in_fan_out", "ensure_weight_tying"):
         if not isinstance(given.get(key) or False, bool):
             raise RequestError(f"{path}: {key} must be true or false, got {shown(given[key])}")
-    rank: Any = _whole(given.get("r", _DEFAULT_RANK))
+    rank: Any = as_integer(given.get("r", _DEFAULT_RANK))
     alpha: Any = given.get("lora_alpha", _DEFAULT_ALPHA)
     patterns = [given.get("rank_pattern") or {}, given.get("alpha_pattern") or {}]
     if not all(isinstance(pattern, dict) for pattern in patterns):
         raise RequestError(f"{path}: rank_pattern and alpha_pattern must be objects")
-    patterns[0] = {key: _whole(value) for key, value in patterns[0].items()}
+    patterns[0] = {key: as_integer(value) for key, value in patterns[0].items()}
     for key, value in (("r", rank), *(("rank_pattern", v) for v in patterns[0].values())):
         if type(value) is not int or value < 1:
             raise RequestError(f"{path}: {key} must be an integer above 0, got {shown(value)}")
@@ -318,11 +319,6 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
         token_ids=_read_token_ids(path, given.get("trainable_token_indices") or []),
         ties_tables=bool(given.get("ensure_weight_tying")),
     )
-
-
-def _whole(value: Any) -> Any:
-    """Return an integer that was written as 8.0; anything else unchanged."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _may_have_biases(path: Path) -> bool:

@@ -5,7 +5,7 @@ are here, so that no other code compares a `model_type` with a name. Imports nei
 transformers.
 """
 
-from vllm.config.families.family import ConfigDefaults, Family, GGUFFacts
+from vllm.config.families.family import ConfigDefaults, Family, GGUFFormat
 from vllm.config.families.table import FAMILIES
 
 __all__ = [
@@ -13,7 +13,7 @@ __all__ = [
     "TEXT_TYPES",
     "ConfigDefaults",
     "Family",
-    "GGUFFacts",
+    "GGUFFormat",
     "family_of",
     "family_of_architecture",
     "text_types_of",

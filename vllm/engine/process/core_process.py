@@ -28,7 +28,6 @@ from vllm.engine.process.wire import (
     AbortRequests,
     AddRequests,
     CallCore,
-    CallResult,
     CoreFailed,
     CoreOutput,
     CoreProgress,
@@ -44,7 +43,7 @@ from vllm.engine.process.wire import (
 from vllm.errors import CapacityError, ConfigError, RequestError, VllmError
 from vllm.executor import make_executor
 from vllm.logger import init_logger, use_format
-from vllm.message_codec import CallError, decode_arguments, encode_value
+from vllm.message_codec import CallError, CallResult, decode_arguments, encode_value
 from vllm.messages import EngineOutput, EngineRequest
 from vllm.platforms import resolve_platform
 from vllm.utils.imports import without_collections

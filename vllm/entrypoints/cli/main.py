@@ -56,8 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (mistake := _find_mistake(words[0])) is not None:
             parser.error(mistake)
         args = parser.parse_args(words)
-        code: int | None = args.run(args)
-        return code
+        return args.run(args)
 
     return run_command(run, lambda: () if parser is None else parser.flag_names())
 

@@ -173,7 +173,7 @@ def _count_lines(source: str, lines: IO[bytes]) -> int:
     Raises:
         ConfigError: no line is a valid request. The model is then not loaded.
     """
-    from vllm.entrypoints.batch.lines import check_line
+    from vllm.entrypoints.batch.lines import read_line
 
     num_lines, first_error, has_request = 0, None, False
     for line in lines:
@@ -182,7 +182,7 @@ def _count_lines(source: str, lines: IO[bytes]) -> int:
         num_lines += 1
         if not has_request:
             try:
-                check_line(line)
+                read_line(line)
                 has_request = True
             except RequestError as error:
                 first_error = first_error or error

@@ -70,9 +70,9 @@ class _LinearExperts(nn.Module):
         out = torch.zeros_like(hidden_states)
         experts: list[Any] = [each for each in self.children() if each is not self.act_fn]
         for number, expert in enumerate(experts):
-            tokens, places = torch.where(ids == number)
+            tokens, choices = torch.where(ids == number)
             if len(tokens):
                 x = hidden_states[tokens]
                 x = expert.down_proj(self.act_fn(expert.gate_proj(x)) * expert.up_proj(x))
-                out.index_add_(0, tokens, (x * weights[tokens, places, None]).to(out.dtype))
+                out.index_add_(0, tokens, (x * weights[tokens, choices, None]).to(out.dtype))
         return out

@@ -164,8 +164,7 @@ class EmbeddingRows(RowPart):
         """
         if not self._rows:
             return None
-        is_given: BoolArray = indices < self._ends[rows]
-        return is_given
+        return indices < self._ends[rows]
 
     def spans(self, launch: Launch) -> Iterator[Span]:
         """Yield the given embeddings in a forward pass."""

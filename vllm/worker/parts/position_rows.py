@@ -61,8 +61,7 @@ class PositionRows(RowPart):
         """
         if not self._rows:
             return None
-        is_given: BoolArray = indices < self.ends[rows]
-        return is_given
+        return indices < self.ends[rows]
 
     def part_of(self, launch: Launch) -> LaunchParts:
         rows, count = launch.rows, launch.num_scheduled_tokens

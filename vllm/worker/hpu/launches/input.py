@@ -166,7 +166,7 @@ class HPUInputBuilder:
         block_size: tokens per block.
         slot_of_row: [rows] int32: slot of the LoRA adapter of each request, or -1; None: there are
             no adapters.
-        has_resident_drafts: drafts are made on the card as well.
+        has_device_drafts: drafts are made on the card as well.
         embeddings: embeddings that requests give instead of tokens; None: not supported.
         positions: positions that requests give instead of indices; None: not supported.
         image_attention: how far ahead tokens attend; None: only up to themselves.
@@ -183,7 +183,7 @@ class HPUInputBuilder:
         block_size: int,
         slot_of_row: IntArray | None = None,
         *,
-        has_resident_drafts: bool = False,
+        has_device_drafts: bool = False,
         embeddings: DeviceEmbeddings | None = None,
         positions: PositionRows | None = None,
         image_attention: ImageAttention | None = None,
@@ -197,10 +197,10 @@ class HPUInputBuilder:
         )
         self._num_positions = 0 if positions is None else positions.num_positions
         self._batch = batch
-        self._has_resident_drafts = has_resident_drafts
+        self._has_device_drafts = has_device_drafts
         self._block_size = block_size
         self._num_rows = len(batch.num_tokens)
-        self._is_resident = np.zeros(self._num_rows, bool)
+        self._is_on_device = np.zeros(self._num_rows, bool)
         if slot_of_row is None:
             slot_of_row = np.full(self._num_rows, -1, np.int32)
         self._slot_of_row = slot_of_row
@@ -215,16 +215,15 @@ class HPUInputBuilder:
 
         The requests are new, or the host has newer tokens than the device.
         """
-        self._is_resident[rows] = False
+        self._is_on_device[rows] = False
 
     def mark_sampled(self, rows: IntArray) -> None:
         """Note that the newest tokens of these requests are on the device."""
-        self._is_resident[rows] = True
+        self._is_on_device[rows] = True
 
-    def are_resident(self, rows: IntArray) -> BoolArray:
+    def are_on_device(self, rows: IntArray) -> BoolArray:
         """Return whether the newest token of each request is on the device."""
-        resident: BoolArray = self._is_resident[rows]
-        return resident
+        return self._is_on_device[rows]
 
     def pack(self, launch: PaddedLaunch) -> tuple[IntArray, IntArray]:
         """Pack the inputs; return them, and the indices into `launch.rows` of requests
@@ -245,8 +244,8 @@ class HPUInputBuilder:
         """Return [n, Q]: which tokens of a decode are only on the device."""
         on_device = np.zeros((len(launch.rows), launch.bucket.query_len), np.bool_)
         newest = launch.num_computed_tokens >= self._batch.num_tokens[launch.rows] - 1
-        on_device[:, 0] = self._is_resident[launch.rows] & newest
-        if self._has_resident_drafts and launch.num_drafts is not None:
+        on_device[:, 0] = self._is_on_device[launch.rows] & newest
+        if self._has_device_drafts and launch.num_drafts is not None:
             on_device[:, 1:] = True
         return on_device
 

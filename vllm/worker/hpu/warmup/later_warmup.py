@@ -19,10 +19,9 @@ import torch
 
 from vllm.bucketing import Bucket, MemoryLedger, Phase, format_bytes
 from vllm.bucketing.catalog.catalog import Catalog
-from vllm.bucketing.catalog.closure import prove
+from vllm.bucketing.catalog.closure import prove, replacement
 from vllm.bucketing.catalog.first_set import even_shapes, padded_share, savings
 from vllm.bucketing.catalog.from_traffic import bucket_cost, seconds_of
-from vllm.bucketing.catalog.replacement import replacement
 from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.traffic import TrafficTable
 from vllm.logger import init_logger
@@ -39,7 +38,6 @@ from vllm.worker.interface import WarmUpStep, WarmUpUpdate
 logger = init_logger(__name__)
 
 _GRAPHS = {Phase.PREFILL: MemoryClass.PREFILL_GRAPHS, Phase.DECODE: MemoryClass.DECODE_GRAPHS}
-_HELD = (MemoryClass.WEIGHTS, MemoryClass.KV_CACHE, *_GRAPHS.values())
 
 _MIN_S = 1e-9
 _RECOUNTED_AFTER = 16
@@ -347,10 +345,6 @@ class LaterWarmUp:
     def _has_graphs(self) -> bool:
         return isinstance(self._launches.execution, GraphExecution)
 
-    @property
-    def _launch_bytes(self) -> int:
-        return self._ledger.booked(MemoryClass.WORKSPACE) + self._ledger.unassigned_bytes
-
     def _refuse(self, part: _Part) -> str | None:
         """Return the reason not to try a forward pass; None: there may be enough memory."""
         if part.stage == "capture":
@@ -364,7 +358,7 @@ class LaterWarmUp:
                 f"a graph takes about {format_bytes(needed)}, but only {format_bytes(left)} are "
                 "left"
             )
-        max_bytes = self._launch_bytes
+        max_bytes = self._ledger.launch_bytes
         needed_bytes = self._forecast.exceeds(part.shape, max_bytes - self._held_bytes)
         if needed_bytes is None:
             return None
@@ -384,20 +378,19 @@ class LaterWarmUp:
             return self._capture(part.shape)
         mode = self._bridge.compile_only if part.stage == "compile" else self._bridge.dry_run
         sampling: Sampling = "none" if part.shape.num_rows in self._batches else "warm_up"
-        resident_bytes = sum(self._ledger.booked(cls) for cls in _HELD)
         with mode():
             attempted = attempt(
                 self._bridge,
                 partial(self._runner.warm_up, part.shape, sampling=sampling),
-                resident_bytes,
+                self._ledger.resident_bytes,
                 self._launches.peers,
             )
         needed_bytes = attempted.needed_bytes + self._held_bytes
         # A launch that fits into the workspace of earlier launches needs no further memory.
-        is_above = attempted.has_grown and needed_bytes > self._launch_bytes
+        is_above = attempted.has_grown and needed_bytes > self._ledger.launch_bytes
         if attempted.refused_bytes is None and not is_above:
             return None
-        return self._too_much(needed_bytes, self._launch_bytes)
+        return self._too_much(needed_bytes, self._ledger.launch_bytes)
 
     def _capture(self, shape: PaddedShape) -> str | None:
         in_use = used_bytes(self._bridge)
