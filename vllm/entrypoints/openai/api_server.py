@@ -7,7 +7,6 @@ told about the progress (`startup_app`, `health`) or wait (`gate`). For that rea
 imports nothing that is slow to import.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,7 @@ from vllm.entrypoints.shared.replayed_traffic import with_recorded_traffic
 from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.utils import FlexibleArgumentParser
 from vllm.utils.imports import leave_torch_out, without_collections
+from vllm.utils.process.program_end import end_program
 from vllm.utils.process.startup_progress import process_start
 
 if TYPE_CHECKING:
@@ -148,4 +148,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_program(main())
