@@ -69,7 +69,8 @@ def run_server(
         leave_torch_out()
     serve_while_warming(engine_args)
     if args.headless or engine_args.data_parallel_size_local == 0:
-        # This process runs no engine core. `core_host` starts cores when the server asks for them.
+        # This process runs no engine core. `HeadlessReplicas` starts cores when the server asks for
+        # them.
         end_early_core()
         return _check_and_serve(engine_args, args, load_server)
     with early_core():
