@@ -5,10 +5,10 @@ differs from its draft. So a wrong draft costs time and never changes an output.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
+from msgspec.structs import replace
 
 from vllm.core.drafting.draft_control import DraftControl
 from vllm.core.kv.kv_cache_manager import KVCacheManager
