@@ -7,9 +7,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # The releases that are installed; empty: the newest of today that the requirement files accept.
 CONSTRAINTS ?= constraints-dev.txt
-# --no-compile: most of the 26,000 modules are never imported, and Python compiles the others when
-# they are; compiling all takes a minute or more.
-PIP_INSTALL = $(BIN)/python -m pip install -q --no-compile $(CONSTRAINTS:%=-c %)
+PIP_INSTALL = $(BIN)/python -m pip install -q $(CONSTRAINTS:%=-c %)
 BIN := $(VENV)/bin
 # Where `make wheel` writes to.
 WHEELS ?= dist

@@ -374,7 +374,7 @@ def _open_card() -> "HabanaBridge":
     if settings.PT_HPUGRAPH_DISABLE_TENSOR_CACHE is not None:
         is_off = settings.PT_HPUGRAPH_DISABLE_TENSOR_CACHE
         envs.export("PT_HPUGRAPH_DISABLE_TENSOR_CACHE", "1" if is_off else "0")
-        if not is_off:
+        if not is_off and settings.PT_HPU_LAZY_MODE is not False:
             logger.warning(
                 "PT_HPUGRAPH_DISABLE_TENSOR_CACHE=0: HPU graphs keep their inputs and "
                 "intermediate tensors, so fewer graphs fit into the memory. Unset it, so that "

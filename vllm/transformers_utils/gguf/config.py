@@ -134,14 +134,10 @@ def _rows_of(model: GGUFModel, stored: str, name: str) -> int:
     return table.shape[0]
 
 
-_SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
-"""Name of a sampling default in the metadata -> its name in generation_config.json."""
+_SAMPLING = "general.sampling."
+_OTHER_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+"""Name of a sampling default in the metadata -> its name in generation_config.json, if they
+differ."""
 
 
 def read_generation_config(model: GGUFModel) -> dict[str, Any]:
@@ -156,10 +152,11 @@ def read_generation_config(model: GGUFModel) -> dict[str, Any]:
             ids.append(tokens.index(text))
     found = sorted({i for i in ids if type(i) is int and 0 <= i < len(tokens)})
     sampling = {}
-    for name, key in _SAMPLING.items():
-        value = model.metadata.get(f"general.sampling.{name}")
-        if isinstance(value, int | float):
-            sampling[key] = round(value, 6)  # the file has 0.6 with the rounding of 32 bits
+    for key, value in model.metadata.items():
+        name = key.removeprefix(_SAMPLING)
+        if name != key and isinstance(value, int | float):
+            # The file has 0.6 with the rounding of 32 bits.
+            sampling[_OTHER_NAMES.get(name, name)] = round(value, 6)
     return ({"eos_token_id": found} if found else {}) | sampling
 
 
