@@ -136,7 +136,9 @@ def test_packages_that_read_a_tokenizer_model_are_named(tmp_path, monkeypatch, i
     for name in ("config.json", "tokenizer_config.json"):
         shutil.copy(BUNDLED_MODEL / name, tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"not read")
-    monkeypatch.setattr("vllm.transformers_utils.tokenizer._is_installed", installed.__contains__)
+    monkeypatch.setattr(
+        "vllm.transformers_utils.tokenizer.find_spec", lambda name: (name in installed) or None
+    )
     with pytest.raises(ConfigError, match=f"no usable tokenizer .*tokenizer.model {message}"):
         get_tokenizer(str(tmp_path))
 
