@@ -45,8 +45,7 @@ class InstructionSet(NamedTuple):
     flags: str
     """What the compiler is told."""
     runs_here: str
-    """C++: whether this processor has it. HAS is __builtin_cpu_supports; HAS_AMX, HAS_ARM_BF16
-    and HAS_AVX_VNNI are calls of csrc/cpu/amx.h, arm.h and x86.h."""
+    """C++: whether this processor has it, with the macros of csrc/cpu/processor.h."""
     is_for_tests: bool = False
     """Never the best: it runs only when it is asked for by its name."""
 
@@ -160,8 +159,8 @@ def find_compiler() -> list[str]:
     raise BuildError("no C++ compiler (c++, g++ or clang++) was found, and CXX is not set")
 
 
-def run(command: list[str]) -> None:
-    """Run one compiler command, echoed.
+def run(command: list[str]) -> str:
+    """Run a command of the compiler, or a program of it, and return its output; print the command.
 
     Raises:
         BuildError: it failed; has the last lines of what it said.
@@ -173,6 +172,7 @@ def run(command: list[str]) -> None:
         raise BuildError(f"{shlex.join(command)}\nfailed with exit code {done.returncode}:\n{said}")
     if done.stderr:
         print(done.stderr, file=sys.stderr, flush=True)
+    return done.stdout
 
 
 def build_identity() -> str:
@@ -190,10 +190,32 @@ def requires_kernels() -> bool:
     return value == "1"
 
 
-def build_kernels(objects_dir: Path, library: Path) -> None:
+def isas_here(compiler: list[str], objects_dir: Path) -> list[InstructionSet]:
+    """Return the instruction sets that this processor runs; all, if the compiler is too old to ask
+    for some of them.
+    """
+    isas = ISAS.get(platform.machine().lower(), [])
+    program, source = str(objects_dir / "native_isas"), str(CSRC / "native_isas.cpp")
+    rows = " ".join(f"ISA({isa.name}, {isa.runs_here})" for isa in isas)
+    try:
+        run([*compiler, "-std=c++17", f"-DVLLM_ISAS={rows}", source, "-o", program])
+        names = run([program]).split()
+    except BuildError as error:
+        print(f"compiling for all processors: {error}", file=sys.stderr, flush=True)
+        return isas
+    return [isa for isa in isas if isa.name in names]
+
+
+def build_kernels(objects_dir: Path, library: Path, *, is_native: bool = False) -> None:
     """Compile csrc/cpu and link it.
 
     An instruction set that the compiler does not know is left out, unless all are required.
+
+    Args:
+        objects_dir: folder for compiled files.
+        library: the file to write.
+        is_native: leave out the instruction sets that this processor lacks, which takes most of
+            the time; the library names the one that another processor misses.
 
     Raises:
         BuildError: there is no compiler, or the portable kernels do not compile, or
@@ -214,18 +236,22 @@ def build_kernels(objects_dir: Path, library: Path) -> None:
 
     build = build_identity()  # of the sources now, not of those when they are compiled
     isas = ISAS.get(platform.machine().lower(), [])
+    chosen = isas_here(compiler, objects_dir) if is_native else isas
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         base = pool.submit(compile_kernels, "base", "")
         shared = [
             pool.submit(compile_source, f"{name}.cpp", name, ["-DVLLM_ISA=vllm_base"])
             for name in ("runtime", "amx")
         ]
-        pending = [pool.submit(compile_kernels, isa.name, isa.flags) for isa in isas]
+        pending = {isa: pool.submit(compile_kernels, isa.name, isa.flags) for isa in chosen}
     objects = [base.result(), *(source.result() for source in shared)]
     rows: dict[bool, list[str]] = {False: [], True: []}  # by is_for_tests
-    for isa, compiled in zip(isas, pending, strict=True):
+    for isa in isas:
+        if isa not in pending:
+            rows[isa.is_for_tests].append(f"LEFT_OUT({isa.name}, {isa.runs_here})")
+            continue
         try:
-            objects.append(compiled.result())
+            objects.append(pending[isa].result())
             rows[isa.is_for_tests].append(f"ISA({isa.name}, {isa.runs_here})")
         except BuildError as error:
             if requires_kernels():
@@ -261,13 +287,22 @@ def fallback_notice(reason: str) -> str:
 class BuildKernels(build_ext):
     """Builds `vllm/ops/_cpu_kernels.so`.
 
-    Without a compiler it builds nothing, and torch serves; with REQUIRE_CPU_KERNELS=1 it fails.
+    A build in place, as of `pip install -e`, has the kernels for this processor: one that does not
+    travel needs no others. A wheel has kernels for all processors of this architecture, and so has
+    any build with REQUIRE_CPU_KERNELS=1. Without a compiler it builds nothing, and torch serves;
+    with REQUIRE_CPU_KERNELS=1 it fails.
     """
+
+    def run(self) -> None:
+        # setuptools resets `inplace` while it builds.
+        self.is_native = bool(self.inplace or self.editable_mode) and not requires_kernels()
+        super().run()
 
     def build_extension(self, ext: Extension) -> None:
         library = Path(self.get_ext_fullpath(ext.name)).resolve()
+        objects_dir = Path(self.build_temp).resolve() / "cpu_kernels"
         try:
-            build_kernels(Path(self.build_temp).resolve() / "cpu_kernels", library)
+            build_kernels(objects_dir, library, is_native=self.is_native)
         except BuildError as error:
             if requires_kernels():
                 raise SystemExit(f"REQUIRE_CPU_KERNELS=1: {error}") from None

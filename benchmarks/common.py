@@ -27,7 +27,8 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 def make_llm(args: argparse.Namespace) -> LLM:
     """Return an engine for the parsed flags."""
-    return LLM.from_engine(LLMEngine.from_engine_args(EngineArgs.from_cli_args(args)))
+    engine_args = EngineArgs.from_cli_args(args).without_streams()
+    return LLM.from_engine(LLMEngine.from_engine_args(engine_args))
 
 
 def fixed_length(num_tokens: int) -> SamplingParams:

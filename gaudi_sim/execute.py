@@ -102,7 +102,7 @@ class _Operator:
 
 
 _OPERATORS: dict[int, _Operator] = {}
-"""By the id of the operator, whose hash would be computed by a method in Python."""
+"""Operators by id: a method in Python would compute the hash of the object itself."""
 _RESULTS: dict[Hashable, Results | None] = {}
 """Results of operators in compile-only mode, by operator, operands and default dtype; None: they
 must be computed. All cards of a process share them.

@@ -37,14 +37,56 @@ def worker_of(engine: Any) -> Any:
     return executor_of(engine)._worker
 
 
-def replace_worker(executor: Any, worker: Any) -> None:
-    """Give a worker of the test to an executor that has not started."""
-    executor._worker = worker
+def replace_worker(executor: Any, worker: Any, thread: Any = None) -> None:
+    """Give a worker of the test, and the thread of its steps, to an executor that has not
+    started.
+    """
+    executor._worker, executor._thread = worker, thread
+
+
+def record_tokens(executor: Any, tokens: Any) -> None:
+    """Let the worker record tokens of another rank, as a stage of a pipeline does."""
+    executor._record_tokens(tokens)
+
+
+def set_has_media(executor: Any, has_media: bool) -> None:
+    """Say whether the model of an executor for a launcher has images, whose errors are shared."""
+    executor._has_media = has_media
+
+
+def replace_ray(executor: Any, ray: Any, actors: list[Any], unread: dict[Any, int]) -> None:
+    """Give a stand-in for Ray, the actors of the ranks, and answers that nobody waits for, to an
+    executor that has not started.
+    """
+    executor._ray, executor._actors, executor._unread = ray, actors, unread
+
+
+def replace_rank_server(loop: Any, server: Any) -> None:
+    """Let the loop of a rank's process give its messages to a server of the test."""
+    loop._server = server
+
+
+def looks_for_messages(patch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list to which loops of ranks add an entry when they look for a message instead of
+    sleeping.
+    """
+    from vllm.executor.ranks.rank_process import RankLoop
+
+    look = RankLoop._look_for_message
+    looks: list[Any] = []
+    patch.setattr(RankLoop, "_look_for_message", lambda loop: looks.append(look(loop)))
+    return looks
 
 
 def runner_of(engine: Any) -> Any:
     """Return the runner of the engine's worker."""
     return worker_of(engine).runner
+
+
+def nodes_of(engine: Any) -> list[str]:
+    """Return the node of each rank, where Ray has placed the ranks."""
+    nodes: list[str] = executor_of(engine)._placement.nodes
+    return nodes
 
 
 def pids_of(engine: Any) -> list[int]:
@@ -73,6 +115,11 @@ def connector_of(engine: Any) -> Any:
     return core_of(engine)._transfer._connector
 
 
+def wait_for_writes(engine: Any) -> None:
+    """Wait until a connector has written all blocks that were saved so far to its folder."""
+    connector_of(engine)._thread.submit(int).result()
+
+
 def forget_host_blocks(engine: Any) -> None:
     """Drop the blocks that a connector keeps in host memory."""
     connector_of(engine)._host.clear()
@@ -82,6 +129,64 @@ def next_event_number_of(engine: Any) -> int:
     """Return the number of the next message about the KV cache."""
     number: int = core_of(engine)._publisher._next_number
     return number
+
+
+def send_no_batches(patch: pytest.MonkeyPatch) -> None:
+    """Let publishers of events of the KV cache leave the batches in their queue."""
+    from vllm.engine.kv_event_publisher import KVEventPublisher
+
+    patch.setattr(KVEventPublisher, "_publish", lambda publisher, socket: socket.close())
+
+
+def next_queued_number(publisher: Any) -> int:
+    """Take the next batch from the queue of a publisher, and return its number."""
+    number: int = publisher._queue.get_nowait()[0]
+    return number
+
+
+def awaited_adapters_of(core: Any) -> dict[str, Any]:
+    """Return the adapters that a core holds for requests, by the id of the request."""
+    adapters: dict[str, Any] = core._resources._adapters
+    return adapters
+
+
+def host_seconds_of(policy: Any) -> float:
+    """Return the time of the host in each step, as the policy of running ahead has measured it."""
+    seconds: float = policy._host_s
+    return seconds
+
+
+def num_admitted_of(engine: Any) -> int:
+    """Return the number of requests that count as waiting for a server's engine."""
+    number: int = engine._requests._admission.num_waiting
+    return number
+
+
+def set_request_timeout(engine: Any, seconds: float) -> None:
+    """Let requests that come later to a server's engine have this time."""
+    engine._requests._timeout = seconds
+
+
+def core_pid_of(replica: Any) -> int:
+    """Return the process id of the engine core of a replica that Ray Serve runs."""
+    pid: int = replica._engine.core_pid
+    return pid
+
+
+def num_answers_of(template: Any) -> int:
+    """Return how many results of probes a chat template keeps."""
+    return len(template._answers)
+
+
+def startups_of(replicas: Any) -> list[Any]:
+    """Return the state of the start of each replica."""
+    return [replica.startup for replica in replicas._all]
+
+
+def unfinished_reads_of(reader: Any) -> dict[str, Any]:
+    """Return the items that a reader of media is reading, by their keys."""
+    reads: dict[str, Any] = reader._reading
+    return reads
 
 
 def replace_background_warm_up(core: Any, warm_up: Any) -> None:
@@ -147,6 +252,56 @@ def use_machine(patch: pytest.MonkeyPatch, folder: Any) -> None:
     patch.setattr("vllm.platforms.habana.nodes._PCI_DEVICES", folder / "sys" / "bus" / "pci")
     patch.setattr("vllm.platforms.habana.nodes._PROCESSES", folder / "proc")
     patch.setattr("vllm.platforms.habana.versions._DRIVER_VERSION", folder / "driver")
+    for name, path in (
+        ("_MEMINFO", "proc/meminfo"),
+        ("_GOVERNOR", "sys/governor"),
+        ("_NUMA_BALANCING", "proc/numa_balancing"),
+        ("_SHARED_MEMORY", "dev/shm"),
+    ):
+        patch.setattr(f"vllm.platforms.habana.host.{name}", folder / path)
+
+
+def sample_in_one_pass(sampler: Any, logits: Any, metadata: Any) -> tuple[Any, Any]:
+    """Return tokens and largest logits of a sampler, outside of the inference mode in which it
+    normally samples: the operators of that mode cannot be recorded.
+    """
+    sampled: tuple[Any, Any] = sampler._sample(logits, metadata, {}, None)
+    return sampled
+
+
+def leave_weights_unpacked(patch: pytest.MonkeyPatch) -> None:
+    """Let workers on the CPU keep dense weights as tensors of torch, so that nothing is fused."""
+    from vllm.worker.cpu.worker import CPUWorker
+
+    patch.setattr(CPUWorker, "_dense_format", lambda worker: None)
+
+
+def host_adapters_of(runner: Any) -> list[Any]:
+    """Return the adapter of each slot of a runner on the CPU; None: the slot is empty."""
+    from vllm.worker.parts.adapters import RaggedRows
+
+    adapters: list[Any] = runner.parts.find(RaggedRows)._host.adapters
+    return adapters
+
+
+def runners_of(worker: Any) -> list[Any]:
+    """Return the runners of a card's worker: of its model, and of its draft model."""
+    runners: list[Any] = worker._runners
+    return runners
+
+
+def refuse_parts_of_warm_up(patch: pytest.MonkeyPatch, refuses: Callable[[Any, Any], bool]) -> None:
+    """Let the warm-up while serving give up the parts for which a function says so, as if they
+    needed too much memory. The function gets the launches of the runner, and the part.
+    """
+    from vllm.worker.hpu.warmup.later_warmup import LaterWarmUp
+
+    run = LaterWarmUp._run
+
+    def run_part(later: Any, part: Any) -> str | None:
+        return "no memory" if refuses(later._launches, part) else run(later, part)
+
+    patch.setattr(LaterWarmUp, "_run", run_part)
 
 
 def report_of(worker: Any) -> Any:
@@ -213,6 +368,21 @@ def request_ids_of(scheduler: Any) -> Any:
     return scheduler._requests.keys()
 
 
+def preempt(scheduler: Any, request: Any) -> None:
+    """Preempt a running request, as a lack of blocks does, at a time that the test chooses."""
+    scheduler._preempt(request)
+
+
+def num_remembered_tokens_of(drafts: Any) -> int:
+    """Return the number of tokens that a source of drafts keeps of earlier outputs."""
+    return sum(map(len, drafts._earlier))
+
+
+def indexed_requests_of(drafts: Any) -> Any:
+    """Return the ids of the requests whose own tokens a source of drafts keeps."""
+    return drafts._indexes.keys()
+
+
 def num_stages_of(scheduler: Any) -> int:
     """Return the number of stages of the pipeline, whose steps overlap."""
     num_stages: int = scheduler._num_stages
@@ -224,8 +394,8 @@ def log_cache_events(engine: Any) -> Any:
     from vllm.core.kv.cache_events import CacheEventLog
 
     cache = scheduler_of(engine).cache
-    cache._events = CacheEventLog(core_of(engine).config.cache.block_size)
-    return cache._events
+    cache.events = CacheEventLog(core_of(engine).config.cache.block_size)
+    return cache.events
 
 
 def cached_blocks_of(pool: Any) -> dict[Any, int]:
@@ -253,7 +423,6 @@ def free_queue_of(pool: Any) -> list[int]:
     return queue
 
 
-def port_of(connector: Any) -> int:
-    """Return the port on which a connector serves its blocks."""
-    port: int = connector._server.port
-    return port
+def port_of(connector: Any) -> int | None:
+    """Return the port on which a connector serves its blocks, or None if it serves none."""
+    return None if connector._server is None else connector._server.port

@@ -93,6 +93,7 @@ class Glossary:
         self.terms: list[Mapping[str, Any]] = content["term"]
         self.commit: Mapping[str, Any] = content["commit"]
         self._verbs = frozenset(content["imperative"]["verbs"].split())
+        self._verbs_with_of = frozenset(content["imperative"]["with_of"].split())
         self._rule_words = _any_word(content["error"]["rule_words"])
         self._max_words = content["page"]["max_sentence_words"]
 
@@ -118,7 +119,7 @@ class Glossary:
         """Return whether a text begins with a verb of the list; `Copy of` is a noun."""
         words = text.split()[:2]
         first = words[0].rstrip(",:.").lower() if words else ""
-        return first in self._verbs and words[1:] != ["of"]
+        return first in self._verbs and (words[1:] != ["of"] or first in self._verbs_with_of)
 
     def subject_problem(self, subject: str) -> str | None:
         """Return what is wrong with the subject of a commit, or None."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 NUM_ROWS = 20
-"""Of each table."""
+"""Number of rows of each table."""
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 

@@ -93,6 +93,16 @@ class CallError(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return WorkerCallError(self.message)
 
 
+class CallResult(Message, frozen=True, kw_only=True):
+    """The result of a call of another process."""
+
+    call_id: int
+    value: bytes = b"\xc0"
+    """The result as msgpack; None unless set."""
+    error: CallError | None = None
+    """Error of the call; the other process continues."""
+
+
 def encode_value(what: str, value: Any) -> bytes:
     """Encode a user's value as msgpack.
 

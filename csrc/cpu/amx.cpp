@@ -10,12 +10,12 @@
 #include <new>
 
 #if defined(__x86_64__) && defined(__linux__)
-#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
 #include "linear_format.h"
+#include "x86.h"
 
 namespace vllm_cpu {
 namespace {
@@ -27,20 +27,6 @@ char notice[256] = "";
 
 #if defined(__x86_64__) && defined(__linux__)
 
-// Whether the processor has AMX-TILE, AMX-BF16 and AMX-INT8, and the system saves the tiles of a
-// thread.
-bool processor_has_amx() {
-  constexpr unsigned kHasXgetbv = 1u << 27;
-  constexpr unsigned kFeatures = 1u << 22 | 1u << 24 | 1u << 25;  // BF16, TILE, INT8
-  constexpr unsigned kTileStates = 1u << 17 | 1u << 18;           // bits of XCR0: TILECFG, TILEDATA
-  unsigned a, b, c, d;
-  if (!__get_cpuid(1, &a, &b, &c, &d) || (c & kHasXgetbv) == 0) return false;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kFeatures) != kFeatures) return false;
-  unsigned low, high;
-  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-  return (low & kTileStates) == kTileStates;
-}
-
 // Asks Linux for the tiles. A process gets them only on request, because they make the saved state
 // of each thread larger.
 bool ask_permission() {
@@ -50,7 +36,6 @@ bool ask_permission() {
 
 #else
 
-bool processor_has_amx() { return false; }
 bool ask_permission() {
   errno = ENOSYS;
   return false;
@@ -137,7 +122,7 @@ const char* wrong_product(const Kernel* amx, const Kernel* reference) {
 
 bool find_out(const Kernel* amx, const Kernel* reference) {
   notice[0] = 0;
-  if (!is_assumed && !processor_has_amx()) return false;
+  if (!processor_has_amx()) return false;
   if (!ask_permission()) {
     // When a signal arrives, the system saves the tiles of the thread on the stack of the signal
     // handler.
@@ -156,6 +141,8 @@ bool find_out(const Kernel* amx, const Kernel* reference) {
 }
 
 }  // namespace
+
+bool processor_has_amx() { return is_assumed || has_amx(); }
 
 bool can_use_amx(const Kernel* amx, const Kernel* reference) {
   if (answer == Answer::kUnknown) answer = find_out(amx, reference) ? Answer::kYes : Answer::kNo;

@@ -5,6 +5,9 @@
 
 namespace vllm_cpu {
 
+// Returns true if the processor has matrix tiles, and the system saves them.
+bool processor_has_amx();
+
 // Returns true if the processor has matrix tiles, the system lets this process use them, and they
 // compute the same results as `reference`. This is checked once per process: the first call asks
 // the system for permission. amx, reference: tables of kernels (kernels.cpp); `reference` is the

@@ -36,8 +36,8 @@ def _convert_from_uint4(
 
 
 def _nibbles(words: Tensor) -> Tensor:
-    places = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
-    return (words[..., None] >> places & 15).flatten(-2).float()
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    return (words[..., None] >> shifts & 15).flatten(-2).float()
 
 
 KERNELS: dict[str, Callable[..., object]] = {"convert_from_uint4": _convert_from_uint4}

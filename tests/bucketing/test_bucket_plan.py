@@ -1,5 +1,6 @@
 """Test that the catalog of a configuration has a bucket for everything that its scheduler emits."""
 
+import random
 from dataclasses import replace
 from itertools import product
 
@@ -7,14 +8,28 @@ import pytest
 
 from tests.bucketing.helpers import pairs, triples
 from tests.loops import loop_over
-from tests.worker.hpu_helpers import make_config
+from tests.worker.hpu_helpers import make_config, run_load
 from vllm.bucketing import Phase
 from vllm.bucketing.catalog.bucket_plan import plan_buckets
 from vllm.bucketing.catalog.closure import prove, unused_buckets
-from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
+from vllm.config.arch.model_arch import ModelArch
 from vllm.errors import ConfigError
+from vllm.messages import SchedulerOutput
+from vllm.planning.replay import ScheduleLoop, sampled_rows
+from vllm.worker.hpu.launches.planner import PaddedLaunch
 
 SMALL = {"block_size": 16, "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 128}
+MAMBA = ModelArch.from_hf(
+    {
+        "architectures": ["MambaForCausalLM"],
+        "model_type": "mamba",
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "vocab_size": 16,
+        "state_size": 4,
+    }
+)
 
 
 def seed_config(max_model_len: int) -> VllmConfig:
@@ -307,3 +322,37 @@ def test_a_largest_batch_with_drafts_bounds_the_buckets_that_verify_them():
     batches = [{b.batch for b in x.catalog.decode if b.query_len > 1} for x in found]
     assert batches[1] == {min(batches[0])} < batches[0]
     assert prove(found[1].catalog, found[1].limits).is_covered
+
+
+@loop_over(
+    "settings",
+    [
+        {},
+        {"contiguous_pa": True, "max_draft_tokens": 2},
+        {"enable_prefix_caching": False, "enable_chunked_prefill": False},
+        {"bucket_variables": (("VLLM_DECODE_BLOCK_BUCKET_MAX", 64),)},
+        *({"bucketing_strategy": name} for name in ("exponential", "sparse", "pad")),
+    ],
+)
+def test_a_model_without_kv_cache_has_no_sizes_of_context(settings):
+    """Its buckets are few, and every batch of random requests fits one and is packed for it."""
+    config = make_config(**SMALL | settings)
+    config = replace(config, model=ModelConfig(model="none", arch=MAMBA))
+    plan = plan_buckets(config, 33)
+    assert {bucket.blocks for bucket in plan.catalog.prefill} == {0}
+    assert all(bucket.blocks == bucket.batch for bucket in plan.catalog.decode)
+    rng, seen = random.Random(1), set()
+    loop = ScheduleLoop(config, 33, plan)
+
+    def run_step(step: SchedulerOutput, launches: list[PaddedLaunch]) -> list[int]:
+        for launch in launches:
+            assert launch.bucket in plan.catalog
+            assert not launch.is_contiguous
+            loop.inputs.pack(launch)
+            seen.add((launch.bucket.phase, bool(launch.num_computed_tokens.any())))
+        return rng.choices(range(4), k=len(sampled_rows(step, loop.batch)))
+
+    run_load(rng, loop, 60, run_step)
+    assert (Phase.DECODE, True) in seen
+    assert ((Phase.PREFILL, True) in seen) == plan.limits.enable_chunked_prefill
+    assert plan_buckets(make_config(**SMALL | settings), 33).limits.reads_blocks

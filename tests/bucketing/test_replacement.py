@@ -12,9 +12,8 @@ from tests.bucketing.test_closure import small_limits
 from tests.bucketing.test_from_traffic import random_table
 from vllm.bucketing.bucket import Phase, decode, prefill
 from vllm.bucketing.catalog.catalog import Catalog
-from vllm.bucketing.catalog.closure import prove
+from vllm.bucketing.catalog.closure import prove, replacement
 from vllm.bucketing.catalog.from_traffic import choose_for_traffic, traffic_limits
-from vllm.bucketing.catalog.replacement import replacement
 from vllm.bucketing.step_limits import StepLimits
 
 

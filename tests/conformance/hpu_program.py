@@ -155,6 +155,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def padding_input(model: LaunchModel, shape: PaddedShape) -> Tensor:
     """Return packed input of zeros for a forward pass of this shape."""
     sizes = padded_sizes(shape)
-    has_types = isinstance(model, WholePromptModel) and model._has_types
+    has_types = isinstance(model, WholePromptModel) and model.model.num_token_types > 1
     fields = TYPED if has_types else fields_of(shape)
     return torch.zeros(sum(fields.part_sizes(sizes)), dtype=torch.int32)

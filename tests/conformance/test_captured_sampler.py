@@ -11,6 +11,7 @@ from gaudi_sim.graphs.capture import capture
 from gaudi_sim.graphs.rules import operator_violations, write_violations
 from tests.conformance.hpu_program import SHAPES, resident_tokens
 from tests.exhaustive import exhaustive
+from tests.reach import sample_in_one_pass
 from vllm.sample.restrictions.masks import TokenMasks, bit_values, num_words
 from vllm.sample.restrictions.output_rules import NO_TIMES, LogitRules
 from vllm.sample.sampler import Sampler, SamplerOutput
@@ -61,7 +62,7 @@ def test_a_distribution_runs_on_the_device(launches, kind, has_all_stages):
         launch = replace(launch, edits=None, penalties=None)
 
     def sample(logits: Tensor) -> tuple[Tensor, Tensor]:
-        return sampler._sample(logits, launch, {}, None)
+        return sample_in_one_pass(sampler, logits, launch)
 
     assert violations_of(sample, logits) == []
 

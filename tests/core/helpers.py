@@ -207,7 +207,7 @@ class Loop:
     ) -> None:
         self.scheduler = scheduler
         self.depth = depth
-        windows = [group.window for group in scheduler.cache._groups]
+        windows = [group.window for group in scheduler.cache.groups]
         self.runner = FakeRunner(
             scheduler.cache.block_size,
             is_split,
@@ -224,8 +224,10 @@ class Loop:
         )
         self.results: dict[str, Result] = {}
         self.num_steps = 0
+        self.num_discarded_errors = 0
+        """Errors that ended no request, because it was preempted or cancelled meanwhile."""
         self.follower = CacheFollower()
-        self._in_flight: deque[ModelRunnerOutput] = deque()
+        self.in_flight: deque[ModelRunnerOutput] = deque()
         self._given: list[tuple[EngineOutput, EngineOutput]] = []
 
     def add(self, *specs: EngineRequest) -> None:
@@ -245,8 +247,8 @@ class Loop:
     def follow(self) -> None:
         """Apply the events of the prefix cache, and check the followed blocks against the pool."""
         cache = self.scheduler.cache
-        assert cache._events is not None
-        self.follower.follow(cache._events.drain())
+        assert cache.events is not None
+        self.follower.follow(cache.events.drain())
         self.follower.check(cache.pool)
 
     def step(self) -> dict[str, int]:
@@ -261,25 +263,25 @@ class Loop:
         check_scheduler(scheduler)
         self.num_steps += 1
         if len(step.rows):
-            self._in_flight.append(self.runner.execute(step))
+            self.in_flight.append(self.runner.execute(step))
         else:
             assert not step.freed_rows and not step.new_requests, "lost: nobody runs this step"
-            assert self._in_flight or not scheduler.num_unfinished_requests, "stuck"
-        while len(self._in_flight) > (self.depth if len(step.rows) else 0):
+            assert self.in_flight or not scheduler.num_unfinished_requests, "stuck"
+        while len(self.in_flight) > (self.depth if len(step.rows) else 0):
             self.take_in()
         return scheduled
 
     def take_in(self) -> None:
         """Update the scheduler with the oldest result in flight, if there is one."""
-        if self._in_flight:
-            self._take_in(self._in_flight.popleft())
+        if self.in_flight:
+            self._take_in(self.in_flight.popleft())
 
     def run(self, max_steps: int = 2000) -> dict[str, Result]:
         """Run steps until no request is left, and check that all blocks of the cache are free
         then.
         """
         end = self.num_steps + max_steps
-        while self.scheduler.num_unfinished_requests or self._in_flight:
+        while self.scheduler.num_unfinished_requests or self.in_flight:
             assert self.num_steps < end, f"not done after {max_steps} steps"
             self.step()
         pool = self.scheduler.cache.pool
@@ -295,6 +297,8 @@ class Loop:
         output = self.scheduler.update(runner_output)
         self.follow()
         check_scheduler(self.scheduler)
+        ended = sum(each.reason is FinishReason.ERROR for each in output.finished.values())
+        self.num_discarded_errors += len(runner_output.errors) - ended
         self._given.append((output, copy.deepcopy(output)))
         assert len(set(output.request_ids)) == len(output.request_ids)
         for name, count in output.num_cached_tokens.items():
@@ -407,7 +411,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     # leave them out of the check of the order.
     first = [r.sort_key for r in waiting if not (r.num_preemptions and r.spec.media)]
     if (
-        not scheduler._preemption.by_priority
+        scheduler.config.scheduling_policy != "priority"
         and _never_passes_over(scheduler)
         and requests
         and first

@@ -71,13 +71,13 @@ class MoodyControl(DraftControl):
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(9, adaptive=False)
-        self._rng, self._left, self._is_paused = rng, 0, False
+        self._rng, self.num_left, self.is_paused = rng, 0, False
 
     def pauses(self, num_running: int) -> bool:
-        if not self._left:
-            self._left, self._is_paused = self._rng.randint(1, 12), not self._is_paused
-        self._left -= 1
-        return self._is_paused
+        if not self.num_left:
+            self.num_left, self.is_paused = self._rng.randint(1, 12), not self.is_paused
+        self.num_left -= 1
+        return self.is_paused
 
 
 @pytest.mark.parametrize("seed", seeds(2, 6))
@@ -93,9 +93,9 @@ def test_steps_run_ahead_while_drafts_pause():
     control = MoodyControl(random.Random(0))
     scheduler = make_scheduler(draft_source=RightSource(3), draft_control=control)
     scheduler.add_request(make_request("a", [1, 2, 3], max_tokens=20))
-    control._left, control._is_paused = 100, True
+    control.num_left, control.is_paused = 100, True
     assert len(scheduler.schedule().rows) == len(scheduler.schedule().rows) == 1
-    control._is_paused = False
+    control.is_paused = False
     assert len(scheduler.schedule().rows) == 1, "drafts may follow from here on"
     assert not len(scheduler.schedule().rows), "a token is in flight"
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.core.helpers import make_request
 from tests.core.test_any_load import random_event, random_setup, run_program
+from tests.reach import indexed_requests_of, num_remembered_tokens_of
 from vllm.config.speculative import LOOKUP_DRAFTS, DraftOptions
 from vllm.core.drafting.draft_control import DraftControl, StepCost
 from vllm.core.drafting.lookup_drafts import NgramDrafts, SuffixDrafts
@@ -79,7 +80,7 @@ def test_suffix_drafts_also_follow_outputs_of_earlier_requests_in_bounded_memory
     assert source.propose([request_of([0, 5], "prompt")]) == [[]], "prompts are not remembered"
     for number in range(40):
         source.leave(request_of([0, *range(100 * number, 100 * number + 20)], str(number)))
-    assert sum(map(len, source._earlier)) <= 64
+    assert num_remembered_tokens_of(source) <= 64
     assert source.propose([request_of([5, 6], "late")]) == [[]], "the oldest were dropped"
     assert source.propose([request_of([3905, 3906], "later")]) == [[3907, 3908, 3909, 3910]]
 
@@ -94,7 +95,7 @@ def test_they_change_no_output_of_a_crowded_load(method):
         setup.draft_source = source(options)
         loop = run_program(setup, [random_event(rng) for _ in range(150)])
         assert loop.runner.num_verified
-        assert not setup.draft_source._indexes, "every request has left"
+        assert not indexed_requests_of(setup.draft_source), "every request has left"
 
 
 def drafted(control: DraftControl, request: Request, num_drafts: int, right: int) -> None:

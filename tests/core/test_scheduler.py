@@ -3,6 +3,7 @@ import pytest
 from tests.core.fake_runner import FakeRunner
 from tests.core.helpers import Loop, check_scheduler, make_request, make_scheduler
 from tests.core.reference import FAILED, expected_result
+from tests.reach import preempt
 from vllm.core.scheduler import logger
 from vllm.errors import CapacityError, RequestError
 from vllm.messages import NULL_BLOCK_ID, Finished, FinishReason
@@ -346,6 +347,18 @@ def test_a_token_in_flight_for_a_preempted_request_is_sampled_again():
         assert (result.token_ids, result.finished) == expected_result(spec)
 
 
+def test_a_request_that_fails_and_was_preempted_loses_no_token_before_its_error():
+    spec = make_request("c", 7, max_tokens=8)
+    num_discarded = 0
+    for fails_at in range(8):
+        loop = make_loop(depth=2, num_blocks=7, fails_at={"c": fails_at})
+        loop.add(*(make_request(name, 7, max_tokens=8) for name in "ab"), spec)
+        result = loop.run()["c"]
+        assert (result.token_ids, result.finished) == expected_result(spec, fails_at)
+        num_discarded += loop.num_discarded_errors
+    assert num_discarded > 0, "no error came from a step in flight at a preemption"
+
+
 def test_a_request_whose_last_token_is_in_flight_runs_no_more():
     loop = make_loop(depth=1)
     loop.add(make_request("a", 4, max_tokens=2))
@@ -637,7 +650,7 @@ def test_results_for_an_earlier_stay_in_the_same_row_are_dropped():
     loop.step()
     (b,) = (r for r in scheduler.running.requests if r.request_id == "b")
     row = b.row
-    scheduler._preempt(b)
+    preempt(scheduler, b)
     loop.step()
     assert b.row == row, "this is what the test is about"
     results = loop.run()
@@ -671,9 +684,9 @@ def test_results_out_of_order_are_a_bug():
     loop.add(make_request("a"))
     loop.step()
     loop.step()
-    loop._in_flight.reverse()
-    loop._in_flight.append(loop._in_flight.popleft())
-    output = loop._in_flight[0]
+    loop.in_flight.reverse()
+    loop.in_flight.append(loop.in_flight.popleft())
+    output = loop.in_flight[0]
     wrong = type(output)(step_id=output.step_id + 7, rows=output.rows, token_ids=output.token_ids)
     with pytest.raises(AssertionError, match="out of order"):
         loop.scheduler.update(wrong)

@@ -58,7 +58,7 @@ def test_an_image_of_ones_own_takes_the_place_of_the_vendors(instructions):
 
 
 def test_the_self_test_of_a_card_names_the_image_that_is_the_default():
-    assert base_image(UBUNTU, {}) == hpu_check._IMAGE
+    assert base_image(UBUNTU, {}) == hpu_check.VENDOR_IMAGE
 
 
 @BOTH

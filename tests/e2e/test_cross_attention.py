@@ -135,12 +135,11 @@ def test_on_a_simulated_card_nothing_compiles_after_the_warm_up(folder, expected
 
 def test_memory_is_divided_between_items_and_blocks(llm, monkeypatch):
     worker = worker_of(llm)
-    monkeypatch.setattr(worker, "_count_encoder_bytes", lambda: 0)
+    monkeypatch.setattr("vllm.worker.cpu.worker.encoder_bytes", lambda config, encoder: 0)
     largest = worker.model.media_encoder.max_states
     # One request has 16 items. Each item needs float32 keys and values of 2 heads of 12 elements in
     # 2 layers.
     each = 2 * 2 * 12 * 2 * 4
-    monkeypatch.setattr(worker, "_count_encoder_bytes", lambda: 0)
     # Memory is planned for the larger of two numbers: images of one request (16), and requests.
     for free, count in ((2**30, 16 * largest), (each * largest * 5, largest * 5 // 4)):
         monkeypatch.setattr(type(worker.platform), "free_memory_bytes", lambda _, free=free: free)

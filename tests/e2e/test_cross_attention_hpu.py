@@ -125,7 +125,7 @@ def test_pools_are_counted_before_blocks(folder):
         # There is one image for each of 8 requests; a table has room for two images of a request.
         assert len(layer.item_keys) == report_of(worker).num_item_states == 8 * largest
         assert runner_of(llm).items.table.shape == (9, 3, -(-2 * largest // 128) * 128)
-        names = {use.what: use.num_bytes for use in worker._uses(2**30, 2**20)}
+        names = {use.what: use.num_bytes for use in worker.memory_uses}
         pools = sum(
             tensor.nbytes for x in cross_attention_layers(worker.model) for tensor in x.pool_tensors
         )

@@ -2,11 +2,11 @@
 outputs.
 """
 
+import asyncio
 import json
 import os
 import sys
 from contextlib import ExitStack
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,8 +16,8 @@ from tests.forked_programs import FORKS
 from vllm import LLM
 from vllm.assets import BUNDLED_MODEL
 from vllm.config import ParallelConfig
+from vllm.distributed import Rendezvous
 from vllm.engine.arg_utils import EngineArgs
-from vllm.engine.process.startup_state import StartupState
 from vllm.engine.replicas.core_replicas import CoreReplicas
 from vllm.errors import ConfigError
 from vllm.executor.external import ExternalExecutor
@@ -127,8 +127,8 @@ def test_a_rank_that_was_started_differently_is_refused_before_it_loads(differs,
     config = EngineArgs(
         tensor_parallel_size=2, distributed_executor_backend=EXTERNAL, max_num_seqs=5
     ).create_engine_config()
+    monkeypatch.setattr(Rendezvous, "at", lambda *args, **options: OtherRank(**differs))
     executor = ExternalExecutor(config)
-    executor._rendezvous = OtherRank(**differs)
     ((name, value),) = differs.items()
     with pytest.raises(ConfigError, match=rf"{name} is .* on rank 0 and {value} on rank 1\. Start"):
         executor.start()
@@ -139,10 +139,13 @@ def test_it_has_no_replicas():
         ParallelConfig(distributed_executor_backend=EXTERNAL, data_parallel_size=2)
 
 
-def test_a_server_refuses_it():
+def test_a_server_refuses_it(monkeypatch):
+    monkeypatch.setattr(CoreReplicas, "prepare", lambda replicas: None)  # starts no process
     config = EngineArgs(distributed_executor_backend=EXTERNAL).create_engine_config()
+    ignore = {"on_output": print, "on_refused": print, "on_lost": print}
+    replicas = CoreReplicas(config.parallel, 0, **ignore)
     with pytest.raises(ConfigError, match="is for the offline engine"):
-        CoreReplicas._resolve(SimpleNamespace(startup=StartupState()), lambda: config)
+        asyncio.run(replicas.start(lambda: config, print))
 
 
 def test_ranks_must_not_decide_by_their_clocks(monkeypatch):

@@ -19,7 +19,15 @@ from starlette.testclient import TestClient
 
 from tests.e2e.server import ROOT
 from tests.executor.thread_ranks import ThreadRanks
-from tests.reach import connector_of, forget_host_blocks, pool_of, port_of, scheduler_of, stats_of
+from tests.reach import (
+    connector_of,
+    forget_host_blocks,
+    pool_of,
+    port_of,
+    scheduler_of,
+    stats_of,
+    wait_for_writes,
+)
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer.block_folder import BlockFolder
 from vllm.engine import engine_core
@@ -117,8 +125,7 @@ def test_new_weights_have_blocks_of_their_own(tmp_path, capsys):
     config = transfer("OffloadingConnector", tmp_path)
     llm = LLM(**SMALL, kv_transfer_config=config)
     generate(llm)
-    written = connector_of(llm)._thread.submit
-    written(lambda: None).result()
+    wait_for_writes(llm)
     files = set(tmp_path.rglob("*.kv"))
 
     def change(worker):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.lora_files import ALL, ATTENTION, greedy, merged_model, run_on_engine, write_adapter
-from tests.reach import log_cache_events, runner_of, stats_of
+from tests.reach import host_adapters_of, log_cache_events, runner_of, stats_of
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
 from vllm.engine.arg_utils import EngineArgs
@@ -21,7 +21,6 @@ from vllm.errors import ConfigError, RequestError
 from vllm.lora.reader import AdapterReader
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams
-from vllm.worker.parts.adapters import RaggedRows
 
 PROMPT = "def main(args):\n    "
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=1)
@@ -385,7 +384,7 @@ def test_no_step_reads_an_adapter(adapters, monkeypatch):
     runner = runner_of(llm)
     for number in llm.llm_engine.list_loras():
         assert llm.llm_engine.remove_lora(number)
-    assert runner.parts.find(RaggedRows)._host.adapters == [None, None], "an adapter is kept"
+    assert host_adapters_of(runner) == [None, None], "an adapter is kept"
 
 
 def test_an_adapter_of_another_model_or_with_unknown_keys_is_warned_of(llm, tmp_path, caplog):

@@ -10,7 +10,7 @@ import pytest
 from tests.gguf_files import Type, write_gguf
 from tests.lora_files import ALL, base_model, greedy, merge, write_adapter
 from tests.quantized_checkpoints import write
-from tests.reach import core_of
+from tests.reach import awaited_adapters_of, core_of
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
@@ -160,7 +160,7 @@ def test_a_random_load_gives_each_request_what_it_gets_alone(coders):
                     assert tokens == want[prompt, number]
                 ended += 1
     assert not asked and ended == 40 and preempted
-    assert not core._resources._adapters
+    assert not awaited_adapters_of(core)
     assert max(misses(llm, list(preempted.values()))) < NEAR_TIE
 
 

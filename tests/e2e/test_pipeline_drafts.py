@@ -22,7 +22,7 @@ from tests.e2e.test_speculators import (
 )
 from tests.executor.thread_ranks import ThreadRanks
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
-from tests.reach import executor_of, program_of, stats_of
+from tests.reach import draft_model_of, executor_of, program_of, stats_of
 from tools.save_sharded_state import save
 from vllm import LLM
 from vllm.assets import BUNDLED_MODEL
@@ -131,7 +131,7 @@ def test_inputs_of_inner_layers_pass_through_stages_that_run_as_programs(
     llm = with_speculator(made["eagle3"], **values, **sizes(1, 3))
     executor = executor_of(llm)
     assert run(llm) == want
-    assert set(kept) == {len(executor.workers[-1].runner.launches.reader._speculator.inner_layers)}
+    assert set(kept) == {len(draft_model_of(executor.workers[-1]).inner_layers)}
     assert all(program_of(worker.runner) is not None for worker in executor.workers)
     executor.shutdown()
 

@@ -15,7 +15,14 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl
 
 from tests.e2e.test_pipeline_parallel import in_stages
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
-from tests.reach import executor_of, program_of, runner_of, scheduler_of, stats_of
+from tests.reach import (
+    executor_of,
+    leave_weights_unpacked,
+    program_of,
+    runner_of,
+    scheduler_of,
+    stats_of,
+)
 from tests.reference_model import load_reference
 from tests.speculators import make_speculator, make_target
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model, spelled
@@ -26,7 +33,6 @@ from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.operators.decode_step import FusedDecodeStep
 from vllm.worker.cpu import speculator_runner
 from vllm.worker.cpu.speculator_runner import SpeculatorRunner
-from vllm.worker.cpu.worker import CPUWorker
 
 MAX_TOKENS = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
@@ -276,7 +282,7 @@ def test_logprobs_equal_transformers(folders, wanted):
 
 
 def test_modules_give_the_same(folders, wanted, monkeypatch):
-    monkeypatch.setattr(CPUWorker, "_dense_format", lambda _: None)
+    leave_weights_unpacked(monkeypatch)
     llm = LLM(str(folders[3]), **ENGINE | CHUNKS)
     check(llm, 3, wanted)
     assert program_of(runner_of(llm)) is None

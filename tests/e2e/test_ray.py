@@ -16,7 +16,7 @@ from tests.e2e.ranks import ENGINE, PARAMS, PROMPTS, assert_same, generate
 from tests.e2e.server import start_server, wait_until
 from tests.e2e.test_server_faults import LONG, SHORT, answers_around
 from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, needs_simulated_device, simulated_hpu
-from tests.reach import core_of, executor_of
+from tests.reach import core_of, executor_of, nodes_of
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, envs
 from vllm.config import ParallelConfig
@@ -73,11 +73,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def want(folder: str) -> list[Any]:
     return generate(LLM(folder, **ENGINE))
-
-
-def nodes_of(llm: LLM) -> list[str]:
-    """Return the node of each rank."""
-    return executor_of(llm)._placement.nodes
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,15 @@ import torch
 from gaudi_sim.bridge import SimBridge
 from tests.e2e.ranks import assert_same
 from tests.hpu import MODES, captured_log, simulated_hpu
-from tests.reach import core_of, executor_of, has_warmed_up, runner_of, worker_of
+from tests.reach import (
+    core_of,
+    executor_of,
+    has_warmed_up,
+    refuse_parts_of_warm_up,
+    runner_of,
+    runners_of,
+    worker_of,
+)
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.bucketing import MemoryClass
 from vllm.bucketing.catalog.closure import prove
@@ -22,7 +30,6 @@ from vllm.engine.process.core_process import CoreLoop
 from vllm.engine.process.wire import CoreOutput
 from vllm.env import ranks as env_ranks
 from vllm.executor import WarmUpSteps
-from vllm.worker.hpu.warmup.later_warmup import LaterWarmUp
 from vllm.worker.hpu.worker import HPUWorker
 
 pytestmark = pytest.mark.usefixtures("two_layers")
@@ -151,7 +158,7 @@ def kept_blocks(worker: HPUWorker) -> list[torch.Tensor]:
     size = worker.config.cache.block_size
     caches = [
         tensor
-        for runner in worker._runners
+        for runner in runners_of(worker)
         for layer in runner.attention_layers
         for tensor in layer.kv_caches
     ]
@@ -285,16 +292,16 @@ def test_sleep_in_the_middle_keeps_what_is_warm(want, monkeypatch):
 
 def test_a_bucket_that_is_given_up_halfway_gives_back_the_memory_of_its_graphs(monkeypatch):
     variables = {**BUCKETS, "PT_HPU_LAZY_MODE": 1, "VLLM_CONTIGUOUS_PA": 1}
-    run, refused = LaterWarmUp._run, []
+    refused = []
 
-    def run_part(later: LaterWarmUp, part) -> str | None:
-        shapes = later._launches.launch_shapes(part.shape.bucket)
+    def refuses(launches, part) -> bool:
+        shapes = launches.launch_shapes(part.shape.bucket)
         if part.stage == "compile" and len(shapes) > 1 and part.shape == shapes[-1]:
             refused.append(part.shape.bucket)
-            return "no memory"
-        return run(later, part)
+            return True
+        return False
 
-    monkeypatch.setattr(LaterWarmUp, "_run", run_part)
+    refuse_parts_of_warm_up(monkeypatch, refuses)
     with simulated_hpu(has_profiling_run=False, **variables):
         llm = LLM(**ENGINE | WARMING)
         core, launches, ledger = core_of(llm), runner_of(llm).launches, worker_of(llm).ledger

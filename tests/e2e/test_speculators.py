@@ -215,7 +215,7 @@ def test_the_fused_program_hands_over_what_modules_do(method, made):
         alone = llm.generate(prompts()[1:2], PARAMS[0], use_tqdm=False)
         outputs.append([*run(llm), alone[0].outputs[0].token_ids])
         assert (decode_step_of(runner) is not None) == is_fused
-        states.append(runner.launches.reader._states.memory)
+        states.append(runner.drafter.kept_states[0])
         assert stats_of(llm).drafts.num_draft_tokens > 20
     assert outputs[0] == outputs[1]
     assert torch.equal(*states) and states[0].any(1).sum() > 200
@@ -268,7 +268,7 @@ def test_a_speculator_sleeps_and_wakes_up_with_the_model(method, made, expected)
     for level in (1, 2, None):
         assert run(llm) == expected[method]
         num_right.append(sum(stats_of(llm).drafts.accepted))
-        (states,) = worker._drafter.kept_states
+        (states,) = worker.runner.drafter.kept_states
         sizes = int(weight.count_nonzero()), int(states.count_nonzero())
         if level is not None:
             llm.sleep(level)

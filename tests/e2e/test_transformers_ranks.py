@@ -10,11 +10,10 @@ import transformers
 from tests.e2e.ranks import ENGINE, assert_same, generate
 from tests.e2e.test_transformers_model import make, needs_backend, skip_if_attention_is_fixed
 from tests.executor.thread_ranks import ThreadRanks
-from tests.reach import core_of, executor_of
+from tests.reach import core_of, executor_of, leave_weights_unpacked
 from vllm import LLM
 from vllm.engine import engine_core
 from vllm.errors import ConfigError
-from vllm.worker.cpu.worker import CPUWorker
 
 pytestmark = needs_backend
 MORE_BLOCKS = ENGINE | {"num_gpu_blocks_override": 60, "model_impl": "transformers"}
@@ -54,7 +53,7 @@ def test_ranks_and_stages_give_the_tokens_of_one(model_type, tensor, stages, tmp
 
 
 def test_a_rank_has_its_part_of_a_planned_layer_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(CPUWorker, "_dense_format", lambda _: None)  # weights stay unpacked tensors
+    leave_weights_unpacked(monkeypatch)
     llm = on_ranks(make("smollm3", tmp_path), monkeypatch, tensor_parallel_size=2)
     for worker in executor_of(llm).workers:
         layers = dict(worker.runner.model.named_modules())

@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine.fakes import make_config
 from tests.fake_core import FakeCoreClient, FakeEngineCore, fake_clients
+from tests.reach import num_admitted_of, set_request_timeout
 from tests.utils.test_deadline_worker import ends_within
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.input import background_tokenizer, preparation
@@ -154,7 +155,7 @@ def test_a_request_that_the_core_cannot_read_is_refused_alone(run, n):
                 pass
         assert (await other)[-1].finished
         assert (await collect(engine))[-1].finished
-        assert engine.num_unfinished_requests == 0 and engine._requests._admission.num_waiting == 0
+        assert engine.num_unfinished_requests == 0 and num_admitted_of(engine) == 0
 
     run(check)
 
@@ -261,7 +262,7 @@ def test_a_request_that_takes_too_long_is_ended(run):
         client.turn()
         await until(lambda: not client.has_messages)
         assert not client.core.running
-        engine._requests._timeout = 120.0
+        set_request_timeout(engine, 120.0)
         assert (await collect(engine, "quick"))[-1].finished
 
     run(check, limits=AdmissionLimits(request_timeout=0.02))

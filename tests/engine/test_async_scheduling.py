@@ -36,17 +36,17 @@ def run_steps(
 )
 def test_it_pays_where_the_host_has_a_share_worth_hiding(clock, host_s, wait_s, pays):
     policy = AsyncSchedulingPolicy(True)
-    assert not policy.should_run_ahead  # the policy has measured nothing yet
+    assert not policy.should_schedule_ahead  # the policy has measured nothing yet
     run_steps(policy, clock, host_s, wait_s)
-    assert policy.should_run_ahead == pays
+    assert policy.should_schedule_ahead == pays
 
 
 def test_it_follows_a_load_that_changes(clock):
     policy = AsyncSchedulingPolicy(True)
     run_steps(policy, clock, 1e-3, 2e-3)
-    assert policy.should_run_ahead
+    assert policy.should_schedule_ahead
     run_steps(policy, clock, 1e-3, 100e-3)
-    assert not policy.should_run_ahead
+    assert not policy.should_schedule_ahead
 
 
 def test_an_idle_hour_is_no_work_of_the_host(clock):
@@ -55,10 +55,10 @@ def test_an_idle_hour_is_no_work_of_the_host(clock):
     policy.idle()
     run_steps(policy, clock, 3600, 50e-3, count=1)
     run_steps(policy, clock, 0.1e-3, 50e-3, count=1)
-    assert not policy.should_run_ahead
+    assert not policy.should_schedule_ahead
 
 
 def test_switched_off_it_never_pays(clock):
     policy = AsyncSchedulingPolicy(False, min_share=0)
     run_steps(policy, clock, 1, 1)
-    assert not policy.should_run_ahead
+    assert not policy.should_schedule_ahead

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.engine.fakes import make_config
 from tests.engine.test_async_llm_engine import collect, params, until
 from tests.fake_core import FakeCoreClient, FakeEngineCore, fake_clients
+from tests.reach import startups_of
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.metrics.registry import expose
 from vllm.engine.process.admission import AdmissionLimits
@@ -445,7 +446,7 @@ def test_a_start_lasts_as_long_as_that_of_the_slowest_replica():
     parallel = replace(make_config().parallel, data_parallel_size=3)
     ignore = {"on_output": print, "on_refused": print, "on_lost": print}
     replicas = CoreReplicas(parallel, 0, **ignore)
-    first, second, third = (each.startup for each in replicas._all)
+    first, second, third = startups_of(replicas)
     first.report("warm-up: prefill buckets", 2, 9, 40.0)
     second.report("warm-up: prefill buckets", 3, 9, 60.0)
     assert replicas.startup.eta_seconds is None  # the third replica has not reported anything yet

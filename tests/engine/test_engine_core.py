@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.engine.test_background_warm_up import FakeSteps
-from tests.reach import replace_background_warm_up
+from tests.reach import host_seconds_of, replace_background_warm_up
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.engine import async_scheduling
 from vllm.engine.async_scheduling import AsyncSchedulingPolicy
@@ -107,14 +107,16 @@ class FakeExecutor(Executor):
 
 
 def make_core(
-    run_ahead: AsyncSchedulingPolicy | None = None, *, can_sleep: bool = False, **fails: Any
+    async_scheduling: AsyncSchedulingPolicy | None = None, *, can_sleep: bool = False, **fails: Any
 ) -> EngineCore:
     config = VllmConfig(
         model=ModelConfig(enable_sleep_mode=can_sleep),
         cache=CacheConfig(block_size=4),
         scheduler=SchedulerConfig(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=32),
     )
-    return EngineCore(config, FakeExecutor(**fails), run_ahead or AsyncSchedulingPolicy(False))
+    return EngineCore(
+        config, FakeExecutor(**fails), async_scheduling or AsyncSchedulingPolicy(False)
+    )
 
 
 def make_request(
@@ -276,7 +278,7 @@ def test_a_pause_between_two_loads_is_no_work_of_the_host(monkeypatch):
     for _ in range(10):
         clock.now += 0.001
         core.step()
-    assert policy.should_run_ahead
+    assert policy.should_schedule_ahead
     core.abort_requests(["a"])
     # One step is left in flight, and nobody waits for its result.
     assert core.has_unfinished_requests()
@@ -285,7 +287,7 @@ def test_a_pause_between_two_loads_is_no_work_of_the_host(monkeypatch):
     core.add_request(make_request("b", max_tokens=20))
     for _ in range(20):
         core.step()
-    assert not policy.should_run_ahead
+    assert not policy.should_schedule_ahead
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
@@ -316,7 +318,7 @@ def test_parts_of_the_warm_up_run_between_steps_and_are_no_work_of_the_host(is_a
     for line in log:
         started, ended = started + line.startswith("execute"), ended + line.startswith("result")
         assert line != "part" or started == ended, "a step is in flight"
-    assert policy._host_s == 0
+    assert host_seconds_of(policy) == 0
 
 
 def test_a_part_of_the_warm_up_that_fails_stops_the_engine(monkeypatch):

@@ -11,7 +11,14 @@ import pytest
 import zmq
 
 from tests.core.cache_follower import CacheFollower
-from tests.reach import cached_blocks_of, core_of, next_event_number_of, pool_of
+from tests.reach import (
+    cached_blocks_of,
+    core_of,
+    next_event_number_of,
+    next_queued_number,
+    pool_of,
+    send_no_batches,
+)
 from vllm import LLM, SamplingParams
 from vllm.config import KVEventsConfig, ObservabilityConfig
 from vllm.config.fields import config_fields
@@ -136,13 +143,13 @@ def test_a_replay_has_what_is_kept_from_a_number_on(open_socket, addresses):
 
 
 def test_a_full_queue_drops_batches_and_their_numbers_show_it(open_socket, addresses, monkeypatch):
-    monkeypatch.setattr(KVEventPublisher, "_publish", lambda self, socket: socket.close())
+    send_no_batches(monkeypatch)
     publisher = KVEventPublisher(make_config(addresses, max_queue_size=2))
     for _ in range(5):
         publisher.publish([AllBlocksCleared()])
-    waiting = [publisher._queue.get_nowait()[0] for _ in range(2)]
+    waiting = [next_queued_number(publisher) for _ in range(2)]
     publisher.publish([AllBlocksCleared()])
-    assert [*waiting, publisher._queue.get_nowait()[0]] == [0, 1, 5]
+    assert [*waiting, next_queued_number(publisher)] == [0, 1, 5]
     publisher.close()
 
 

@@ -5,10 +5,10 @@ import os
 import random
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from tests.engine.test_engine_core import FakeExecutor
 from tests.engine.test_replica_router import make_request
 from tests.exhaustive import seeds
 from vllm.config import ConnectorConfig, KVTransferConfig
@@ -16,12 +16,13 @@ from vllm.core.kv.block_hash import block_hashes
 from vllm.core.kv.cache_events import CacheEventLog
 from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.request_queue import RequestQueue
-from vllm.distributed.kv_transfer import KVConnector, block_folder
+from vllm.distributed.kv_transfer import KVConnector, block_folder, tiers
 from vllm.distributed.kv_transfer.block_folder import BlockFolder
 from vllm.distributed.kv_transfer.block_format import compose
 from vllm.distributed.kv_transfer.choose import make_connector
 from vllm.distributed.kv_transfer.host_blocks import HostBlocks
 from vllm.distributed.kv_transfer.tiers import TieredConnector
+from vllm.engine import engine_core
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.engine_core import EngineCore
 from vllm.errors import ConfigError
@@ -127,8 +128,12 @@ def test_other_files_below_the_folder_are_left_alone(tmp_path):
 
 
 def test_leftovers_and_files_of_a_wrong_clock_are_removed_first(tmp_path, monkeypatch):
-    folder = BlockFolder(str(tmp_path), 20_000, clock=lambda: 100_000.0)
-    folder.open("model")
+    def with_limit(max_bytes):
+        folder = BlockFolder(str(tmp_path), max_bytes, clock=lambda: 100_000.0)
+        folder.open("model")
+        return folder
+
+    folder = with_limit(20_000)
     for number, key in enumerate(KEYS[:12]):
         folder.write(key, [bytes(1000)])
         os.utime(file_of(tmp_path, key), (number, 900_000 if number > 9 else 50_000))
@@ -139,8 +144,7 @@ def test_leftovers_and_files_of_a_wrong_clock_are_removed_first(tmp_path, monkey
         os.utime(path, (used_at, used_at))
     folder.remove_oldest()
     assert new.exists() and not old.exists() and sum(map(folder.has, KEYS)) == 12
-    folder._max_bytes = 12_000
-    folder.remove_oldest()
+    with_limit(12_000).remove_oldest()
     assert [number for number in range(12) if not folder.has(KEYS[number])][-2:] == [10, 11]
     # Files that cannot be deleted are not counted as deleted.
     unlink, kept = os.unlink, [file_of(tmp_path, key) for key in KEYS if folder.has(key)]
@@ -151,8 +155,7 @@ def test_leftovers_and_files_of_a_wrong_clock_are_removed_first(tmp_path, monkey
         unlink(path)
 
     monkeypatch.setattr(os, "unlink", refuse)
-    folder._max_bytes = 2_000
-    folder.remove_oldest()
+    with_limit(2_000).remove_oldest()
     assert [path for path in kept if path.exists()] == kept[:1]
 
 
@@ -258,11 +261,12 @@ class Lazy:
     shutdown = result
 
 
-def test_what_is_read_while_the_weights_change_is_not_taken_for_blocks_of_the_new_ones(tmp_path):
+def test_what_is_read_while_the_weights_change_is_not_taken_for_blocks_of_the_new_ones(
+    tmp_path, monkeypatch
+):
     make_folder(tmp_path).write(KEYS[0], BLOCK)
+    monkeypatch.setattr(tiers, "ThreadPoolExecutor", lambda *_: Lazy())
     connector = make_tiers(tmp_path)
-    connector._thread.shutdown()
-    connector._thread = Lazy()
     assert connector.prefetch(KEYS[:1]) is not None
     connector.open("other weights")
     assert connector.load(KEYS[:1]) == []
@@ -464,15 +468,21 @@ def test_a_user_may_bring_a_connector(name, message):
 OFFLOAD = ConnectorConfig(kv_transfer_config={"kv_connector": "OffloadingConnector"})
 
 
-def test_it_is_refused_for_a_model_with_windows_whose_workers_are_shut_down():
-    ended = []
-    core = SimpleNamespace(
-        _connector=object(),
-        executor=SimpleNamespace(
-            cache_windows=(None, 64), shutdown=lambda: ended.append("workers")
-        ),
-        _close_connections=lambda: ended.append("connector"),
-    )
+class WindowedExecutor(FakeExecutor):
+    """Has workers whose model has sliding windows."""
+
+    def start(self):
+        num_blocks = super().start()
+        self.cache_windows = (None, 64)
+        return num_blocks
+
+
+def test_it_is_refused_for_a_model_with_windows_whose_workers_are_shut_down(monkeypatch):
+    connector, executor, ended = make_tiers(None), WindowedExecutor(), []
+    monkeypatch.setattr(engine_core, "make_connector", lambda config: connector)
+    monkeypatch.setattr(executor, "shutdown", lambda: ended.append("workers"))
+    monkeypatch.setattr(connector, "close", lambda: ended.append("connector"))
+    config = EngineArgs(kv_transfer_config={"kv_connector": "OffloadingConnector"})
     with pytest.raises(ConfigError, match="sliding-window"):
-        EngineCore._make_transfer(core, None)
+        EngineCore(config.create_engine_config(), executor)
     assert ended == ["workers", "connector"]

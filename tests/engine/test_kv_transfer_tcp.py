@@ -14,7 +14,7 @@ import pytest
 
 from tests.reach import port_of
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer import block_peers
+from vllm.distributed.kv_transfer import block_peers, tcp
 from vllm.distributed.kv_transfer.block_format import compose
 from vllm.distributed.kv_transfer.block_peers import (
     BLOCK,
@@ -84,7 +84,7 @@ def test_a_producer_asks_nobody_and_a_consumer_sends_nothing():
     with connector(kv_role="kv_producer") as made:
         assert made.prefetch(KEYS) is None
     with consumer(1) as made:
-        assert made._server is None
+        assert port_of(made) is None
 
 
 def test_blocks_of_another_model_are_not_sent(capsys):
@@ -230,21 +230,25 @@ class SlowPeer:
         return list(zip(keys, BLOCKS, strict=False))
 
 
-def test_what_comes_while_the_weights_change_is_not_taken_for_blocks_of_the_new_ones():
-    with consumer() as made:
-        made._peers = [SlowPeer(lambda: made.open("new weights"))]
+def test_what_comes_while_the_weights_change_is_not_taken_for_blocks_of_the_new_ones(monkeypatch):
+    peer = SlowPeer(lambda: made.open("new weights"))
+    monkeypatch.setattr(tcp, "BlockPeer", lambda *_: peer)
+    with consumer(1) as made:
         assert fetched(made, KEYS) == []
 
 
-def test_requests_with_the_same_prompt_fetch_its_blocks_once():
+def test_requests_with_the_same_prompt_fetch_its_blocks_once(monkeypatch):
     go = threading.Event()
-    with consumer() as made:
-        made._peers = [SlowPeer(go.wait)]
+    peer = SlowPeer(go.wait)
+    monkeypatch.setattr(tcp, "BlockPeer", lambda *_: peer)
+    with consumer(1) as made:
         first, second = made.prefetch(KEYS), made.prefetch(KEYS)
         go.set()
         assert first is second and first.result() is None
-        assert made._peers[0].num_asked == 1 and made.load(KEYS) == BLOCKS
-        assert made.prefetch(KEYS) is None and not made._fetches
+        assert peer.num_asked == 1 and made.load(KEYS) == BLOCKS
+        assert made.prefetch(KEYS) is None
+        made.drop(KEYS)
+        assert fetched(made, KEYS) == BLOCKS and peer.num_asked == 2, "the fetch was forgotten"
 
 
 # ---- settings ------------------------------------------------------------------------------

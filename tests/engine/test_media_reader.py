@@ -1,10 +1,13 @@
 """Test media that several requests wait for, and the cache of read media."""
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from tests.reach import unfinished_reads_of
+from vllm.engine.input import media_reader
 from vllm.engine.input.media_input import read_media
 from vllm.engine.input.media_reader import MediaReader, PixelCache
 from vllm.errors import RequestError
@@ -30,6 +33,13 @@ class Workers:
         self.started: list[str] = []
         self.cancelled: list[str] = []
         self.may_end = asyncio.Event()
+        self.is_closed = False
+
+    def start_in_background(self) -> None:
+        """Do nothing: there are no processes."""
+
+    def close(self) -> None:
+        self.is_closed = True
 
     async def run(self, source: MediaSource) -> EncoderInput:
         self.started.append(source.where)
@@ -59,18 +69,19 @@ def prompt(*names: str):
 
 
 @pytest.fixture
-def run():
+def run(monkeypatch):
     """Run a test in an event loop, with a reader and its workers."""
 
     def run(test, cache_bytes=100):
         async def main():
             reader, workers, before = MediaReader(Prompts), Workers(), asyncio.all_tasks()
-            reader.cache, reader._workers = PixelCache(cache_bytes), workers
+            monkeypatch.setattr(media_reader, "MediaWorkers", lambda *_, **__: workers)
+            reader.prepare(SimpleNamespace(family="any", cache_bytes=cache_bytes, job_arguments={}))
             try:
                 await test(reader, workers)
             finally:
-                reader._thread.shutdown()
-            assert not reader._reading
+                reader.shutdown()
+            assert workers.is_closed and not unfinished_reads_of(reader)
             assert asyncio.all_tasks() == before, "no task is left"
 
         asyncio.run(asyncio.wait_for(main(), HANGS_S))

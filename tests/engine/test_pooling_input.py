@@ -32,7 +32,7 @@ def make(tokenizer: Any, pooler: PoolerConfig | None = EMBED, num_types: int = 2
 
 
 def ids_of(processor: InputProcessor, prompt: Any, **params: Any) -> list[int]:
-    _, request = processor.process_pooling("a", prompt, PoolingParams(**params))
+    _, request = processor.pooling.process("a", prompt, PoolingParams(**params))
     assert request.max_total_tokens == len(request.prompt_token_ids) + 1
     return request.prompt_token_ids
 
@@ -106,7 +106,7 @@ def test_dimensions_are_those_of_the_model(sizes, dimensions, message, tokenizer
     pooler = replace(EMBED, is_matryoshka=True, matryoshka_dimensions=sizes)
     processor = make(tokenizer, pooler)
     if message is None:
-        _, request = processor.process_pooling("a", "w7", PoolingParams(dimensions=dimensions))
+        _, request = processor.pooling.process("a", "w7", PoolingParams(dimensions=dimensions))
         assert request.pooling_params == PoolingParams(dimensions=dimensions)
     else:
         with pytest.raises(RequestError, match=message):
@@ -117,7 +117,7 @@ def test_the_wrong_kind_of_model_is_told_with_advice(tokenizer):
     with pytest.raises(RequestError, match=r"does not generate.*task 'embed'.*LLM\.embed"):
         make(tokenizer).process("a", "w7", SamplingParams())
     with pytest.raises(RequestError, match=r"this model generates.*LLM\.generate.*task='embed'"):
-        make(tokenizer, None).process_pooling("a", "w7", PoolingParams())
+        make(tokenizer, None).pooling.process("a", "w7", PoolingParams())
 
 
 @pytest.mark.parametrize("texts", [("", "w7"), ("w7", ""), ("", "")])

@@ -143,7 +143,7 @@ def test_embeddings_are_a_whole_prompt_and_for_generation_only():
     with pytest.raises(RequestError, match="a pooling model does not accept embeddings"):
         processor.prompts.tokenize({"prompt_embeds": EMBEDS})
     with pytest.raises(RequestError):
-        processor.process_pooling("r", {"prompt_embeds": EMBEDS}, PoolingParams())
+        processor.pooling.process("r", {"prompt_embeds": EMBEDS}, PoolingParams())
 
 
 def test_samples_of_a_prompt_send_its_embeddings_once(monkeypatch):

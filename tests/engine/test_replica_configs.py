@@ -26,7 +26,7 @@ def machine(monkeypatch):
     """Simulate a machine of eight cores and 64 GiB; `bind` sets VLLM_CPU_OMP_THREADS_BIND."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(replicas, "usable_cores", lambda: frozenset(range(8)))
-    monkeypatch.setattr(replicas, "by_place", sorted)
+    monkeypatch.setattr(replicas, "by_topology", sorted)
     monkeypatch.setattr(type(resolve_platform("cpu")), "free_memory_bytes", lambda self: 64 << 30)
 
     def bind(text):

@@ -222,6 +222,18 @@ def test_a_full_warm_up_cannot_be_left_out(resolve):
         ({"VLLM_GRAPH_PROMPT_RATIO": "1"}, False, []),
         ({"VLLM_GRAPH_RESERVED_MEM": "0.5"}, True, ["GRAPH_RESERVED_MEM"]),
         ({"VLLM_CONFIG_HIDDEN_LAYERS": "4", "PT_HPU_LAZY_MODE": "0"}, False, ["CONFIG_HIDDEN"]),
+        ({"VLLM_GRAPH_PROMPT_STRATEGY": "max_bs"}, False, []),
+        (
+            {"VLLM_GRAPH_PROMPT_STRATEGY": "max_bs", "VLLM_SKIP_WARMUP": "1"},
+            False,
+            ["GRAPH_PROMPT_STRATEGY=max_bs"],
+        ),
+        (
+            {"VLLM_HPU_SIM_STRICT": "1", "VLLM_HPU_SIM_ABSENT": "metrics"},
+            False,
+            ["HPU_SIM_STRICT=1", "HPU_SIM_ABSENT=metrics"],
+        ),
+        ({"VLLM_HPU_SIM_STRICT": "1", "VLLM_HPU_SIM": "gaudi2"}, False, []),
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ from vllm.bucketing.traffic import TrafficTable
 from vllm.cost_model.padded import forward_seconds
 from vllm.cost_model.run_times import RunEngine, parse_run_times
 from vllm.cost_model.throughput import ModelFigures
+from vllm.engine.metrics import traffic_metrics
 from vllm.engine.metrics.engine_metrics import EngineMetrics
 from vllm.engine.metrics.replica_metrics import ReplicaMetrics, sum_stats
 from vllm.engine.metrics.traffic_metrics import BucketAdvice, TrafficFile
@@ -134,12 +135,26 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
     assert line.endswith("traffic.json again")
     path = tmp_path / "missing" / "traffic.json"
     assert TrafficTable.load(path).num_launches == 2
-    older = metrics.traffic_table.copy()
-    report(metrics, 3, *DECODE)
-    file.write()
-    file._write(older, {})  # a thread that was late writes an older table
-    assert TrafficTable.load(path).num_launches == 3
     assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_a_thread_that_is_late_overwrites_nothing_newer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics, late, now = make_metrics(), [], 0.0
+    monkeypatch.setattr(
+        traffic_metrics, "start_in_time_slices", lambda write, name: late.append(write)
+    )
+    path = tmp_path / "traffic.json"
+    file = TrafficFile(path, metrics, clock=lambda: now)
+    report(metrics, 1, *DECODE)
+    now = traffic_metrics.WRITE_INTERVAL_S
+    file.write_if_due()
+    report(metrics, 2, *DECODE)
+    file.write()
+    [write] = late
+    write()
+    assert TrafficTable.load(path).num_launches == 2
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from vllm.engine.process.wire import (
     AbortRequests,
     AddRequests,
     CallCore,
-    CallResult,
     CoreFailed,
     CoreOutput,
     CoreProgress,
@@ -24,6 +23,7 @@ from vllm.engine.process.wire import (
 from vllm.errors import CapacityError, RequestError, WorkerCallError
 from vllm.message_codec import (
     CallError,
+    CallResult,
     decode_arguments,
     decode_value,
     encode_arguments,

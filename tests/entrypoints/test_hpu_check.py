@@ -24,7 +24,6 @@ from vllm.entrypoints.cli.main import main
 from vllm.hpu_check import CHECKS, NAMES, collectives, device, run, stopwatch
 from vllm.hpu_check.check import Outcome, run_check
 from vllm.hpu_check.programs import check_compile_counting
-from vllm.platforms import hpu
 from vllm.platforms.habana.real import RealBridge
 from vllm.sample.restrictions.masks import TokenMasks
 from vllm.worker.hpu.launches.device_tokens import DeviceTokens
@@ -368,7 +367,7 @@ def test_kernels_of_the_real_bridge_are_called_as_documented(vendor, name, monke
 
 def test_a_card_that_does_not_open_fails_once(environment, capsys, monkeypatch):
     environment(LAZY)
-    monkeypatch.setattr(hpu, "_open_simulation", raise_two_lines)
+    monkeypatch.setattr("gaudi_sim.bridge.SimBridge", raise_two_lines)
     code, rows = check(capsys)
     assert code == 1
     assert rows.pop("device") == ("fail", "RuntimeError: synapse says no")
@@ -436,7 +435,7 @@ bridge = SimpleNamespace(
     now_s=lambda: now_s,
 )
 rates = measure_links(bridge, SimpleNamespace(size=4, all_reduce=sum_up))
-collectives._rates_file(sys.argv[3]).write_text(json.dumps(rates))
+collectives.rates_file(sys.argv[3]).write_text(json.dumps(rates))
 """
     monkeypatch.setattr(collectives, "RANK_PROGRAM", program)
     monkeypatch.setattr(run, "CHECKS", {"memory": CHECKS["memory"]})

@@ -161,7 +161,7 @@ def test_scaled_weights_mean_the_same_model(dense, family):
         quantized_names = {name for name in linears if "gate." not in f"{name}."[-6:]}
         before = {name: linear.weight.clone() for name, linear in linears.items()}
         grid = Grid(bits=4, group_size=16, is_symmetric=False)
-        run._scale_inputs(FAMILIES[AWQ[family]], layer, inputs, grid, quantized_names)
+        run.scale_inputs(FAMILIES[AWQ[family]], layer, inputs, grid, quantized_names)
         num_changed += sum(not torch.equal(before[n], linears[n].weight) for n in linears)
     assert num_changed >= 4
     torch.testing.assert_close(model(ids).logits, want, rtol=0, atol=2e-3)

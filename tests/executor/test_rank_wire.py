@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.reach import looks_for_messages, replace_rank_server
 from vllm.executor.ranks import rank_process
 from vllm.executor.ranks.rank_process import RankLoop
 from vllm.executor.ranks.rank_wire import (
@@ -109,15 +110,14 @@ class OneStep:
     ("expects_step", "long_s", "looks"), [(True, 0.0, 1), (True, 60.0, 0), (False, 0.0, 0)]
 )
 def test_a_rank_looks_for_the_next_step_after_a_long_one(monkeypatch, expects_step, long_s, looks):
-    found, look = [], RankLoop._look_for_message
     monkeypatch.setattr(rank_process, "LONG_STEP_S", long_s)
     # With this interval, the rank must notice at once that the engine has left.
     monkeypatch.setattr(rank_process, "LOOK_S", 3600.0)
-    monkeypatch.setattr(RankLoop, "_look_for_message", lambda each: found.append(look(each)))
+    found = looks_for_messages(monkeypatch)
     engine, rank = socket.socketpair()
     with rank:
         loop = RankLoop(rank, 0, 0)
-        loop._server = OneStep(engine, expects_step=expects_step)
+        replace_rank_server(loop, OneStep(engine, expects_step=expects_step))
         engine.sendall(framed(ReleaseRequests(request_ids=["a"])))
         loop.run()
     assert len(found) == looks

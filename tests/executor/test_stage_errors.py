@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from torch.distributed import HashStore
 
-from tests.reach import replace_worker
+from tests.reach import replace_ray, replace_worker, set_has_media
+from vllm.distributed import Rendezvous
 from vllm.engine.arg_utils import EngineArgs
 from vllm.executor.external import ExternalExecutor
 from vllm.executor.ranks.rank_wire import StepResult
@@ -63,8 +64,7 @@ class Answers:
 def test_ray_waits_for_the_result_of_both_stages(order):
     executor = RayExecutor(config_of("ray"))
     ray = Answers(order)
-    executor._ray, executor._actors = ray, [SimpleNamespace(handle=ray)] * 2
-    executor._unread = {"told 1": 0}
+    replace_ray(executor, ray, [SimpleNamespace(handle=ray)] * 2, unread={"told 1": 0})
     assert is_joined(executor.finish_step(["first", "last"]))
     assert len(ray.sent) == 1, "the first stage is told the tokens"
 
@@ -75,17 +75,19 @@ def test_every_process_of_a_launcher_gets_the_errors_of_the_first_stage(has_medi
         monkeypatch.setenv(name, value)
     executors = []
     store = HashStore()
+    monkeypatch.setattr(Rendezvous, "at", lambda *_, **__: SimpleNamespace(store=store))
     for rank in (0, 1):
         monkeypatch.setenv("RANK", str(rank))
         executor = ExternalExecutor(config_of("external_launcher"))
-        executor._has_media, executor._rendezvous = has_media, SimpleNamespace(store=store)
-        replace_worker(executor, SimpleNamespace(record_tokens=lambda tokens: None))
+        set_has_media(executor, has_media)
+        step = SimpleNamespace(result=lambda rank=rank: (FIRST, LAST)[rank])
+        replace_worker(
+            executor,
+            SimpleNamespace(execute_model=lambda _, step=step: step, record_tokens=lambda _: None),
+        )
         executors.append(executor)
-    handles = [SimpleNamespace(result=lambda given=given: given) for given in (FIRST, LAST)]
     with ThreadPoolExecutor(2) as threads:
         for _ in range(9):  # values that all ranks have read are removed from the store
-            found = threads.map(
-                lambda pair: pair[0]._share_result(pair[1]), zip(executors, handles, strict=True)
-            )
+            found = threads.map(lambda each: each.execute_model(None).result(), executors)
             assert [is_joined(output) for output in found] == [has_media] * 2
     assert store.num_keys() < 15

@@ -16,7 +16,7 @@ import pytest
 
 from tests.core.helpers import make_request
 from tests.hpu import captured_log
-from tests.reach import replace_worker
+from tests.reach import record_tokens, replace_worker
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.executor.step_thread import StepThread
 from vllm.executor.uniproc import UniProcExecutor
@@ -134,8 +134,7 @@ def executor_of(worker: HoldingWorker) -> UniProcExecutor:
         scheduler=SchedulerConfig(max_model_len=16, max_num_seqs=4, max_num_batched_tokens=16),
     )
     executor = UniProcExecutor(config)
-    replace_worker(executor, worker)
-    executor._thread = StepThread(worker)
+    replace_worker(executor, worker, StepThread(worker))
     return executor
 
 
@@ -143,7 +142,7 @@ def executor_of(worker: HoldingWorker) -> UniProcExecutor:
     ("act", "name"),
     [
         (lambda executor: executor.release(["unknown"]), "releasing finished requests"),
-        (lambda executor: executor._record_tokens(None), "recording the tokens of another rank"),
+        (lambda executor: record_tokens(executor, None), "recording the tokens of another rank"),
     ],
 )
 def test_a_failure_whose_result_nobody_reads_is_logged_and_ends_the_steps(act, name):

@@ -1,5 +1,6 @@
 """Test how the C++ kernels are built and loaded, and running without them."""
 
+import ctypes
 import importlib.util
 import os
 import shutil
@@ -99,6 +100,83 @@ def test_kernels_build_from_source_and_need_no_library_but_the_c_ones(setup_modu
     assert out == "True\n"
     assert b"GOMP_" not in library.read_bytes()
     assert b"libgomp" not in library.read_bytes()
+
+
+HAS_COMPILER = shutil.which("c++") is not None
+STUB = """
+#include "processor.h"
+#include "abi.h"
+namespace vllm_base {
+extern const vllm_cpu::Kernel kernels[] = {{}};
+extern const vllm_cpu::Type types[] = {{}};
+}
+namespace vllm_older { extern const vllm_cpu::Kernel kernels[] = {{}}; }
+namespace vllm_cpu {
+bool processor_has_amx() { return false; }
+bool can_use_amx(const Kernel*, const Kernel*) { return false; }
+const char* amx_notice() { return nullptr; }
+}
+"""
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("isas", "chosen", "missed"),
+    [
+        ("LEFT_OUT(newer, true) ISA(older, true)", b"older", b"newer"),
+        ("LEFT_OUT(newer, false) ISA(older, true)", b"older", None),
+        ("ISA(older, true) LEFT_OUT(oldest, true)", b"older", None),
+    ],
+)
+def test_a_library_of_another_processor_names_the_kernels_that_are_missing(
+    isas, chosen, missed, tmp_path
+):
+    library = tmp_path / "dispatch.so"
+    (tmp_path / "stub.cpp").write_text(STUB)
+    subprocess.run(
+        ["c++", "-std=c++17", "-shared", "-fPIC", f"-I{ROOT}/csrc/cpu", f"-DVLLM_ISAS={isas}",
+         "-DVLLM_TEST_ISAS=", '-DVLLM_BUILD="a"', str(ROOT / "csrc/cpu/dispatch.cpp"),
+         str(tmp_path / "stub.cpp"), "-o", str(library)],
+        check=True,
+    )  # fmt: skip
+    dispatch = ctypes.CDLL(str(library))
+    dispatch.vllm_cpu_isa.restype = dispatch.vllm_cpu_notice.restype = ctypes.c_char_p
+    assert dispatch.vllm_cpu_set_isa(None)
+    assert dispatch.vllm_cpu_isa() == chosen
+    assert not dispatch.vllm_cpu_set_isa(b"newer")
+    notice = dispatch.vllm_cpu_notice()
+    assert notice is None if missed is None else b"processor has " + missed in notice
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
+def test_a_build_in_place_has_the_kernels_of_this_processor(setup_module, monkeypatch, tmp_path):
+    isas = ["amx", "avx512", "avx2"]
+    table = [setup_module.InstructionSet(name, "", "true") for name in isas]
+    monkeypatch.setattr(setup_module, "ISAS", {setup_module.platform.machine().lower(): table})
+    commands = []
+
+    def run(command: list[str]) -> str:
+        commands.append(command)
+        return "avx2" if command == [str(tmp_path / "native_isas")] else ""
+
+    monkeypatch.setattr(setup_module, "run", run)
+    setup_module.build_kernels(tmp_path, tmp_path / "kernels.so", is_native=True)
+    compiled = {arg for command in commands for arg in command if arg.startswith("-DVLLM_ISA=")}
+    assert compiled == {"-DVLLM_ISA=vllm_base", "-DVLLM_ISA=vllm_avx2"}
+    rows = "-DVLLM_ISAS=LEFT_OUT(amx, true) LEFT_OUT(avx512, true) ISA(avx2, true)"
+    assert any(rows in command for command in commands)
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
+def test_the_processor_is_asked_what_it_runs(setup_module, monkeypatch, tmp_path):
+    machine = setup_module.platform.machine().lower()
+    rows = [("has", "1 < 2"), ("lacks", "2 < 1")]
+    table = [setup_module.InstructionSet(name, "", runs_here) for name, runs_here in rows]
+    monkeypatch.setitem(setup_module.ISAS, machine, table)
+    assert setup_module.isas_here(["c++"], tmp_path) == table[:1]
+    # A compiler that does not know a feature of a new processor compiles what it can.
+    table.append(setup_module.InstructionSet("unknown", "", 'HAS("avx99")'))
+    assert setup_module.isas_here(["c++"], tmp_path) == table
 
 
 @pytest.mark.skipif(load_cpu_kernels() is None, reason="the C++ kernels are not built")

@@ -50,7 +50,7 @@ GIB, MIB = 2**30, 2**20
 ROOT = Path(__file__).parents[2]
 
 DENSE = (
-    *("llama", "qwen2", "gemma2", "opt", "mixtral", "gpt_oss", "deepseek_v2", "bamba"),
+    *("llama", "qwen2", "gemma2", "opt", "mixtral", "gpt_oss", "deepseek_v2", "bamba", "mamba"),
     "falcon_7b",
 )
 ORDERED = tuple(name for name in FORMATS if name.endswith("-order"))

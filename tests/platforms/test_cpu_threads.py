@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.platforms.cpu_threads import (
     SMALL_MODEL_BYTES,
-    by_place,
+    by_topology,
     count_physical,
     count_threads,
     equal_shares,
@@ -123,9 +123,9 @@ def test_nodes_and_physical_cores_are_read(tmp_path):
 
 def test_ranks_get_neighbouring_cores_of_one_node(tmp_path):
     system = machine(tmp_path, TWO_SOCKETS)
-    shares = equal_shares(by_place(range(16), system), 2)
+    shares = equal_shares(by_topology(range(16), system), 2)
     assert [nodes_of(share, system / "node") for share in shares] == [[0], [1]]
-    shares = equal_shares(by_place(range(16), system), 8)
+    shares = equal_shares(by_topology(range(16), system), 8)
     assert [count_physical(share, system) for share in shares] == [1] * 8
 
 
@@ -220,8 +220,8 @@ def test_cores_are_sorted_by_node_and_socket_and_physical_core(tmp_path):
     # (package, core) of processors 0 to 5.
     places = [(0, 0), (1, 0), (0, 1), (1, 1), (0, 0), (1, 0)]
     system = machine(tmp_path, [(0, package, core, "0") for package, core in places])
-    assert by_place(range(6), system) == [0, 4, 2, 1, 5, 3]
-    assert by_place([3, 1], tmp_path / "none") == [1, 3]
+    assert by_topology(range(6), system) == [0, 4, 2, 1, 5, 3]
+    assert by_topology([3, 1], tmp_path / "none") == [1, 3]
 
 
 NEW_MEMORY = """
@@ -253,7 +253,7 @@ def test_ranks_on_two_nodes_divide_the_cores_and_one_worker_spreads_its_memory(m
     affinity, spread = [], []
     cores = frozenset(range(8))
     monkeypatch.setattr(cpu_worker, "usable_cores", lambda: cores)
-    monkeypatch.setattr(cpu_worker, "by_place", sorted)
+    monkeypatch.setattr(cpu_worker, "by_topology", sorted)
     monkeypatch.setattr(cpu_worker, "nodes_of", lambda found: [0, 1])
     monkeypatch.setattr(cpu_worker, "interleave", lambda nodes: spread.append(nodes) or True)
     monkeypatch.setattr(cpu_worker.os, "sched_setaffinity", lambda _, found: affinity.append(found))

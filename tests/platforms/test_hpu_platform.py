@@ -1,6 +1,7 @@
 """Test which device is chosen, and the answers of the HPU platform."""
 
 import importlib
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.hpu import captured_log
+from tests.loops import loop_over
 from tests.reach import use_device_nodes
 from vllm import envs
 from vllm.env import ranks
@@ -148,12 +150,11 @@ def test_a_card_that_is_taken_is_an_error_of_one_line(
 
 def test_too_few_cards_name_all_sizes_that_need_them(environment, card, vendor):
     environment()
-    with pytest.raises(ConfigError) as failure:
-        create_hpu_platform().set_rank(3, 4)
-    assert (
-        "needs 4 cards of this machine (tensor_parallel_size * pipeline_parallel_size is 4), but "
-        "there are only 1. Lower one of the two" in str(failure.value)
-    )
+    platform = create_hpu_platform()
+    for use in (lambda: platform.set_rank(3, 4), lambda: platform.check_present(4)):
+        with pytest.raises(ConfigError, match="needs 4 cards of this machine, one for each"):
+            use()
+    platform.check_present(1)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +162,7 @@ def test_too_few_cards_name_all_sizes_that_need_them(environment, card, vendor):
     [
         ("{}/recipes,false,8GB", "expected `path,delete at start,size in MB`"),
         ('"{}/recipes,false,8"', "expected `path,delete at start,size in MB`"),
+        ("~/recipes,false,8", r"does not replace ~ by a home folder\. Write the whole path"),
         ("{}/recipes,8192,false", "expected `path,delete at start,size in MB`"),
         ("{}/file/recipes", r"file/recipes cannot be created: Not a directory\. Name a folder"),
     ],
@@ -183,6 +185,37 @@ def test_recipes_of_a_volume_that_is_read_only_are_used_with_a_warning(
     with captured_log() as log:
         _ = create_hpu_platform().bridge
     assert any("recipes that it compiles are not kept" in line for line in log)
+
+
+@loop_over(
+    "free_mb, kept_mb, is_emptied, missing_mb",
+    [(8, 0, "false", None), (6, 2, "false", None), (6, 2, "true", 2), (0, 0, "false", 8)],
+)
+def test_a_disk_with_too_little_space_for_recipes_is_reported(
+    environment,
+    card,
+    vendor,
+    tmp_path_factory,
+    monkeypatch,
+    free_mb,
+    kept_mb,
+    is_emptied,
+    missing_mb,
+):
+    folder = tmp_path_factory.mktemp("recipes")
+    (folder / "0").mkdir()
+    with (folder / "0" / "recipe").open("wb") as file:
+        file.truncate(kept_mb * 2**20)
+    usage = type(shutil.disk_usage(folder))(2**40, 0, free_mb * 2**20)
+    monkeypatch.setattr("vllm.env.recipe_folder.shutil.disk_usage", lambda path: usage)
+    environment(PT_HPU_RECIPE_CACHE_CONFIG=f"{folder},{is_emptied},8")
+    with captured_log() as log:
+        _ = create_hpu_platform().bridge
+    said = [line for line in log if "recipes may take 8 MB" in line]
+    assert len(said) == (missing_mb is not None)
+    assert all(
+        f"{free_mb} MB free. If" in line and f"Free {missing_mb} MB" in line for line in said
+    )
 
 
 def test_a_card_of_another_kind_is_refused_and_a_variant_is_not(

@@ -20,7 +20,8 @@ from vllm.env import interfaces
 from vllm.env.interfaces import check_interfaces
 from vllm.errors import ConfigError
 from vllm.platforms import hpu, registry
-from vllm.platforms.habana import nodes, versions
+from vllm.platforms.habana import host, nodes, versions
+from vllm.platforms.habana.host import HostSettings
 from vllm.platforms.habana.versions import Installed
 from vllm.platforms.hpu import create_hpu_platform
 from vllm.platforms.registry import detect_device
@@ -74,6 +75,13 @@ def refusal() -> str:
             f"the driver has 2 Gaudi cards, but this container has no node of a card. Create it "
             f"with `{IMAGE}`",
         ),
+        (
+            "8, 9",
+            ("class/accel/accel0/device",),
+            "HABANA_VISIBLE_DEVICES=8, 9 names none of the 1 ",
+        ),
+        ("0", ("class/accel/accel0/device",), "this container has no node of a card"),
+        ("0-3", (), "HABANA_VISIBLE_DEVICES=0-3 is neither `all` nor a list of indices of cards"),
         (None, ("bus/pci/0000:33:00.0",), "the PCI bus has 1 Gaudi card, but no driver uses them"),
     ],
 )
@@ -190,12 +198,72 @@ def test_collect_env_reports_a_machine_whose_bridge_cannot_be_loaded(
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "Gaudi driver: 1.20.1-97ee" in lines
     assert "Gaudi cards: 1 (modules 0)" in lines
+    assert any(line.startswith("Gaudi host: Linux ") for line in lines)
     problems = [line.partition(": ")[2] for line in lines if line.startswith("Gaudi problem")]
     assert [problem.split(",")[0] for problem in problems] == [
         "habana-torch-plugin 1.21.3.57 was built for torch 2.6.0",
         "the driver is of release 1.20.1",
     ]
     assert f"Gaudi kernels: habana_frameworks cannot be loaded: {wrong}" in lines
+
+
+# ---- settings of the host ------------------------------------------------------------------------
+
+GUIDES = {
+    "kernel": "6.8.0-45-generic",
+    "iommu": "identity",
+    "num_huge_pages": 15000,
+    "governor": "performance",
+    "balances_numa": False,
+    "shared_memory_bytes": 2**34,
+}
+"""Settings as the vendor's guides ask for them."""
+
+
+@loop_over(
+    "changes, num_ranks, problem, advice",
+    [
+        ({}, 8, None, None),
+        (dict.fromkeys(("iommu", "num_huge_pages", "governor", "balances_numa")), 8, None, None),
+        ({"shared_memory_bytes": None}, 8, None, None),
+        ({"iommu": "DMA-FQ"}, 1, "the IOMMU translates the addresses of the cards (DMA-FQ)", None),
+        ({"iommu": "DMA, identity"}, 1, "add `iommu=pt intel_iommu=on` to the command line", None),
+        ({"iommu": "DMA-FQ", "kernel": "5.15.0-100-generic"}, 1, None, None),
+        ({"shared_memory_bytes": 2**26}, 2, "has only 64 MiB, and libraries for several", None),
+        ({"shared_memory_bytes": 2**26}, 1, None, None),
+        ({"num_huge_pages": 0}, 1, None, "`sysctl -w vm.nr_hugepages=15000`"),
+        ({"governor": "powersave"}, 1, None, "the frequency governor of the processor is power"),
+        ({"balances_numa": True}, 1, None, "`sysctl -w kernel.numa_balancing=0`"),
+    ],
+)
+def test_settings_of_the_host_that_slow_cards_down_are_named(changes, num_ranks, problem, advice):
+    settings = HostSettings(**GUIDES | changes)
+    for found, wanted in ((settings.problems(num_ranks), problem), (settings.advice(), advice)):
+        assert len(found) == (wanted is not None)
+        assert (wanted or "") in "".join(found)
+
+
+def test_settings_of_the_host_are_read_and_a_start_warns_of_them(environment, machine, monkeypatch):
+    environment()
+    group = machine / "sys/class/accel/accel0/device/iommu_group"
+    group.mkdir()
+    (group / "type").write_text("DMA-FQ\n")
+    (machine / "proc").mkdir()
+    (machine / "proc/meminfo").write_text("MemTotal: 12 kB\nHugePages_Total:      12\n")
+    (machine / "proc/numa_balancing").write_text("1\n")
+    (machine / "sys/governor").write_text("powersave\n")
+    kernel = type(os.uname())(("Linux", "host", "6.8.0-45-generic", "", "x86_64"))
+    monkeypatch.setattr(host.os, "uname", lambda: kernel)
+    assert str(host.read_host()) == (
+        "Linux 6.8.0-45-generic, IOMMU DMA-FQ, 12 huge pages, frequency governor powersave, NUMA "
+        "balancing on"
+    )
+    for rank, is_warned in (("", True), ("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        with captured_log() as log:
+            _ = create_hpu_platform().bridge
+        said = "this machine is not set up for Gaudi: the IOMMU translates the addresses"
+        assert any(line.startswith(said) for line in log) == is_warned
 
 
 # ---- cards in use --------------------------------------------------------------------------------
@@ -246,7 +314,7 @@ def test_a_card_that_no_visible_process_has_may_have_another_driver(
 @loop_over(
     "devices, is_warned",
     [
-        *((devices, True) for devices in ("0", "8", "none", "void")),
+        *((devices, True) for devices in ("0", "8", "none", "void", "0-1", "hpu0")),
         *((devices, False) for devices in ("", " ", "all", "ALL", "0,1", "0, 1", "0,0")),
     ],
 )

@@ -40,6 +40,7 @@ def test_defaults_of_the_model_type_are_filled_in(tmp_path):
     assert load(write(tmp_path, shorter))["hidden_act"] == "silu"
 
 
+@pytest.mark.skipif(is_version_4(), reason="its configs do not name the types of their fields")
 def test_values_of_other_types_that_mean_the_same_are_read(tmp_path):
     config = CONFIG | {"rms_norm_eps": 1, "attention_bias": 0, "head_dim": 32.0, "mlp_bias": 4}
     found = load(write(tmp_path, config))

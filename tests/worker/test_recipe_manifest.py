@@ -13,6 +13,7 @@ from tests.reach import core_of
 from vllm import LLM, SamplingParams
 from vllm.bucketing.bucket import decode, prefill
 from vllm.config import HPUConfig
+from vllm.platforms.habana import versions
 from vllm.worker.hpu.warmup.recipe_manifest import FILE_NAME, RecipeManifest
 
 FIELDS = {"model": "/models/a", "num_blocks": "4107", "mode": "HPU graphs"}
@@ -45,7 +46,7 @@ def test_the_fields_that_differ_are_named_in_one_line(tmp_path):
     ]
 
 
-def test_recipes_of_other_weights_or_adapters_are_not_those_of_this_engine(tmp_path):
+def test_recipes_of_other_settings_or_software_are_not_those_of_this_engine(tmp_path, monkeypatch):
     config = make_config()
     hpu = replace(config.hpu, recipe_cache=f"{tmp_path},false,64")
     config = replace(config, hpu=hpu, scheduler=replace(config.scheduler, max_loras=2))
@@ -54,9 +55,15 @@ def test_recipes_of_other_weights_or_adapters_are_not_those_of_this_engine(tmp_p
         replace(config, lora=replace(config.lora, max_lora_rank=64)),
         replace(config, hpu=replace(config.hpu, merged_prefill=True)),
     )
-    RecipeManifest.of(config, "lazy", 9, 0).add([decode(1, 1)])
-    assert RecipeManifest.of(config, "lazy", 9, 0).found
-    assert not any(RecipeManifest.of(other, "lazy", 9, 0).found for other in others)
+    RecipeManifest.of(config, "lazy", 9, 0, "GAUDI2").add([decode(1, 1)])
+    assert RecipeManifest.of(config, "lazy", 9, 0, "GAUDI2").found
+    assert not RecipeManifest.of(config, "lazy", 9, 0, "GAUDI3").found
+    monkeypatch.setattr(versions, "version", lambda name: "1.24.1.12")
+    with captured_log() as log:
+        assert not RecipeManifest.of(config, "lazy", 9, 0, "GAUDI2").found
+    assert "gaudi_software is 1.24.1.12 but it was None. They are compiled again" in log[0]
+    monkeypatch.undo()
+    assert not any(RecipeManifest.of(other, "lazy", 9, 0, "GAUDI2").found for other in others)
 
 
 def test_a_damaged_or_newer_file_is_no_reason_to_fail(tmp_path):
@@ -98,7 +105,7 @@ def test_a_full_or_read_only_folder_is_a_warning_and_leaves_no_parts(tmp_path, m
             manifest.add([decode(2, 2), decode(3, 3)])
         monkeypatch.setattr(Path, "unlink", fail)
         settings = HPUConfig(recipe_cache=f"{tmp_path},true,64")
-        RecipeManifest.of(replace(make_config(), hpu=settings), "lazy", 9, 0)
+        RecipeManifest.of(replace(make_config(), hpu=settings), "lazy", 9, 0, "GAUDI2")
         monkeypatch.undo()
     written, deleted, _ = log  # the last line is about another configuration
     assert "File too large. The next start will not know" in written

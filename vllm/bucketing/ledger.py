@@ -114,6 +114,16 @@ class MemoryLedger:
         """Bytes that are in the budget of no class."""
         return self.total_bytes - sum(self._budget.values())
 
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes in use while no forward pass runs: weights, KV cache and graphs."""
+        return sum(map(self.booked, (MemoryClass.WEIGHTS, MemoryClass.KV_CACHE, *GRAPHS)))
+
+    @property
+    def launch_bytes(self) -> int:
+        """Bytes that a forward pass may use."""
+        return self.booked(MemoryClass.WORKSPACE) + self.unassigned_bytes
+
     def budget(self, cls: MemoryClass) -> int:
         """Return the budget of the class in bytes."""
         return self._budget[cls]
@@ -196,7 +206,7 @@ def open_ledger(
     """
     prompt, decode = split_graph_memory(split.graph_bytes, prompt_ratio)
     ledger = MemoryLedger(total_bytes)
-    for cls, num_bytes, is_fact in (
+    for cls, num_bytes, is_in_use in (
         (MemoryClass.WEIGHTS, weight_bytes, True),
         (MemoryClass.WORKSPACE, workspace_bytes, True),
         (MemoryClass.MARGIN, split.margin_bytes, True),
@@ -205,7 +215,7 @@ def open_ledger(
         (MemoryClass.KV_CACHE, split.num_blocks(block_bytes) * block_bytes, False),
     ):
         ledger.assign(cls, num_bytes)
-        if is_fact:
+        if is_in_use:
             ledger.book(cls, num_bytes)
     return ledger
 

@@ -50,6 +50,9 @@ class StepLimits:
     contiguous_pa: bool = False
     """A decode may read the cache as one slice, up to its highest block id, where that costs less
     than to gather its blocks."""
+    reads_blocks: bool = True
+    """Forward passes read KV blocks. False: the model has no KV cache, so prompts have no blocks of
+    context, and each sequence of a decode counts as one block."""
     max_chunk_tokens: int | None = None
     """Tokens of one prompt in one step, where the scheduler is told less than the budget."""
     max_block_refs: int | None = None
@@ -104,8 +107,8 @@ class StepLimits:
 
     @property
     def has_context(self) -> bool:
-        """Whether a prefill can follow tokens that are computed already."""
-        return self.enable_chunked_prefill or self.enable_prefix_caching
+        """Whether a prefill can read blocks of tokens that are computed already."""
+        return self.reads_blocks and (self.enable_chunked_prefill or self.enable_prefix_caching)
 
     @property
     def max_query_len(self) -> int:
@@ -161,6 +164,8 @@ class StepLimits:
         Args:
             batch: number of sequences, at most `max_decode_batch`.
         """
+        if not self.reads_blocks:
+            return batch
         distinct = min(batch * self.max_blocks_per_seq, self.usable_blocks)
         refs = distinct
         if self.enable_prefix_caching:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from vllm.config.cache import CacheConfig
+from vllm.config.families import family_of_architecture
 from vllm.config.fields import check_one_of
 from vllm.config.hpu import HPUConfig
 from vllm.config.kv_transfer import ConnectorConfig, KVTransferConfig
@@ -156,10 +157,20 @@ class VllmConfig:
         return (
             self.device.device == "hpu"
             and self.hpu.contiguous_pa
+            and self.reads_blocks
             and self.cache.enable_prefix_caching
             and self.connector.kv_transfer is None
             and self.of_draft_model is None
         )
+
+    @property
+    def reads_blocks(self) -> bool:
+        """Whether forward passes read KV blocks. False: neither a layer nor a draft model has a KV
+        cache, as in Mamba models.
+        """
+        arch = self.model.arch
+        has_attention = arch is None or family_of_architecture(arch.architecture).has_attention
+        return has_attention or self.speculative.draft_model is not None
 
     @property
     def max_blocks_per_request(self) -> int:

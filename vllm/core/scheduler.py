@@ -582,12 +582,17 @@ class Scheduler:
     def _finish_failed(self, step: Step, errors: dict[int, str]) -> dict[str, Finished]:
         """Finish the requests that failed, and remove their blocks from the prefix cache.
 
-        A failed request that was preempted meanwhile is also finished. Its own image may have
-        caused the failure, and requests that share this image would preempt each other for ever.
+        A request with images that failed and was preempted meanwhile is also finished: its own
+        image may have caused the failure, and requests that share this image would preempt each
+        other for ever. It is computed again if earlier tokens of it were not sent, as is any
+        other request, and fails again after these tokens.
         """
         rows = [row for row in errors if row not in step.removed_rows]
         failed = {request.row: request for request in self.running.at(np.array(rows, np.int32))}
-        failed |= {row: step.removed_rows[row] for row in errors if row in step.removed_rows}
+        for row in errors:
+            preempted = step.removed_rows.get(row)
+            if preempted is not None and preempted.spec.media and not step.has_unsent(preempted):
+                failed[row] = preempted
         finished = {
             request.request_id: Finished(FinishReason.ERROR, error=errors[row])
             for row, request in failed.items()

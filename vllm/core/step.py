@@ -94,6 +94,17 @@ class Step:
             num_drafts=None if self.num_drafts is None else self.num_drafts[indices],
         )
 
+    def has_unsent(self, preempted: Request) -> bool:
+        """Tell whether the request sampled tokens before this step that were not sent, because it
+        was preempted before their results came.
+        """
+        if preempted not in self.requests:
+            return False  # the step runs a chunk of its prompt, and samples nothing
+        index = self.requests.index(preempted)
+        expected = self.num_expected
+        num_sampled = 1 if expected is None else int(expected[index])
+        return int(self.num_tokens[index]) - num_sampled > len(preempted.token_ids)
+
     def num_cached_tokens(self) -> dict[str, int]:
         """Return the prefix-cache hits of the requests that were admitted in this step and have not
         finished since."""

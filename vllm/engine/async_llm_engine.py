@@ -402,7 +402,7 @@ class AsyncLLM:
                 text, request = await self._preparation.process(
                     prompt,
                     pooling_params,
-                    lambda prompt, processor: processor.process_pooling(
+                    lambda prompt, processor: processor.pooling.process(
                         request_id,
                         prompt,
                         pooling_params,

@@ -32,7 +32,7 @@ class AsyncSchedulingPolicy:
         self._last_result: float | None = None
 
     @property
-    def should_run_ahead(self) -> bool:
+    def should_schedule_ahead(self) -> bool:
         """Whether to schedule the next step while one is in flight."""
         if self._step_s is None:
             return self._is_allowed and self._min_share == 0

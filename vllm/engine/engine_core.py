@@ -64,7 +64,8 @@ class EngineCore(CoreCalls):
     Args:
         config: complete and consistent config.
         executor: executor of the workers, which this starts; None: the one that `config` asks for.
-        run_ahead: whether to schedule ahead; None: as `config` says, if the executor supports it
+        async_scheduling: whether to schedule ahead; None: as `config` says, if the executor
+            supports it
             and it is worthwhile.
     """
 
@@ -72,7 +73,7 @@ class EngineCore(CoreCalls):
         self,
         config: VllmConfig,
         executor: Executor | None = None,
-        run_ahead: AsyncSchedulingPolicy | None = None,
+        async_scheduling: AsyncSchedulingPolicy | None = None,
     ) -> None:
         self.config = config
         if config.observability.profiler_enabled:
@@ -126,7 +127,7 @@ class EngineCore(CoreCalls):
             step_bound=_step_bound(config),
         )
         self._transfer = self._make_transfer(cache)
-        self._run_ahead = run_ahead or AsyncSchedulingPolicy(
+        self._async_scheduling = async_scheduling or AsyncSchedulingPolicy(
             config.scheduler.async_scheduling and self.executor.is_asynchronous
         )
         self._named_processors = NamedProcessors(config.model.logits_processor_pattern)
@@ -224,7 +225,7 @@ class EngineCore(CoreCalls):
         if self._num_stages > 1:
             most = self._num_pipelined_steps
         else:
-            most = 1 + self._run_ahead.should_run_ahead
+            most = 1 + self._async_scheduling.should_schedule_ahead
         if self._warm_up.is_due():
             most = 0 if self._in_flight else most
             self._run_warm_up()
@@ -281,7 +282,7 @@ class EngineCore(CoreCalls):
             self._warm_up.run_due()
         except BaseException as failure:
             self._fail("a part of the warm-up", failure)
-        self._run_ahead.idle()  # the time until the next step was not spent on a step
+        self._async_scheduling.idle()  # the time until the next step was not spent on a step
         if (line := self._warm_up.cold_line()) is not None:
             logger.warning(line)
 
@@ -301,7 +302,7 @@ class EngineCore(CoreCalls):
     def _queue(self, request: EngineRequest) -> None:
         self._has_measured = self._is_measuring
         if not self.scheduler.num_unfinished_requests:
-            self._run_ahead.idle()
+            self._async_scheduling.idle()
             self._warm_up.note_idle()
         if self._transfer is not None:
             self._transfer.enter(request)
@@ -344,13 +345,13 @@ class EngineCore(CoreCalls):
     def _wait(self) -> ModelRunnerOutput:
         """Wait for the result of the oldest step in flight."""
         step_id, handle = self._in_flight.popleft()
-        self._run_ahead.wait()
+        self._async_scheduling.wait()
         try:
             with get_trace().span("wait", step=step_id):
                 output = handle.result()
         except BaseException as failure:
             self._fail(f"step {step_id}", failure)
-        self._run_ahead.result()
+        self._async_scheduling.result()
         return output
 
     def _fail(self, what: str, failure: BaseException) -> NoReturn:

@@ -198,7 +198,7 @@ class LLMEngine:
         processor = self.input_processor
         if isinstance(params, PoolingParams):
             refuse(lora_request=lora_request)
-            text, request = processor.process_pooling(
+            text, request = processor.pooling.process(
                 request_id, prompt, params, arrival_time=arrival_time, priority=priority
             )
         else:

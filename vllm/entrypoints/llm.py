@@ -525,7 +525,7 @@ class LLM:
             for index, prompt in enumerate(prompts):
                 with naming_prompt(index, len(prompts)):
                     requests.append(
-                        self.llm_engine.input_processor.process_pooling(
+                        self.llm_engine.input_processor.pooling.process(
                             str(next(self.request_counter)), prompt, each[index]
                         )
                     )

@@ -325,7 +325,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     *_ignored(_V0, "VLLM_LOGITS_PROCESSOR_THREADS"),
     *_ignored(_NO_CACHE_FOLDER, "VLLM_CACHE_ROOT VLLM_CONFIG_ROOT"),
     *_ignored(
-        "the kernels are built for every instruction set and choose when they are loaded",
+        "the kernels choose the best instruction set of the processor when they are loaded",
         "VLLM_CPU_DISABLE_AVX512 VLLM_CPU_AVX512BF16",
     ),
     *_ignored("set VLLM_CPU_OMP_THREADS_BIND instead", "VLLM_CPU_NUM_OF_RESERVED_CPU"),

@@ -5,6 +5,8 @@ a value that it cannot use, and then compiles everything again at each start.
 """
 
 import os
+import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,12 +49,17 @@ class RecipeFolder:
             )
         if not path:
             return None
+        if path.startswith("~"):
+            raise ConfigError(
+                f"{_VARIABLE}={config!r}: the bridge does not replace ~ by a home folder. Write "
+                f"the whole path, such as {Path(path).expanduser()}"
+            )
         max_mb = int(size) if size else _DEFAULT_MAX_MB
         return cls(Path(path), _FLAGS[delete.lower()], max_mb * 2**20)
 
     def make(self) -> None:
-        """Create the folder, and warn if nothing can be written into it: the recipes of earlier
-        runs may be on a volume that is read-only.
+        """Create the folder, and warn if recipes cannot be written into it, or not as many as it
+        may have: the recipes of earlier runs may be on a volume that is read-only.
 
         Raises:
             ConfigError: the folder cannot be created.
@@ -71,3 +78,24 @@ class RecipeFolder:
                 "are not kept for the next start",
                 *(_VARIABLE, self.path),
             )
+            return
+        free_bytes = shutil.disk_usage(self.path).free
+        missing_bytes = self.max_bytes - self._num_bytes() - free_bytes
+        if missing_bytes > 0:
+            logger.warning(
+                "%s: recipes may take %d MB, but the disk of the folder %s has only %d MB free. If "
+                "it fills up, recipes are lost, and the next start compiles them again. Free %d MB "
+                "or lower the third part of the variable",
+                *(_VARIABLE, self.max_bytes >> 20, self.path, free_bytes >> 20),
+                -(-missing_bytes >> 20),
+            )
+
+    def _num_bytes(self) -> int:
+        """Return the bytes of the recipes of earlier runs, unless they will be deleted."""
+        if self.is_emptied:
+            return 0
+        num_bytes = 0
+        for path in self.path.rglob("*"):
+            with suppress(OSError):  # another process may delete it
+                num_bytes += path.stat().st_size
+        return num_bytes

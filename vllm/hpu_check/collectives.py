@@ -44,7 +44,7 @@ def check_collectives(num_cards: int) -> Outcome:
                 return Outcome("fail", f"rank {rank} of {num_cards}: {reason}")
         if None in codes:
             return Outcome("fail", f"rank {codes.index(None)} of {num_cards}: no answer")
-        rates = json.loads(_rates_file(str(folder / "store")).read_text("utf-8"))
+        rates = json.loads(rates_file(str(folder / "store")).read_text("utf-8"))
     return Outcome("pass", f"sum, gather and send over {num_cards} cards", rates)
 
 
@@ -81,7 +81,7 @@ def exchange(rank_text: str, world_size_text: str, store: str) -> None:
         link.close()
         rates = measure_links(bridge, group)
         if rank == 0:
-            _rates_file(store).write_text(json.dumps(rates), "utf-8")
+            rates_file(store).write_text(json.dumps(rates), "utf-8")
     torch.distributed.destroy_process_group()
     if not torch.equal(gathered, ranks.repeat_interleave(64)):
         raise RuntimeError(
@@ -130,7 +130,8 @@ def _start(rank: int, num_cards: int, folder: Path) -> "subprocess.Popen[bytes]"
         )
 
 
-def _rates_file(store: str) -> Path:
+def rates_file(store: str) -> Path:
+    """Return the file in which the first rank writes the rates of the links."""
     return Path(f"{store}-rates.json")
 
 

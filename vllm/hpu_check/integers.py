@@ -114,7 +114,7 @@ def _launches() -> list[tuple[Tensor, PaddedShape]]:
     batch = InputBatch(_NUM_ROWS, _MAX_LEN, _MAX_LEN // _BLOCK_SIZE)
     batch.token_ids[:] = 1
     batch.block_table[:] = 1 + np.arange(batch.block_table.size).reshape(batch.block_table.shape)
-    builder = HPUInputBuilder(batch, _BLOCK_SIZE, has_resident_drafts=True)
+    builder = HPUInputBuilder(batch, _BLOCK_SIZE, has_device_drafts=True)
     rows = np.arange(_NUM_ROWS, dtype=np.int32)
     num_drafts = np.full(_NUM_ROWS, _MAX_DRAFTS, np.int32)
     num_blocks = _NUM_ROWS * _MAX_LEN // _BLOCK_SIZE
@@ -143,11 +143,15 @@ def _verify(
     """Run both decodes on a device, and return the resulting state of the requests, in the order of
     `check_drafts`.
     """
-    resident = DeviceTokens(_NUM_ROWS, device, _MAX_DRAFTS)
-    resident.drafts.fill_(1)
+    device_tokens = DeviceTokens(_NUM_ROWS, device, _MAX_DRAFTS)
+    device_tokens.drafts.fill_(1)
     token_ids = torch.from_numpy(sampled.ravel()).to(device)
-    output = resident.accept(first[0].to(device), first[1], SamplerOutput(token_ids, token_ids))
+    output = device_tokens.accept(
+        first[0].to(device), first[1], SamplerOutput(token_ids, token_ids)
+    )
     assert output is not None
-    next_decode = resident.fill_in(unpack_decode(second[0].to(device), second[1]), second[1])
-    kept = [x[:_NUM_ROWS] for x in (resident.newest, resident.ends)]  # leaves out the padding row
+    next_decode = device_tokens.fill_in(unpack_decode(second[0].to(device), second[1]), second[1])
+    kept = [
+        x[:_NUM_ROWS] for x in (device_tokens.newest, device_tokens.ends)
+    ]  # leaves out the padding row
     return [output, *kept, next_decode.token_ids]

@@ -91,10 +91,7 @@ def _compare(
 
 
 def _compiled(layer: nn.Module) -> Callable[[Tensor], Tensor]:
-    compiled: Callable[[Tensor], Tensor] = torch.compile(
-        layer, backend=COMPILE_BACKEND, dynamic=False
-    )
-    return compiled
+    return torch.compile(layer, backend=COMPILE_BACKEND, dynamic=False)
 
 
 def _compilations(bridge: HabanaBridge, run: Callable[[Tensor], Tensor], num_rows: int) -> int:

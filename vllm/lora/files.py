@@ -20,6 +20,7 @@ from vllm.lora.request import LoRARequest
 from vllm.messages import AdapterRef, CacheKey
 from vllm.transformers_utils.hub import resolve_adapter_folder
 from vllm.utils.background_work import Pause, no_pause
+from vllm.utils.files.json_file import as_integer
 from vllm.utils.text.patterns import compile_pattern
 
 CONFIG_FILE = "adapter_config.json"
@@ -41,22 +42,22 @@ _MAX_HASHES = 1024
 _hashes: dict[tuple[tuple[Path, ...], tuple[tuple[int, ...], ...]], str] = {}
 """Hashes by files and their versions."""
 _hash_lock = threading.Lock()
-_MERGE = "Merge the adapter into the weights of its model (merge_and_unload of peft)"
+MERGE = "Merge the adapter into the weights of its model (merge_and_unload of peft)"
 _TRAIN = "Train a LoRA adapter without it"
 _REFUSED: Mapping[str, tuple[str, str]] = {
-    "use_dora": ("DoRA is", _MERGE),
-    "lora_bias": ("biases of the adapter are", _MERGE),
-    "layer_replication": ("replicated layers are", _MERGE),
+    "use_dora": ("DoRA is", MERGE),
+    "lora_bias": ("biases of the adapter are", MERGE),
+    "layer_replication": ("replicated layers are", MERGE),
     "alora_invocation_tokens": ("activated LoRA is", _TRAIN),
     "arrow_config": (
         "adapters that choose among adapters are",
         "Name one of these adapters in each request",
     ),
     "use_qalora": ("adapters with pooled inputs are", _TRAIN),
-    "use_bdlora": ("adapters of diagonal blocks are", _MERGE),
-    "kasa_config": ("adapters with singular values are", _MERGE),
-    "velora_config": ("VeLoRA is", _MERGE),
-    "monteclora_config": ("MonteCLoRA is", _MERGE),
+    "use_bdlora": ("adapters of diagonal blocks are", MERGE),
+    "kasa_config": ("adapters with singular values are", MERGE),
+    "velora_config": ("VeLoRA is", MERGE),
+    "monteclora_config": ("MonteCLoRA is", MERGE),
 }
 """Keys of adapter_config.json that ask for what is not supported; its name, and what to do."""
 _WITHOUT_EFFECT = frozenset(
@@ -95,7 +96,7 @@ _CONVERT = (
 )
 _CHANGE_WEIGHTS = {
     **dict.fromkeys(("pissa", "olora", "corda", "lora_ga"), _CONVERT),
-    "loftq": f"{_MERGE} as they were in training",
+    "loftq": f"{MERGE} as they were in training",
 }
 """Values of init_lora_weights with which peft has also changed the weights of the model, and what
 to do."""
@@ -252,7 +253,7 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
         raise RequestError(f"{path} must be a JSON object, got {type(given).__name__}")
     peft_type = str(given.get("peft_type") or "LORA").upper()
     if peft_type != "LORA":
-        todo = _MERGE if peft_type in _MERGED_TYPES else "Train a LoRA adapter in its place"
+        todo = MERGE if peft_type in _MERGED_TYPES else "Train a LoRA adapter in its place"
         if peft_type == "XLORA":
             todo = "It chooses among LoRA adapters: name one of them in each request"
         raise RequestError(
@@ -266,7 +267,7 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
     if (given.get("bias") or "none") != "none" and _may_have_biases(weights_file(path.parent)):
         raise RequestError(
             f"{path}: bias is {shown(given['bias'])}; only 'none' is supported (or any value if "
-            f"the file has no biases). {_MERGE}"
+            f"the file has no biases). {MERGE}"
         )
     start = given.get("init_lora_weights")
     for begin, todo in _CHANGE_WEIGHTS.items():
@@ -278,12 +279,12 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
     for key in ("use_rslora", "fan_in_fan_out", "ensure_weight_tying"):
         if not isinstance(given.get(key) or False, bool):
             raise RequestError(f"{path}: {key} must be true or false, got {shown(given[key])}")
-    rank: Any = _whole(given.get("r", _DEFAULT_RANK))
+    rank: Any = as_integer(given.get("r", _DEFAULT_RANK))
     alpha: Any = given.get("lora_alpha", _DEFAULT_ALPHA)
     patterns = [given.get("rank_pattern") or {}, given.get("alpha_pattern") or {}]
     if not all(isinstance(pattern, dict) for pattern in patterns):
         raise RequestError(f"{path}: rank_pattern and alpha_pattern must be objects")
-    patterns[0] = {key: _whole(value) for key, value in patterns[0].items()}
+    patterns[0] = {key: as_integer(value) for key, value in patterns[0].items()}
     for key, value in (("r", rank), *(("rank_pattern", v) for v in patterns[0].values())):
         if type(value) is not int or value < 1:
             raise RequestError(f"{path}: {key} must be an integer above 0, got {shown(value)}")
@@ -320,11 +321,6 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
     )
 
 
-def _whole(value: Any) -> Any:
-    """Return an integer that was written as 8.0; anything else unchanged."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 def _may_have_biases(path: Path) -> bool:
     """Return whether a weights file has a bias, or its header does not tell. Damage is reported
     when the file is loaded.
@@ -349,7 +345,7 @@ def _read_parameters(path: Path, given: Any) -> tuple[str, ...]:
     if not is_known:
         raise RequestError(
             f"{path}: target_parameters is {shown(given)}; it may name only weights of layers, "
-            f"and {ACCEPTED_PARAMETERS} of experts. {_MERGE}"
+            f"and {ACCEPTED_PARAMETERS} of experts. {MERGE}"
         )
     return tuple(given)
 

@@ -346,7 +346,7 @@ class DeviceSlots:
     def num_bytes(self) -> int:
         """Number of bytes on the device."""
         tensors = [*self.a, *(part for parts in self.b for part in parts)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.nbytes for tensor in tensors)
 
     def weights_of(self, layer: AdaptedLayer) -> tuple[Tensor, list[Tensor]]:
         """Return A [S, P * R, in_features] of a layer, and B [S, R, size] of each projection."""

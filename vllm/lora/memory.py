@@ -71,7 +71,7 @@ class AdapterMemory:
         self._held: dict[str, _Hold] = {}
         """Adapters that requests keep, by request id."""
         self._wanted: dict[str, _Hold] = {}
-        """By key: adapters that are loaded in advance, until `load` has reported that they are
+        """Adapters that are loaded in advance, by key, until `load` has reported that they are
         loaded."""
         self._lacking: deque[_Hold] = deque()
         """Holds whose adapter has no room yet, in order."""

@@ -1,9 +1,12 @@
-"""The work of a process that reads media: decoding, cropping, resizing."""
+"""The media rules of a model, and the work of a process that reads media: decoding, cropping,
+resizing.
+"""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +19,12 @@ from vllm.multimodal.audio.sound import read_sound
 from vllm.multimodal.images.image import Color, image_pixels
 from vllm.multimodal.images.settings import check_resized
 from vllm.multimodal.interface.checks import SETTINGS_FILE
-from vllm.multimodal.interface.family import EncoderInput, MediaFamily, VideoFrames
+from vllm.multimodal.interface.family import EncoderInput, MediaFamily, TokenLookup, VideoFrames
 from vllm.multimodal.interface.source import MediaSource, refuse
+from vllm.multimodal.interface.speech import SpeechRules
 from vllm.multimodal.processor_settings import override_settings, read_settings
 from vllm.multimodal.video.frames import FrameChoice, read_frames
+from vllm.utils.files.json_file import read_json_object
 
 _OVERRIDES = "mm_processor_kwargs"
 """Field of a request with settings."""
@@ -31,8 +36,7 @@ Job = Callable[[MediaSource], EncoderInput]
 
 def family_class(name: str) -> type[MediaFamily]:
     """Return the class of a family, given its module name in `vllm.multimodal.families`."""
-    found: type[MediaFamily] = import_module(f"vllm.multimodal.families.{name}").Family
-    return found
+    return import_module(f"vllm.multimodal.families.{name}").Family
 
 
 def job_arguments(config: VllmConfig) -> dict[str, Any]:
@@ -68,6 +72,30 @@ def family_of_model(config: VllmConfig) -> MediaFamily | None:
         return None
     given = job_arguments(config)
     return family_class(given["family"])(given["config"], given["settings"])
+
+
+def speech_of_model(config: VllmConfig, token_id: TokenLookup) -> SpeechRules | None:
+    """Return the transcription rules of the model of an engine; None if it does not transcribe.
+
+    Args:
+        config: complete and consistent.
+        token_id: looks up tokens of the tokenizer; raises ConfigError if there is none.
+
+    Raises:
+        ConfigError: config.json, generation_config.json or the settings of the feature extractor
+            cannot be used.
+    """
+    family = family_of_model(config)
+    if family is None:
+        return None
+    return family.speech(_generation_config(config), token_id)
+
+
+def _generation_config(config: VllmConfig) -> dict[str, Any]:
+    """Return the content of generation_config.json; {} if the model has none."""
+    folder = Path(config.model.hf_config_path or config.model.resolved_path)
+    file = folder / "generation_config.json"
+    return read_json_object(file) if file.is_file() else {}
 
 
 def make_job(

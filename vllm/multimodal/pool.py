@@ -357,8 +357,7 @@ def _make_handler(setup: bytes) -> Callable[[bytes, Sequence[int]], bytes]:
 
 def _make_job(start: _Setup) -> Job:
     module, _, name = start.job.partition(":")
-    job: Job = getattr(importlib.import_module(module), name)(**start.settings)
-    return job
+    return getattr(importlib.import_module(module), name)(**start.settings)
 
 
 def _without_torch(make: Callable[[], Job]) -> Job:

@@ -80,7 +80,9 @@ class ScheduleLoop:
         self.batch = make_batch(config)
         self.merged_prompts = min(config.scheduler.max_num_seqs, 2) * config.hpu.merged_prefill
         self.planner = HPULaunchPlanner(plan.catalog, plan.limits, self.batch, self.merged_prompts)
-        self.inputs = HPUInputBuilder(self.batch, cache.block_size)
+        self.inputs = HPUInputBuilder(
+            self.batch, cache.block_size, reads_blocks=config.reads_blocks
+        )
         self._depth = depth
         self.token_ids: defaultdict[str, list[int]] = defaultdict(list)
         self.finished: dict[str, Finished] = {}

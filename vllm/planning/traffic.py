@@ -318,8 +318,7 @@ def shape_seconds(cost: ServingCost, block_size: int) -> ShapeCost:
         decode_terms = cost.decode_terms(rows, held * block_size, tokens)
         prefill_s = attention + terms @ cost.fitted.values
         decode_s = decode_terms @ cost.fitted.values
-        found: Floats = np.where(phase == Phase.DECODE, decode_s, prefill_s)
-        return found
+        return np.where(phase == Phase.DECODE, decode_s, prefill_s)
 
     return seconds
 

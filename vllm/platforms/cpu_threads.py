@@ -135,7 +135,7 @@ def equal_shares(cores: Sequence[int], count: int) -> tuple[tuple[int, ...], ...
     return tuple(tuple(cores[a:b]) for a, b in pairwise(ends))
 
 
-def by_place(cores: Iterable[int], system: Path = _SYSTEM) -> list[int]:
+def by_topology(cores: Iterable[int], system: Path = _SYSTEM) -> list[int]:
     """Sort cores by memory node, socket and physical core, so that neighbours share memory and
     caches.
 
@@ -167,7 +167,7 @@ def count_physical(cores: Collection[int], system: Path = _SYSTEM) -> int:
 
     Args:
         cores: ids of cores in the system.
-        system: name of the system, as for `by_place`.
+        system: name of the system, as for `by_topology`.
     """
     return len({_topology(core, "thread_siblings_list", system) or core for core in cores})
 

@@ -14,6 +14,7 @@ from vllm.env.recipe_folder import RecipeFolder
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.platforms.habana import nodes
+from vllm.platforms.habana.host import read_host
 from vllm.platforms.interface import Platform
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from gaudi_sim.card.card import Recipe
     from vllm.platforms.habana.bridge import HabanaBridge
     from vllm.platforms.habana.card_reading import CardReading
+    from vllm.platforms.habana.versions import Installed
 
 logger = init_logger(__name__)
 
@@ -77,10 +79,11 @@ class HPUPlatform(Platform):
         """Whether the card is simulated."""
         return simulated_card() is not None
 
-    def check_present(self) -> None:
-        """Raise an error if there is no usable card."""
+    def check_present(self, num_ranks: int = 1) -> None:
+        """Raise an error if there is no usable card, or not one for each rank."""
         if not self.is_simulated:
             _check_card()
+            _check_num_cards(num_ranks)
 
     @property
     def collectives_backend(self) -> str:
@@ -128,12 +131,8 @@ class HPUPlatform(Platform):
         if world_size == 1:
             return
         num_local = world_size if num_local_ranks is None else num_local_ranks
-        if simulated_card() is None and (count := nodes.num_cards()) < num_local:
-            raise ConfigError(
-                f"the engine needs {num_local} cards of this machine (tensor_parallel_size * "
-                f"pipeline_parallel_size is {world_size}), but there are only {count}. Lower one "
-                f"of the two sizes. In a container, HABANA_VISIBLE_DEVICES chooses the cards"
-            )
+        if simulated_card() is None:
+            _check_num_cards(num_local)
         if "bridge" in self.__dict__ and not _wants_lazy_collectives(envs.get()):
             raise ConfigError(
                 f"the engine needs {world_size} cards, but this process has opened its card for an "
@@ -312,6 +311,23 @@ def _check_card() -> None:
         raise ConfigError(f"no usable Gaudi card: {reason}")
 
 
+def _check_num_cards(num_ranks: int) -> None:
+    """Check that this machine has a card for each of the ranks that run on it.
+
+    Raises:
+        ConfigError: it has fewer, or HABANA_VISIBLE_MODULES names fewer.
+    """
+    if num_ranks == 1:
+        return
+    if (count := nodes.num_cards()) < num_ranks:
+        raise ConfigError(
+            f"the engine needs {num_ranks} cards of this machine, one for each of the ranks "
+            f"(tensor_parallel_size * pipeline_parallel_size), but there are only {count}. Lower "
+            f"one of the two sizes. In a container, HABANA_VISIBLE_DEVICES chooses the cards"
+        )
+    env_ranks.rank_variables(0, num_ranks)  # checks HABANA_VISIBLE_MODULES
+
+
 def _make_bridge_settings() -> None:
     """Set environment variables that the bridge reads during its import, unless the user has set
     them (`env/bridge`, and the modules of the cards).
@@ -329,13 +345,13 @@ def _make_bridge_settings() -> None:
 
 
 def _warn_of_visible_devices() -> None:
-    """Warn if HABANA_VISIBLE_DEVICES names fewer cards than there are: then no container runtime
-    has read it, and nothing else does.
+    """Warn if HABANA_VISIBLE_DEVICES names fewer cards than there are, or is no list of cards: then
+    no container runtime has read it, and nothing else does.
     """
-    devices = envs.of_launcher("HABANA_VISIBLE_DEVICES") or ""
-    names = [name.strip() for name in devices.split(",") if name.strip()]
-    is_fewer = all(name.isdecimal() for name in names) and len(names) < nodes.num_cards()
-    has_effect = not names or not (is_fewer or (nodes.hides_cards(devices) and nodes.num_cards()))
+    devices = envs.of_launcher("HABANA_VISIBLE_DEVICES")
+    names = nodes.chosen_cards(devices) or ()
+    num_chosen = len(names) if all(name.isdecimal() for name in names) else 0
+    has_effect = not names or num_chosen >= nodes.num_cards()
     if not has_effect and not envs.is_child() and not envs.is_set("HABANA_VISIBLE_MODULES"):
         logger.warning(
             "HABANA_VISIBLE_DEVICES=%s has no effect here, and %d cards are visible: it is read "
@@ -358,7 +374,7 @@ def _open_card() -> "HabanaBridge":
     if settings.PT_HPUGRAPH_DISABLE_TENSOR_CACHE is not None:
         is_off = settings.PT_HPUGRAPH_DISABLE_TENSOR_CACHE
         envs.export("PT_HPUGRAPH_DISABLE_TENSOR_CACHE", "1" if is_off else "0")
-        if not is_off:
+        if not is_off and settings.PT_HPU_LAZY_MODE is not False:
             logger.warning(
                 "PT_HPUGRAPH_DISABLE_TENSOR_CACHE=0: HPU graphs keep their inputs and "
                 "intermediate tensors, so fewer graphs fit into the memory. Unset it, so that "
@@ -387,8 +403,8 @@ def _load_bridge(*, has_peers: bool) -> "HabanaBridge":
     reason = installed.why_not_loadable(is_lazy=envs.get().PT_HPU_LAZY_MODE is True)
     if reason is not None:
         raise ConfigError(f"the Habana bridge (habana_frameworks) cannot be loaded: {reason}")
-    if not envs.is_child() and (mismatch := installed.driver_mismatch()) is not None:
-        logger.warning("the Gaudi software is of several releases: %s", mismatch)
+    if envs.of_launcher("RANK") in (None, "", "0"):  # all ranks would warn of the same
+        _warn_of_machine(installed)
     try:
         return RealBridge(has_peers=has_peers)
     except LOAD_ERRORS as error:
@@ -397,6 +413,14 @@ def _load_bridge(*, has_peers: bool) -> "HabanaBridge":
             f"the Habana bridge (habana_frameworks) cannot be loaded: {words}. Found: {installed}. "
             f"{versions.advice_for(words)}"
         ) from error
+
+
+def _warn_of_machine(installed: "Installed") -> None:
+    """Log warnings about software of several releases, and about settings of the host."""
+    if (mismatch := installed.driver_mismatch()) is not None:
+        logger.warning("the Gaudi software is of several releases: %s", mismatch)
+    for problem in read_host().problems(envs.get().WORLD_SIZE):
+        logger.warning("this machine is not set up for Gaudi: %s", problem)
 
 
 def _take_card(bridge: "HabanaBridge") -> None:

@@ -45,11 +45,14 @@ class Platform(ABC):
     can_copy_process: ClassVar[bool] = False
     """A worker may run in a copy of a process that has imported it (`forked_process`)."""
 
-    def check_present(self) -> None:
+    def check_present(self, num_ranks: int = 1) -> None:
         """Refuse a device that this machine does not have. Opens nothing.
 
+        Args:
+            num_ranks: processes of an engine on this machine, each with a device.
+
         Raises:
-            ConfigError: the device is not present.
+            ConfigError: the device is not present, or there are too few.
         """
         return None
 

@@ -82,8 +82,7 @@ class ReasoningParser:
     def vocab(self) -> dict[str, int]:
         """Map from each token to its id."""
         assert self.model_tokenizer is not None
-        vocabulary: dict[str, int] = self.model_tokenizer.get_vocab()
-        return vocabulary
+        return self.model_tokenizer.get_vocab()
 
     def follow(self, prompt: str, *, is_continued: bool = False) -> None:
         """Set the prompt that the output follows, before any output is read.

@@ -123,8 +123,7 @@ class ForeignReasoningParser:
     @property
     def markers(self) -> tuple[str, ...]:
         """Markers of the parser's class."""
-        markers: tuple[str, ...] = self._parser.markers
-        return markers
+        return self._parser.markers
 
     def is_reasoning_end(self, token_ids: Sequence[int]) -> bool:
         """Return whether these output tokens contain the end of the reasoning."""

@@ -136,8 +136,7 @@ class CPUSampler(Sampler):
         self._sample_rows(copy, metadata.select(indices, rows), part, None)
         for whole, some in zip(out, part, strict=True):
             whole[rows] = some
-        others: IndexArray = np.setdiff1d(np.arange(len(logits)), indices)
-        return others
+        return np.setdiff1d(np.arange(len(logits)), indices)
 
 
 def _changes(metadata: SamplingMetadata) -> RowChanges | None:

@@ -10,7 +10,7 @@ from vllm.errors import ConfigError, RequestError
 from vllm.logger import init_logger
 from vllm.sampling_params import Interface, SamplingParams, numbers_of
 from vllm.transformers_utils.hf_config import read_hf_config
-from vllm.utils.files.json_file import read_json_object
+from vllm.utils.files.json_file import as_integer, read_json_object
 
 logger = init_logger(__name__)
 
@@ -42,6 +42,7 @@ _IGNORED: dict[str, tuple[Any, str]] = {
     "sequence_bias": (None, "logit_bias in requests"),
     "num_beams": (1, "beam search"),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), (0, "")),
+    **dict.fromkeys(("xtc_probability", "mirostat"), (0, "")),  # from the metadata of GGUF files
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0, "")),
     **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale"), (1, "")),
     **dict.fromkeys(("begin_suppress_tokens", "forced_bos_token_id", "top_h"), (None, "")),
@@ -114,7 +115,7 @@ def _check_override_names(overrides: Mapping[str, Any]) -> None:
 def _read_sampling(content: Mapping[str, Any]) -> dict[str, Any]:
     names = {**_SAMPLING, "max_tokens": "max_tokens"}
     found = {new: content[old] for old, new in names.items() if content.get(old) is not None}
-    found |= {name: _whole(found[name]) for name in _INTEGERS & found.keys()}
+    found |= {name: as_integer(found[name]) for name in _INTEGERS & found.keys()}
     try:
         SamplingParams(**found)
     except (RequestError, TypeError) as error:
@@ -154,7 +155,7 @@ def _with_those_of_config(ids: list[int], model_config: ModelConfig) -> list[int
     content = read_hf_config(folder, model_config.hf_overrides)
     value = content.get("eos_token_id")  # -1 means that there is no end token
     given: list[Any] = value if isinstance(value, list) else [value]
-    more = [token_id for token_id in map(_whole, given) if _is_token_id(token_id)]
+    more = [token_id for token_id in map(as_integer, given) if _is_token_id(token_id)]
     return more if set(ids) <= set(more) else ids
 
 
@@ -162,15 +163,10 @@ def _is_token_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _whole(value: Any) -> Any:
-    """Return an integer that was written as 20.0; anything else unchanged."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 def _read_eos_token_ids(content: Mapping[str, Any]) -> list[int]:
     value = content.get("eos_token_id")
     given = value if isinstance(value, list) else [] if value is None else [value]
-    ids = [token_id for token_id in map(_whole, given) if token_id != _NO_TOKEN]
+    ids = [token_id for token_id in map(as_integer, given) if token_id != _NO_TOKEN]
     if not all(map(_is_token_id, ids)):
         raise ConfigError(
             f"{_FILE_NAME}: eos_token_id must be a token id, a list of token ids, or null or -1 "

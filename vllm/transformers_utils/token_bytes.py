@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SPACE_MARK = "\u2581"
-"""How SentencePiece writes a space inside a token."""
+"""Character that SentencePiece writes for a space inside a token."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 _SENTENCEPIECE = [
     {"type": "Replace", "pattern": {"String": _SPACE_MARK}, "content": " "},

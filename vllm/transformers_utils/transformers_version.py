@@ -53,5 +53,4 @@ def renamed_weight(name: str, conversions: list[Any]) -> tuple[str, str | None]:
 
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-    found: tuple[str, str | None] = rename_source_key(name, renamings, converters)
-    return found
+    return rename_source_key(name, renamings, converters)

@@ -32,7 +32,6 @@ def passed_on(
 
     @wraps(method)
     def call(self: _Self, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        result: _Result = getattr(target(self), method.__name__)(*args, **kwargs)
-        return result
+        return getattr(target(self), method.__name__)(*args, **kwargs)
 
     return call

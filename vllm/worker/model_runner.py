@@ -204,11 +204,8 @@ class ModelRunner(Runner):
             start, first = end, stop
 
     def _launch(self, launch: Launch) -> PendingLaunch:
-        result = self._run(launch)
+        result = run_launch(launch, self.launches, self._begin)
         return result, self.batch.expect(result.sampled_rows, result.num_drafts)
-
-    def _run(self, launch: Launch) -> LaunchResult:
-        return run_launch(launch, self.launches, self._begin)
 
     def _begin(self, given: LaunchInput) -> Callable[[Any], LaunchResult]:
         """Start to fill grammar masks; return a function that samples from the output."""

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.pooler import finish, split_results
 from vllm.model_executor.models.interface import PoolingModel
 from vllm.pooling_params import PoolingParams
 from vllm.worker.batch.input_batch import InputBatch
-from vllm.worker.batch.launch import Launch, LaunchInput
+from vllm.worker.batch.launch import LaunchInput
 from vllm.worker.parts.row_parts import RowPart, RowParts
 from vllm.worker.runner import Runner, RunnerParts, run_launch
 
@@ -127,17 +127,15 @@ class PoolingRunner(Runner):
         self._requests, self._pool = requests, pool
 
     def _start(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        found = [self._run(launch) for launch in self.launches.plan(step)]
-        pooled = [launch for launch in found if launch is not None]
+        launches = self.launches
+        found = [run_launch(launch, launches, self._begin) for launch in launches.plan(step)]
+        pooled = [rows for rows in found if rows is not None]
         return lambda: self._requests.output(step.step_id, pooled)
 
-    def _run(self, launch: Launch) -> PooledRows | None:
-        """Run a forward pass and return its results; None if a later pipeline stage
-        computes them.
-        """
-        return run_launch(launch, self.launches, self._begin)
-
     def _begin(self, given: LaunchInput) -> Callable[[Any], PooledRows | None]:
+        """Return a function that pools the output of a forward pass; it returns None if a later
+        pipeline stage pools.
+        """
         if not self.stage.is_last:
             return lambda _: None
         return lambda output: self._pool(given, output)

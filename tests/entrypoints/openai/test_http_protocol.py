@@ -247,7 +247,7 @@ def test_a_client_that_speaks_https_is_named_in_the_log(caplog):
 
 @pytest.mark.parametrize("head", [JSON_REQUEST % 10**6, CHUNKED_REQUEST])
 def test_a_trickled_body_ends_with_408(head, monkeypatch):
-    monkeypatch.setattr(http_protocol, "_BODY_GRACE_S", 0.05)
+    monkeypatch.setattr(http_protocol, "BODY_GRACE_S", 0.05)
     piece = b"x" if b"Length" in head else b"1\r\nx\r\n"
     application = BodyLimits(app, at_most(2**20), timeout_s=0.05, routers=())
     answer = asyncio.run(
@@ -257,7 +257,7 @@ def test_a_trickled_body_ends_with_408(head, monkeypatch):
 
 
 def test_a_trickled_body_that_nobody_reads_ends_with_408(monkeypatch):
-    monkeypatch.setattr(http_protocol, "_BODY_GRACE_S", 0.05)
+    monkeypatch.setattr(http_protocol, "BODY_GRACE_S", 0.05)
     head = JSON_REQUEST % 10**6
     options = {"application": never_answer, "protocol": with_body_timeout(0.05)}
     answer = asyncio.run(trickle(head, b"x", **options))

@@ -1,5 +1,6 @@
 """Test that the Kubernetes manifests use only routes and flags that the server has."""
 
+import re
 import shlex
 from pathlib import Path
 
@@ -53,6 +54,18 @@ def test_the_probes_are_routes_that_need_no_key(manifest):
     }
     assert paths == {"startup": "/startupz", "liveness": "/livez", "readiness": "/readyz"}
     assert set(paths.values()) <= PROBES
+
+
+def test_the_pods_run_in_the_default_image():
+    """The bridge refuses lazy mode in an image with an upstream PyTorch."""
+    text = (FOLDER.parents[1] / "Dockerfile.hpu").read_text()
+    release = re.search(r"^ARG GAUDI_VERSION=(.+)$", text, re.MULTILINE)[1]
+    image = re.search(rf"^FROM (\S+) AS gaudi-{re.escape(release)}$", text, re.MULTILINE)[1]
+    is_upstream = "/pytorch-upstream-installer-" in image
+    for manifest in MANIFESTS:
+        for pod in read_pods(manifest):
+            env = {each["name"]: each.get("value") for each in pod["containers"][0].get("env", ())}
+            assert not (is_upstream and env.get("PT_HPU_LAZY_MODE", "0") != "0")
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.stem)

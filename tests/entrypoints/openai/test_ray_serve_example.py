@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
+from tests.reach import core_pid_of
+
 EXAMPLE = Path(__file__).parents[3] / "examples" / "online_serving" / "ray_serve" / "app.py"
 
 
@@ -62,7 +64,7 @@ def test_a_replica_serves_and_tells_when_its_engine_has_died(serve):
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 3
         assert client.post("/v1/completions", json={"max_tokens": -1}).status_code == 400
         replica.check_health()
-        os.kill(app._engine.core_pid, signal.SIGKILL)
+        os.kill(core_pid_of(app), signal.SIGKILL)
         while client.get("/health").status_code == 200:
             pass
         with pytest.raises(RuntimeError, match="the engine has died"):

@@ -5,6 +5,7 @@ test.
 import asyncio
 import itertools
 import json
+import re
 import time
 
 import pytest
@@ -479,9 +480,10 @@ def test_a_background_stream_survives_the_client():
         body = json.dumps({"input": "hi", "background": True, "stream": True}).encode()
         async with running(engine):
             async with open_stream(app, PATH, body) as opened:
-                await opened.read_until(b"output_text.delta")
+                started = await opened.read_until(b"output_text.delta")
             engine.release()
-            (entry,) = app.state.responses._running.values()
+            [name] = set(re.findall(rb'"(resp_\w+)"', started))
+            entry = app.state.responses.get(name.decode(), b"")
             async for _ in entry.job.follow():
                 pass
         assert entry.response["status"] == "completed"

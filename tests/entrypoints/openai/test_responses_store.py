@@ -70,12 +70,14 @@ def test_a_response_is_kept_for_its_time_after_the_last_use():
 def test_the_store_never_holds_more_than_it_may(seed):
     rng = random.Random(seed)
     store = ResponseStore(max_entries=8, max_bytes=2000)
+    added = []
     for i in range(100):
-        store.add(make_entry(str(i), text="x" * rng.randrange(1500)))
+        added.append(make_entry(str(i), text="x" * rng.randrange(1500)))
+        store.add(added[-1])
         assert len(store) <= 8
         assert store.num_bytes <= 2000
-        kept = [entry.num_bytes for entry in store._finished.values()]
-        assert store.num_bytes == sum(kept)
+        kept = [entry.num_bytes for entry in added if ids(store, [entry.response["id"]])]
+        assert store.num_bytes == sum(kept) and len(store) == len(kept)
 
 
 def test_a_running_response_is_never_dropped_and_their_number_is_bounded():

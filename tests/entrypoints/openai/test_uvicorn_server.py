@@ -71,12 +71,12 @@ class Life:
             thread = threading.Thread(target=self._run_act)
             thread.start()
             try:
-                return serve(self._load, self.args, listener)
+                return serve(self.load, self.args, listener)
             finally:
                 thread.join()
                 assert not self.errors, self.errors
 
-    def _load(self):
+    def load(self):
         app, context = make_app()
         context.engine = self.engine
         context.args = self.args
@@ -205,7 +205,7 @@ def test_an_application_that_cannot_be_made_ends_the_server_with_its_error(monke
     def fail(life):
         raise ConfigError("middleware 'x' cannot be imported")
 
-    monkeypatch.setattr(Life, "_load", fail)
+    monkeypatch.setattr(Life, "load", fail)
     with pytest.raises(ConfigError, match="middleware"):
         Life(lambda life: None).run()
 
@@ -353,6 +353,6 @@ def test_the_log_says_where_to_chat(settings, address, monkeypatch):
     args = ServerArgs(port=0, **settings)
     with bind(args) as listener:
         port = listener.getsockname()[1]
-        uvicorn_server._log_address(listener, args)
+        uvicorn_server.log_address(listener, args)
     expected = [] if address is None else [f"chat page: {address}{port}/"]
     assert [line for line in lines if line.startswith("chat page")] == expected

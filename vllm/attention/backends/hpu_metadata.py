@@ -124,6 +124,7 @@ def build_decode_metadata(
     padded_shared: int | None = None,
     query_lens: IntArray | None = None,
     padded_query_len: int = 1,
+    reads_blocks: bool = True,
 ) -> HPUDecodeMetadata[IntArray]:
     """Flatten the block tables of a decode.
 
@@ -143,11 +144,12 @@ def build_decode_metadata(
         padded_shared: number of gathered entries of a contiguous batch; None: a plain batch.
         query_lens: [n] new tokens of each request, the last ones; None: one each.
         padded_query_len: Q.
+        reads_blocks: False: the model has no KV cache, so all entries are padding.
 
     Raises:
         ValueError: the requests do not fit the padded sizes or their tables.
     """
-    flat = _flatten(block_tables, seq_lens, block_size)
+    flat = _flatten(block_tables, seq_lens, block_size, reads_blocks=reads_blocks)
     num_rows = len(flat.seq_lens)
     if num_rows > padded_batch:
         raise ValueError(
@@ -194,6 +196,8 @@ def build_prefill_metadata(
     padded_context_blocks: int,
     block_size: int,
     last_keys: IntArray | None = None,
+    *,
+    reads_blocks: bool = True,
 ) -> HPUPrefillMetadata[IntArray]:
     """Build the padded metadata of a prefill.
 
@@ -206,6 +210,7 @@ def build_prefill_metadata(
         padded_context_blocks: C; 0 if no request of the batch has context.
         block_size: S.
         last_keys: `last_keys` of `HPUPrefillMetadata`; None: F is 0.
+        reads_blocks: False: the model has no KV cache, so no context has blocks.
 
     Raises:
         ValueError: the requests do not fit the padded sizes or their tables.
@@ -214,7 +219,7 @@ def build_prefill_metadata(
         np.asarray(x, np.int32) for x in (block_tables, context_lens, query_lens)
     )
     num_rows = len(queries)
-    needed = -(-contexts // block_size)
+    needed = -(-contexts // block_size) if reads_blocks else np.zeros_like(contexts)
     longest, most = int(queries.max(initial=0)), int(needed.max(initial=0))
     if num_rows > padded_batch or longest > padded_query_len or most > padded_context_blocks:
         raise ValueError(
@@ -254,10 +259,16 @@ class _FlatBlocks:
     ages: IntArray
 
 
-def _flatten(block_tables: npt.ArrayLike, seq_lens: npt.ArrayLike, block_size: int) -> _FlatBlocks:
+def _flatten(
+    block_tables: npt.ArrayLike,
+    seq_lens: npt.ArrayLike,
+    block_size: int,
+    *,
+    reads_blocks: bool = True,
+) -> _FlatBlocks:
     tables, lengths = np.asarray(block_tables, np.int32), np.asarray(seq_lens, np.int32)
     check_tables(tables, lengths, block_size)
-    count = -(-lengths // block_size)
+    count = -(-lengths // block_size) if reads_blocks else np.zeros_like(lengths)
     groups = np.repeat(np.arange(len(lengths), dtype=np.int32), count)
     starts = np.repeat(np.cumsum(count) - count, count)
     index = (np.arange(len(groups), dtype=np.int32) - starts).astype(np.int32)

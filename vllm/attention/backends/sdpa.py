@@ -203,7 +203,7 @@ def flex_sdpa(inputs: PromptInputs) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
     query, key, value, mask, scale, _ = inputs
-    out: Tensor = flex_attention(
+    return flex_attention(
         query,
         key,
         value,
@@ -211,7 +211,6 @@ def flex_sdpa(inputs: PromptInputs) -> Tensor:
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return out
 
 
 _ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -202,3 +202,40 @@ def _next_size(sizes: list[int], value: int, beyond: int) -> int:
     """Return the smallest of the sizes that is at least `value`; `beyond` if there is none."""
     index = bisect_left(sizes, value)
     return sizes[index] if index < len(sizes) else beyond
+
+
+def replacement(
+    wanted: Iterable[Bucket], present: Catalog, limits: StepLimits, *, keeps_prompts: bool = False
+) -> list[Bucket]:
+    """Return a closed set: the wanted buckets, and as few of the present ones as possible.
+
+    A wanted bucket is left out if no present one is as large: it could need more memory than the
+    engine has measured.
+
+    Args:
+        wanted: buckets for the traffic.
+        present: buckets in use, which are closed.
+        limits: limits of a forward pass.
+        keeps_prompts: keep all present buckets of prompts.
+    """
+    held = (*present.prefill, *present.decode)
+    chosen = {bucket for bucket in wanted if any(other.covers(bucket) for other in held)}
+    if keeps_prompts:
+        chosen.update(present.prefill)
+    while not (report := prove(_catalog_of(chosen), limits)).is_covered:
+        # Add the largest missing buckets; if those have no sizes of present buckets, the smallest.
+        for lacking in (missing_buckets(_catalog_of(chosen), limits), report.uncovered):
+            found = {present.fit(b.phase, b.batch, b.query_len, b.blocks) for b in lacking}
+            new = {bucket for bucket in found if bucket is not None} - chosen
+            if new:
+                break
+        assert new, f"the current buckets do not cover every step: {report}"
+        chosen |= new
+    return sorted(chosen)
+
+
+def _catalog_of(buckets: Iterable[Bucket]) -> Catalog:
+    each = list(buckets)
+    return Catalog(
+        (b for b in each if b.phase is Phase.PREFILL), (b for b in each if b.phase is Phase.DECODE)
+    )

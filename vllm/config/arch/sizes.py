@@ -9,7 +9,8 @@ from vllm.config.families import FAMILIES
 from vllm.errors import ConfigError
 
 MAX_POSITIONS = 2**24
-"""Of a model, stretched rotations included: tables have a row for each."""
+"""Maximum number of positions of a model, stretched rotations included: a table has an entry for
+each."""
 
 MAX_ROTATIONS = 2**32
 """Maximum of positions times rotated elements of a head: values in a table."""

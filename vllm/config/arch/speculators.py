@@ -126,18 +126,18 @@ def _read_mtp(file: SpeculatorFile) -> SpeculatorArch:
     (arXiv 2412.19437, section 2.2). It is run again for each further draft.
     """
     target = file.target
-    facts = family_of_architecture(target.architecture).mtp
-    if facts is None:
+    mtp = family_of_architecture(target.architecture).mtp
+    if mtp is None:
         names = [name for each in FAMILIES.values() if each.mtp for name in each.architectures]
         raise ConfigError(
             f"{file.path}: the method mtp needs a model with multi-token prediction layers "
             f"({', '.join(names)}), got {target.architecture}. Use another method"
         )
-    count = target.hf_config.get(facts.count_key)
-    count = facts.default_count or None if count is None else count
+    count = target.hf_config.get(mtp.count_key)
+    count = mtp.default_count or None if count is None else count
     if type(count) is not int or count < 1:
         raise ConfigError(
-            f"{file.path}: {facts.count_key} is {count!r}, but the method mtp needs at least 1 "
+            f"{file.path}: {mtp.count_key} is {count!r}, but the method mtp needs at least 1 "
             "multi-token prediction layer. Use another method"
         )
     return SpeculatorArch(target)

@@ -1,11 +1,11 @@
-"""Collect the facts about each model family in one table, `FAMILIES`.
+"""Collect the properties of each model family in one table, `FAMILIES`.
 
-The modules of a family are in `vllm.model_executor.models`. All other facts that the package needs
-are here, so that no other code compares a `model_type` with a name. Imports neither torch nor
-transformers.
+The modules of a family are in `vllm.model_executor.models`. All other properties that the package
+needs are here, so that no other code compares a `model_type` with a name. Imports neither torch
+nor transformers.
 """
 
-from vllm.config.families.family import ConfigDefaults, Family, GGUFFacts
+from vllm.config.families.family import ConfigDefaults, Family, GGUFFormat
 from vllm.config.families.table import FAMILIES
 
 __all__ = [
@@ -13,7 +13,7 @@ __all__ = [
     "TEXT_TYPES",
     "ConfigDefaults",
     "Family",
-    "GGUFFacts",
+    "GGUFFormat",
     "family_of",
     "family_of_architecture",
     "text_types_of",

@@ -1,4 +1,4 @@
-"""Define the facts about a family of models other than its modules, as a class. Independent of
+"""Define the properties of a family of models other than its modules, as a class. Independent of
 single families.
 
 Defaults apply to most families, and to an unknown `model_type`. Entries are compared by identity,
@@ -28,7 +28,7 @@ class ConfigDefaults:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GGUFFacts:
+class GGUFFormat:
     """Properties of the GGUF files of a family."""
 
     architecture: str
@@ -93,7 +93,7 @@ class GGUFFacts:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class MTPFacts:
+class MTPFormat:
     """Checkpoint names of the first multi-token prediction layer. The defaults are the names of
     DeepSeek V3.
     """
@@ -174,7 +174,7 @@ class Family:
     step_token_id: int | None = None
     """Token at the end of a step, of models that reward steps (`ForProcessRewardModel`)."""
 
-    mtp: MTPFacts | None = None
+    mtp: MTPFormat | None = None
     """Multi-token prediction layers that checkpoints may have, for speculative decoding. None: they
     have none, or none that can be used."""
 
@@ -267,7 +267,7 @@ class Family:
     """Whether mistral_common provides the tokenizer if that package is installed."""
 
     # ---- other formats of checkpoints
-    gguf: GGUFFacts | None = None
+    gguf: GGUFFormat | None = None
     """None: its GGUF files are not supported."""
     in_params_json: Literal["dense", "experts"] | None = None
     """Test for models in the format of Mistral AI that belong to this family."""

@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from vllm.config.families.family import ConfigDefaults, Family, FP8Scales, GGUFFacts, MTPFacts
+from vllm.config.families.family import ConfigDefaults, Family, FP8Scales, GGUFFormat, MTPFormat
 
-_GENERIC = "PreTrainedTokenizerFast"
+GENERIC = "PreTrainedTokenizerFast"
 """The tokenizer class that takes everything from tokenizer.json."""
 
 _LLAMA_DEFAULTS: dict[str, Any] = {
@@ -69,8 +69,8 @@ _BERT_DEFAULTS: dict[str, Any] = {
 }
 _ROBERTA_DEFAULTS: dict[str, Any] = {**_BERT_DEFAULTS, "pad_token_id": 1, "eos_token_id": 2}
 
-_MTP = MTPFacts()
-_MTP_QWEN = MTPFacts(
+_MTP = MTPFormat()
+_MTP_QWEN = MTPFormat(
     prefix="mtp.",
     layer_prefix="layers.0.",
     names={
@@ -111,7 +111,7 @@ _GEMMA_ACTIVATION = ("hidden_activation", "gelu_pytorch_tanh")
 
 _FP8_DEEPSEEK = FP8Scales(blocked=("lm_head", r"mlp\.gate\b"), scale_format="scalar")
 
-_DEEPSEEK2 = GGUFFacts(
+_DEEPSEEK2 = GGUFFormat(
     architecture="deepseek2",
     has_experts=True,
     is_routed=True,
@@ -120,7 +120,8 @@ _DEEPSEEK2 = GGUFFacts(
 )
 
 _BLOOM_POSITIONS = 2048
-"""What BLOOM and Mamba were trained with. Nothing but memory limits the length of their texts."""
+"""Length of the texts with which BLOOM and Mamba were trained. Only memory limits the length of
+their texts."""
 
 _LLAMAS = (
     Family(
@@ -136,7 +137,7 @@ _LLAMAS = (
         pooling_architectures=("LlamaModel", "LlamaForSequenceClassification"),
         windows="ignored",
         config_defaults=ConfigDefaults(class_prefix="Llama", values=_LLAMA_DEFAULTS),
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="llama",  # Mistral too
             flags=_LLAMA_FLAGS,
             has_neighbour_rotations=True,
@@ -149,7 +150,7 @@ _LLAMAS = (
         architectures=("MistralForCausalLM",),
         pooling_architectures=("MistralModel", "MistralForSequenceClassification"),
         config_defaults=ConfigDefaults(class_prefix="Mistral", values=_MISTRAL_DEFAULTS),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         has_mistral_tokenizer=True,
         in_params_json="dense",
         awq_pairs=_AWQ_LLAMA,
@@ -158,9 +159,9 @@ _LLAMAS = (
         model_type="mixtral",
         module="mixture",
         architectures=("MixtralForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         has_mistral_tokenizer=True,
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="llama",
             has_experts=True,
             flags=_LLAMA_FLAGS,
@@ -206,15 +207,15 @@ _LLAMAS = (
         # The 7B model; 13B uses ALiBi and has no such key.
         rope_implied_by="max_position_embeddings",
         config_class="llama",
-        gguf=GGUFFacts(architecture="baichuan", has_neighbour_rotations=True, alibi_layers=40),
+        gguf=GGUFFormat(architecture="baichuan", has_neighbour_rotations=True, alibi_layers=40),
     ),
     Family(
         model_type="internlm2",
         module="llama",
         architectures=("InternLM2ForCausalLM",),
         config_class="llama",
-        tokenizer=_GENERIC,
-        gguf=GGUFFacts(
+        tokenizer=GENERIC,
+        gguf=GGUFFormat(
             architecture="internlm2", has_neighbour_rotations=True, flags={"bias": _QUERY}
         ),
     ),
@@ -223,7 +224,7 @@ _LLAMAS = (
         module="llama",
         architectures=("InternLM3ForCausalLM",),
         config_class="llama",
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     Family(
         model_type="smollm3",
@@ -232,14 +233,14 @@ _LLAMAS = (
         windows="if_switched_on",
         no_rope_interval=4,
         awq_pairs=_AWQ_LLAMA,
-        gguf=GGUFFacts(architecture="smollm3", has_neighbour_rotations=True, flags=_LLAMA_FLAGS),
+        gguf=GGUFFormat(architecture="smollm3", has_neighbour_rotations=True, flags=_LLAMA_FLAGS),
     ),
     Family(
         model_type="ministral3",
         module="llama",
         architectures=("Ministral3ForCausalLM",),
         config_class="llama",
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         awq_pairs=_AWQ_LLAMA,
     ),
     Family(
@@ -254,7 +255,7 @@ _LLAMAS = (
         architectures=("Exaone4ForCausalLM",),
         has_rope_without_window="alone",
         awq_pairs=(_VALUES, _MLP),
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="exaone4", has_post_norms=True, window_period=4, windows_are_optional=True
         ),
     ),
@@ -267,16 +268,16 @@ _LLAMAS = (
         model_type="ernie4_5",
         module="llama",
         architectures=("Ernie4_5ForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         awq_pairs=_AWQ_LLAMA,
-        gguf=GGUFFacts(architecture="ernie4_5", flags={"use_bias": _QUERY}),
+        gguf=GGUFFormat(architecture="ernie4_5", flags={"use_bias": _QUERY}),
     ),
     Family(
         model_type="seed_oss",
         module="llama",
         architectures=("SeedOssForCausalLM",),
         awq_pairs=_AWQ_LLAMA,
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="seed_oss",
             has_post_norms=True,
             flags={**_LLAMA_FLAGS, "attention_out_bias": "self_attn.o_proj.bias"},
@@ -288,14 +289,14 @@ _LLAMAS = (
         module="llama",
         architectures=("HunYuanDenseV1ForCausalLM",),
         awq_pairs=_AWQ_LLAMA,
-        gguf=GGUFFacts(architecture="hunyuan-dense", flags={"attention_bias": _QUERY}),
+        gguf=GGUFFormat(architecture="hunyuan-dense", flags={"attention_bias": _QUERY}),
     ),
     Family(model_type="apertus", module="llama", architectures=("ApertusForCausalLM",)),
     Family(
         model_type="arcee",
         module="llama",
         architectures=("ArceeForCausalLM",),
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="arcee",
             has_neighbour_rotations=True,
             activation=("hidden_act", "relu2"),
@@ -309,7 +310,7 @@ _LLAMAS = (
         config_class="llama",
         own_defaults={"hidden_act": "relu2"},
         tokenizer="GPT2Tokenizer",
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="jais2",
             activation=("hidden_act", "relu2"),
             norm_key="layer_norm_eps",
@@ -341,7 +342,7 @@ _LLAMAS = (
         module="minicpm",
         architectures=("MiniCPM3ForCausalLM",),
         config_class="llama",
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
 )
 _QWENS = (
@@ -360,7 +361,7 @@ _QWENS = (
         config_defaults=ConfigDefaults(class_prefix="Qwen2", values=_QWEN2_DEFAULTS),
         tokenizer="Qwen2Tokenizer",
         replaces_tokenizer=True,
-        gguf=GGUFFacts(architecture="qwen2"),
+        gguf=GGUFFormat(architecture="qwen2"),
         awq_pairs=_AWQ_LLAMA,
     ),
     Family(
@@ -368,7 +369,7 @@ _QWENS = (
         module="mixture",
         architectures=("Qwen2MoeForCausalLM",),
         tokenizer="Qwen2Tokenizer",
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="qwen2moe",
             has_experts=True,
             flags={"qkv_bias": _QUERY},
@@ -385,7 +386,7 @@ _QWENS = (
         windows="if_switched_on",
         config_defaults=ConfigDefaults(class_prefix="Qwen3", values=_QWEN3_DEFAULTS),
         tokenizer="Qwen2Tokenizer",
-        gguf=GGUFFacts(architecture="qwen3", flags={"attention_bias": _QUERY}),
+        gguf=GGUFFormat(architecture="qwen3", flags={"attention_bias": _QUERY}),
         awq_pairs=_AWQ_LLAMA,
     ),
     Family(
@@ -395,7 +396,7 @@ _QWENS = (
         module="mixture",
         architectures=("Qwen3MoeForCausalLM",),
         tokenizer="Qwen2Tokenizer",
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="qwen3moe",
             has_experts=True,
             flags={"attention_bias": _QUERY},
@@ -431,7 +432,7 @@ _QWENS = (
         model_type="mimo",
         module="llama",
         architectures=("MiMoForCausalLM",),
-        mtp=MTPFacts(
+        mtp=MTPFormat(
             prefix="model.mtp_layers.0.",
             names={
                 "token_layernorm": "enorm",
@@ -452,7 +453,7 @@ _GEMMAS = (
         architectures=("GemmaForCausalLM",),
         activation_key="hidden_activation",
         tokenizer="GemmaTokenizer",
-        gguf=GGUFFacts(architecture="gemma", activation=_GEMMA_ACTIVATION),
+        gguf=GGUFFormat(architecture="gemma", activation=_GEMMA_ACTIVATION),
         norms_add_one=True,
         awq_pairs=_AWQ_LLAMA,
     ),
@@ -463,7 +464,7 @@ _GEMMAS = (
         activation_key="hidden_activation",
         full_attention_every=2,
         tokenizer="GemmaTokenizer",
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="gemma2",
             activation=_GEMMA_ACTIVATION,
             has_post_norms=True,
@@ -479,7 +480,7 @@ _GEMMAS = (
         activation_key="hidden_activation",
         full_attention_every=6,
         tokenizer="GemmaTokenizer",
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="gemma3",
             activation=_GEMMA_ACTIVATION,
             has_post_norms=True,
@@ -521,9 +522,9 @@ _GRANITES = (
         model_type="granite",
         module="granite",
         architectures=("GraniteForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         awq_pairs=_AWQ_LLAMA,
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="granite",
             has_neighbour_rotations=True,
             flags=_LLAMA_FLAGS,
@@ -534,9 +535,9 @@ _GRANITES = (
         model_type="granitemoe",
         module="mixture",
         architectures=("GraniteMoeForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         awq_pairs=(_ATTENTION, (_NORM_OF_MLP, *_GRANITE_EXPERTS), _VALUES),
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="granitemoe",
             has_experts=True,
             has_neighbour_rotations=True,
@@ -551,7 +552,7 @@ _GRANITES = (
         module="hybrid",
         architectures=("GraniteMoeHybridForCausalLM",),
         rope_switch=("position_embedding_type", "rope"),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
 )
 _OTHERS = (
@@ -560,7 +561,7 @@ _OTHERS = (
         also_typed=("bailing_moe_v2",),
         module="routed",
         architectures=("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
-        mtp=MTPFacts(names={"final_layernorm": "shared_head.norm"}),
+        mtp=MTPFormat(names={"final_layernorm": "shared_head.norm"}),
         config_class="llama",
     ),
     Family(
@@ -574,7 +575,7 @@ _OTHERS = (
         module="gpt",
         architectures=("BloomForCausalLM",),
         default_max_positions=_BLOOM_POSITIONS,
-        gguf=GGUFFacts(architecture="bloom", norm_key="layer_norm_epsilon", has_rotations=False),
+        gguf=GGUFFormat(architecture="bloom", norm_key="layer_norm_epsilon", has_rotations=False),
     ),
     Family(
         model_type="chatglm",
@@ -588,7 +589,7 @@ _OTHERS = (
         module="cohere",
         architectures=("CohereForCausalLM",),
         tokenizer="CohereTokenizer",
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="command-r",
             norm_key="layer_norm_eps",
             flags={"attention_bias": _QUERY, "use_qk_norm": "self_attn.q_norm.weight"},
@@ -603,7 +604,7 @@ _OTHERS = (
         full_attention_every=4,
         has_rope_without_window=False,
         tokenizer="CohereTokenizer",
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="cohere2",
             norm_key="layer_norm_eps",
             flags={"attention_bias": _QUERY},
@@ -666,7 +667,7 @@ _OTHERS = (
         model_type="dots1",
         module="routed",
         architectures=("Dots1ForCausalLM",),
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="dots1",
             has_experts=True,
             is_routed=True,
@@ -678,7 +679,7 @@ _OTHERS = (
         model_type="ernie4_5_moe",
         module="routed",
         architectures=("Ernie4_5_MoeForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     Family(
         model_type="youtu",
@@ -699,7 +700,7 @@ _OTHERS = (
         module="gpt",
         architectures=("FalconForCausalLM",),
         also_published_as=("RWForCausalLM",),
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="falcon",
             activation=("activation", "gelu"),
             norm_key="layer_norm_epsilon",
@@ -719,14 +720,14 @@ _OTHERS = (
         model_type="flex_olmo",
         module="olmo",
         architectures=("FlexOlmoForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     Family(
         model_type="glm",
         module="glm",
         architectures=("GlmForCausalLM",),
-        tokenizer=_GENERIC,
-        gguf=GGUFFacts(
+        tokenizer=GENERIC,
+        gguf=GGUFFormat(
             architecture="chatglm", flags={"attention_bias": _QUERY}, has_fused_gate=True
         ),
     ),
@@ -736,8 +737,8 @@ _OTHERS = (
         values_of_type={"glm4v_text": {"attention_bias": True, "rms_norm_eps": 1e-5}},
         module="glm",
         architectures=("Glm4ForCausalLM",),
-        tokenizer=_GENERIC,
-        gguf=GGUFFacts(
+        tokenizer=GENERIC,
+        gguf=GGUFFormat(
             architecture="glm4",
             flags={"attention_bias": _QUERY},
             has_fused_gate=True,
@@ -751,8 +752,8 @@ _OTHERS = (
         module="routed",
         architectures=("Glm4MoeForCausalLM",),
         mtp=_MTP,
-        tokenizer=_GENERIC,
-        gguf=GGUFFacts(
+        tokenizer=GENERIC,
+        gguf=GGUFFormat(
             architecture="glm4moe",
             has_experts=True,
             is_routed=True,
@@ -767,7 +768,7 @@ _OTHERS = (
         architectures=("Glm4MoeLiteForCausalLM",),
         config_class="llama",
         mtp=_MTP,
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     Family(
         model_type="glm_moe_dsa",
@@ -782,7 +783,7 @@ _OTHERS = (
         module="gpt",
         architectures=("GPT2LMHeadModel",),
         tokenizer="GPT2Tokenizer",
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="gpt2",
             activation=("activation_function", "gelu_new"),
             norm_key="layer_norm_epsilon",
@@ -793,8 +794,8 @@ _OTHERS = (
         model_type="gpt_bigcode",
         module="gpt",
         architectures=("GPTBigCodeForCausalLM",),
-        tokenizer=_GENERIC,
-        gguf=GGUFFacts(
+        tokenizer=GENERIC,
+        gguf=GGUFFormat(
             architecture="starcoder",
             activation=("activation_function", "gelu_pytorch_tanh"),
             norm_key="layer_norm_epsilon",
@@ -806,7 +807,7 @@ _OTHERS = (
         module="gpt",
         architectures=("GPTNeoXForCausalLM",),
         tokenizer="GPTNeoXTokenizer",
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="gptneox",
             activation=("hidden_act", "gelu"),
             norm_key="layer_norm_eps",
@@ -824,7 +825,7 @@ _OTHERS = (
         module="gpt_oss",
         architectures=("GptOssForCausalLM",),
         reasoning_parser="openai_gptoss",
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="gpt-oss",
             has_experts=True,
             flags={"attention_bias": _QUERY},
@@ -847,7 +848,7 @@ _OTHERS = (
         architectures=("JambaForCausalLM",),
         attention_period_keys=("attn_layer_period", "attn_layer_offset"),
         has_positions=False,
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     Family(model_type="lfm2", module="lfm", architectures=("Lfm2ForCausalLM",)),
     Family(
@@ -902,7 +903,7 @@ _OTHERS = (
         architectures=("MiMoV2FlashForCausalLM",),
         config_class="llama",
         window_kv_heads=2,
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     Family(
         model_type="minimax_m2",
@@ -910,8 +911,8 @@ _OTHERS = (
         module="routed",
         architectures=("MiniMaxM2ForCausalLM",),
         config_class="llama",
-        tokenizer=_GENERIC,
-        gguf=GGUFFacts(
+        tokenizer=GENERIC,
+        gguf=GGUFFormat(
             architecture="minimax-m2",
             has_experts=True,
             has_router_bias=True,
@@ -925,7 +926,7 @@ _OTHERS = (
         architectures=("MptForCausalLM",),
         also_published_as=("MPTForCausalLM",),
         tokenizer="GPTNeoXTokenizer",
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="mpt",
             norm_key="layer_norm_epsilon",
             values={"attn_config.clip_qkv": ".attention.clamp_kqv"},
@@ -936,9 +937,9 @@ _OTHERS = (
         model_type="nemotron",
         module="gpt",
         architectures=("NemotronForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         norms_add_one=True,
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="nemotron",
             activation=("hidden_act", "relu2"),
             norm_key="norm_eps",
@@ -959,7 +960,7 @@ _OTHERS = (
         module="olmo",
         architectures=("OlmoForCausalLM",),
         tokenizer="GPTNeoXTokenizer",
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="olmo",
             has_neighbour_rotations=True,
             values={"clip_qkv": ".attention.clamp_kqv"},
@@ -969,19 +970,19 @@ _OTHERS = (
         model_type="olmo2",
         module="olmo",
         architectures=("Olmo2ForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         awq_pairs=(_VALUES, _MLP),
-        gguf=GGUFFacts(architecture="olmo2", has_post_norms=True, head_norms="all_heads"),
+        gguf=GGUFFormat(architecture="olmo2", has_post_norms=True, head_norms="all_heads"),
     ),
     Family(
-        model_type="olmo3", module="olmo", architectures=("Olmo3ForCausalLM",), tokenizer=_GENERIC
+        model_type="olmo3", module="olmo", architectures=("Olmo3ForCausalLM",), tokenizer=GENERIC
     ),
     Family(
         model_type="olmoe",
         module="olmo",
         architectures=("OlmoeForCausalLM",),
         tokenizer="GPTNeoXTokenizer",
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="olmoe",
             has_experts=True,
             constants={"norm_topk_prob": False},
@@ -1005,7 +1006,7 @@ _OTHERS = (
         module="phi",
         architectures=("PhiForCausalLM",),
         tokenizer="GPT2Tokenizer",
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="phi2", activation=("hidden_act", "gelu_new"), norm_key="layer_norm_eps"
         ),
     ),
@@ -1013,9 +1014,9 @@ _OTHERS = (
         model_type="phi3",
         module="phi",
         architectures=("Phi3ForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         awq_pairs=(("input_layernorm", "self_attn.qkv_proj"), (_NORM_OF_MLP, "mlp.gate_up_proj")),
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="phi3",
             values={"sliding_window": ".attention.sliding_window"},
             has_fused_gate=True,
@@ -1026,7 +1027,7 @@ _OTHERS = (
         module="mixture",
         architectures=("PhimoeForCausalLM",),
         also_published_as=("PhiMoEForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     Family(
         model_type="solar_open",
@@ -1041,8 +1042,8 @@ _OTHERS = (
         module="stablelm",
         architectures=("StableLmForCausalLM",),
         also_published_as=("StableLMEpochForCausalLM",),
-        tokenizer=_GENERIC,
-        gguf=GGUFFacts(
+        tokenizer=GENERIC,
+        gguf=GGUFFormat(
             architecture="stablelm",
             norm_key="layer_norm_eps",
             values={"use_parallel_residual": ".use_parallel_residual"},
@@ -1055,7 +1056,7 @@ _OTHERS = (
         module="gpt",
         architectures=("Starcoder2ForCausalLM",),
         tokenizer="GPT2Tokenizer",
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="starcoder2",
             activation=("hidden_act", "gelu_pytorch_tanh"),
             norm_key="norm_epsilon",
@@ -1082,7 +1083,7 @@ _WITH_MEDIA = (
         also_text_types=("mistral", "qwen2"),
         media="llava",
         media_by_tower={"pixtral": "pixtral"},
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     _with_encoder(
         model_type="llava_next",
@@ -1090,7 +1091,7 @@ _WITH_MEDIA = (
         text_type="llama",
         also_text_types=("mistral", "granite", "qwen2"),
         media="llava_next",
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     _with_encoder(
         model_type="internvl",
@@ -1111,7 +1112,7 @@ _WITH_MEDIA = (
         architectures=("SmolVLMForConditionalGeneration",),
         text_type="llama",
         media="idefics3",
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     _with_encoder(
         model_type="mllama",
@@ -1200,14 +1201,14 @@ _WITH_MEDIA = (
         architectures=("Glm4vForConditionalGeneration",),
         text_type="glm4v_text",
         media="glm4v",
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     _with_encoder(
         model_type="glm4v_moe",
         architectures=("Glm4vMoeForConditionalGeneration",),
         text_type="glm4v_moe_text",
         media="glm4v",
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     _with_encoder(
         model_type="qwen3_5",
@@ -1233,7 +1234,7 @@ _WITH_MEDIA = (
         also_published_as=("Kimi_K25ForConditionalGeneration",),
         text_type="deepseek_v3",
         also_text_types=("kimi_k2",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     _with_encoder(
         model_type="kimi_vl",
@@ -1253,7 +1254,7 @@ _WITH_MEDIA = (
         text_type="llama",
         also_text_types=("mistral",),
         media="voxtral",
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         has_mistral_tokenizer=True,
     ),
     _with_encoder(
@@ -1283,7 +1284,7 @@ _ENCODERS = (
             class_prefix="Bert", values=_BERT_DEFAULTS, has_rotations=False
         ),
         tokenizer="BertTokenizer",
-        gguf=GGUFFacts(
+        gguf=GGUFFormat(
             architecture="bert",
             activation=("hidden_act", "gelu"),
             norm_key="layer_norm_eps",

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-_MAX_PLACES = 8
+_MAX_OCCURRENCES = 8
 """Maximum number of earlier occurrences that are compared for one lookup."""
 _TOKEN_BITS = 32
 """Bits of a token in a key."""
@@ -63,7 +63,7 @@ class TokenIndex:
         n, text, best, best_length = self._n, self._tokens, 0, 0
         end = self._latest.get(_key_of(tail[len(tail) - n :]), 0)
         most = min(most, len(tail))
-        for _ in range(_MAX_PLACES):
+        for _ in range(_MAX_OCCURRENCES):
             if not end or best_length >= most:
                 break
             length, limit = n, min(most, end)

@@ -101,10 +101,6 @@ class BlockPool:
             found.append(block_id)
         return found
 
-    def find_one(self, block_hash: bytes) -> int | None:
-        """Return the block that holds this content, or None."""
-        return self._block_of.get(block_hash)
-
     def share(self, block_ids: Sequence[int]) -> None:
         """Add one reference to each block; free blocks leave the free queue."""
         for block_id in block_ids:

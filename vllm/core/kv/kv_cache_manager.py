@@ -57,11 +57,11 @@ class KVCacheManager:
     ) -> None:
         self.pool = BlockPool(num_blocks, events)
         self.states = states
-        self._events = events
+        self.events = events
         self.block_size = block_size
         self.enable_caching = enable_caching
         self.num_groups = len(groups)
-        self._groups = tuple(groups)
+        self.groups = tuple(groups)
         self._windowed = {i: g for i, g in enumerate(groups) if g.window is not None}
         self.has_windows = bool(self._windowed)
         self.is_dense = is_dense and self.num_groups == 1 and not self.has_windows
@@ -139,7 +139,7 @@ class KVCacheManager:
         while (missing := self._last_missing(hashes, num_found)) is not None:
             num_found = missing
         tables = []
-        for index, group in enumerate(self._groups):
+        for index, group in enumerate(self.groups):
             first = group.first_block(num_found * self.block_size, self.block_size)
             found = self.pool.find(group_keys(hashes[first:num_found], index))
             tables += [NULL_BLOCK_ID] * first + found
@@ -156,7 +156,7 @@ class KVCacheManager:
             first = group.first_block(num_found * size, size)
             keys = group_keys(reversed(hashes[first:num_found]), index)
             for distance, key in enumerate(keys, start=1):
-                if self.pool.find_one(key) is None:
+                if not self.pool.find([key]):
                     return num_found - distance
         return None
 
@@ -282,9 +282,9 @@ class KVCacheManager:
                 indices = [i for i in indices if table[i] != NULL_BLOCK_ID]
                 block_ids, new = [table[i] for i in indices], [hashes[i] for i in indices]
             stored = self.pool.cache_blocks(block_ids, group_keys(new, index))
-            if self._events is not None and index == 0:
+            if self.events is not None and index == 0:
                 new_indices = [indices[i] for i in stored]
-                self._events.stored(hashes, new_indices, request.token_ids, request.spec)
+                self.events.stored(hashes, new_indices, request.token_ids, request.spec)
             self._being_computed.update(block_ids)
         request.num_cached_blocks = end
 
@@ -359,9 +359,9 @@ class KVCacheManager:
                 return 0
             end = len(found) + len(contents)
             stored = pool.cache_blocks(block_ids, hashes[len(found) : end])
-            if self._events is not None:
+            if self.events is not None:
                 indices = [len(found) + i for i in stored]
-                self._events.stored(hashes, indices, token_ids, source)
+                self.events.stored(hashes, indices, token_ids, source)
             return len(contents)
         finally:
             pool.free(reversed(block_ids))

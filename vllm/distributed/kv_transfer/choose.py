@@ -28,5 +28,4 @@ def make_connector(config: KVTransferConfig) -> KVConnector:
         raise ConfigError(
             f"kv_connector {path!r} is not a subclass of vllm.distributed.kv_transfer.KVConnector"
         )
-    connector: KVConnector = kind(config)
-    return connector
+    return kind(config)

@@ -47,13 +47,13 @@ class TCPConnector(KVConnector):
 
     def prefetch(self, keys: Sequence[bytes]) -> "Future[None] | None":
         """Fetch blocks from other engines in the background."""
-        far = [key for key in keys if key not in self._host]
-        if not far or not any(peer.is_asked for peer in self._peers):
+        remote = [key for key in keys if key not in self._host]
+        if not remote or not any(peer.is_asked for peer in self._peers):
             return None
-        span, fetches = (far[0], far[-1]), self._fetches
+        span, fetches = (remote[0], remote[-1]), self._fetches
         future = fetches.get(span)
         if future is None:
-            future = fetches[span] = self._threads.submit(self._fetch, *self._in_use, far)
+            future = fetches[span] = self._threads.submit(self._fetch, *self._in_use, remote)
             future.add_done_callback(lambda _: fetches.pop(span, None))
         return future
 

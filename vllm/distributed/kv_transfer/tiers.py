@@ -46,10 +46,10 @@ class TieredConnector(KVConnector):
     def prefetch(self, keys: Sequence[bytes]) -> "Future[None] | None":
         """Read blocks from the folder in the background."""
         folder = self._folder
-        far = [key for key in keys if key not in self._host]
-        if folder is None or not far or not folder.has(far[0]):
+        remote = [key for key in keys if key not in self._host]
+        if folder is None or not remote or not folder.has(remote[0]):
             return None
-        return self._thread.submit(self._read, far)
+        return self._thread.submit(self._read, remote)
 
     def load(self, keys: Sequence[bytes]) -> list[BlockData]:
         """Return the blocks with these keys, up to the first missing one."""

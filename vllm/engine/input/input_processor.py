@@ -28,7 +28,6 @@ from vllm.inputs import PromptType
 from vllm.lora.files import adapter_keys, find_adapter
 from vllm.lora.request import LoRARequest
 from vllm.messages import AdapterRef, EngineRequest, Grammar, OutputRules
-from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.structured_output.compiler import GrammarCompiler
 from vllm.utils.background_work import Throttle, no_pause
@@ -252,25 +251,6 @@ class InputProcessor:
             )
         pause = no_pause if is_busy is None else Throttle(is_busy).pause
         return find_adapter(asked, lora.max_lora_rank, pause)
-
-    def process_pooling(
-        self,
-        request_id: str,
-        prompt: PromptType,
-        params: PoolingParams,
-        *,
-        arrival_time: float | None = None,
-        priority: int = 0,
-    ) -> tuple[str | None, EngineRequest]:
-        """Check and tokenise a request to a pooling model. The arguments are the same as for
-        `process`.
-
-        Raises:
-            RequestError: the request is wrong, or the model generates text.
-        """
-        return self.pooling.process(
-            request_id, prompt, params, arrival_time=arrival_time, priority=priority
-        )
 
     def attach_grammar(self, request: EngineRequest) -> EngineRequest:
         """Return the request with its compiled grammar, if it asks for structured output.

@@ -83,8 +83,7 @@ class LongPromptTokenizer:
 
 
 def _as_list(data: bytes) -> list[int]:
-    token_ids: list[int] = np.frombuffer(data, np.int32).tolist()
-    return token_ids
+    return np.frombuffer(data, np.int32).tolist()
 
 
 # ---- the process ------------------------------------------------------------------------------

@@ -22,8 +22,14 @@ from vllm.multimodal.given_embeddings import GivenEmbeddings
 from vllm.multimodal.interface.family import MediaFamily
 from vllm.multimodal.interface.source import MediaSource
 from vllm.multimodal.interface.speech import SpeechRules
-from vllm.multimodal.job import Job, family_class, family_of_model, job_arguments, make_job
-from vllm.multimodal.speech import speech_of_model
+from vllm.multimodal.job import (
+    Job,
+    family_class,
+    family_of_model,
+    job_arguments,
+    make_job,
+    speech_of_model,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -272,8 +272,7 @@ class Vocabulary:
         return found
 
     def text(self, text: str) -> list[int]:
-        found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     @property
     def _tokenizer(self) -> "PreTrainedTokenizerBase":

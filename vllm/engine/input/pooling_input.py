@@ -101,7 +101,12 @@ class PoolingInput:
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> tuple[str | None, EngineRequest]:
-        """Check a request to a pooling model, and tokenise it."""
+        """Check and tokenise a request to a pooling model. The arguments are the same as for
+        `InputProcessor.process`.
+
+        Raises:
+            RequestError: the request is wrong, or the model generates text.
+        """
         if not isinstance(params, PoolingParams):
             raise RequestError(
                 f"the parameters must be PoolingParams, got {type(params).__name__}",

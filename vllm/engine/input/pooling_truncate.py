@@ -50,8 +50,7 @@ def _parts(
 ) -> list[int | None]:
     """Return for each token the index of the text that it belongs to; None for special tokens."""
     if tokenizer.is_fast:
-        parts: list[int | None] = encoded.sequence_ids(0)
-        return parts
+        return encoded.sequence_ids(0)
     special = SpecialTokens.of(tokenizer).ids
     return [None if token_id in special else 0 for token_id in token_ids]
 

@@ -28,7 +28,6 @@ from vllm.engine.process.wire import (
     AbortRequests,
     AddRequests,
     CallCore,
-    CallResult,
     CoreFailed,
     CoreOutput,
     CoreProgress,
@@ -44,7 +43,7 @@ from vllm.engine.process.wire import (
 from vllm.errors import CapacityError, ConfigError, RequestError, VllmError
 from vllm.executor import make_executor
 from vllm.logger import init_logger, use_format
-from vllm.message_codec import CallError, decode_arguments, encode_value
+from vllm.message_codec import CallError, CallResult, decode_arguments, encode_value
 from vllm.messages import EngineOutput, EngineRequest
 from vllm.platforms import resolve_platform
 from vllm.utils.imports import without_collections
@@ -53,6 +52,7 @@ from vllm.utils.process import startup_progress
 from vllm.utils.process.child_process import leave_signals_to_parent, set_parent_death_signal
 from vllm.utils.process.frames import read_frame
 from vllm.utils.process.process_memory import keep_for_good
+from vllm.utils.process.program_end import end_program
 
 logger = init_logger(__name__)
 
@@ -347,4 +347,4 @@ def _set_parent_death_signal() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    end_program(main(sys.argv[1], int(sys.argv[2])))

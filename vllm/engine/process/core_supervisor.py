@@ -16,7 +16,6 @@ from vllm.engine.process.startup_state import StartupState
 from vllm.engine.process.wire import (
     AddRequests,
     CallCore,
-    CallResult,
     CoreFailed,
     CoreOutput,
     CoreProgress,
@@ -27,7 +26,7 @@ from vllm.engine.process.wire import (
 )
 from vllm.errors import CapacityError, ConfigError, EngineDeadError, RequestError, WorkerCallError
 from vllm.logger import init_logger
-from vllm.message_codec import decode_value, encode_arguments
+from vllm.message_codec import CallResult, decode_value, encode_arguments
 from vllm.messages import EngineRequest
 from vllm.model_executor.models.registry import ModelRegistry
 

@@ -12,7 +12,7 @@ import msgspec
 
 from vllm.config import VllmConfig
 from vllm.errors import RequestError
-from vllm.message_codec import CallError, Message, decode_array, encode_array
+from vllm.message_codec import CallResult, Message, decode_array, encode_array
 from vllm.messages import EngineOutput, EngineRequest, SchedulerStats
 
 START = 0
@@ -97,15 +97,6 @@ class Refused(Message, frozen=True, kw_only=True):
     """Whether the error is a CapacityError; False: it is a RequestError."""
     param: str | None = None
     """Field of the request that is at fault."""
-
-
-class CallResult(Message, frozen=True, kw_only=True):
-    """The result of a `CallCore`."""
-
-    call_id: int
-    value: bytes = b"\xc0"
-    """`encode_value` of the result."""
-    error: CallError | None = None
 
 
 def requests_apart(data: bytes) -> dict[str, bytes]:

@@ -84,9 +84,9 @@ class CoreReplicas:
         self._draining: set[int] = set()
         self._router: ReplicaRouter | None = None
         self._has_started = False
-        self._far: RemoteEngineCores | None = None
+        self._remote: RemoteEngineCores | None = None
         if num_local < num_replicas:
-            self._far = RemoteEngineCores(
+            self._remote = RemoteEngineCores(
                 parallel.data_parallel_address,
                 parallel.data_parallel_rpc_port,
                 range(num_local, num_replicas),
@@ -118,10 +118,10 @@ class CoreReplicas:
         """Return the arguments with which a replica on another machine is started; empty for a
         local replica.
         """
-        if self._far is None or index < num_local:
+        if self._remote is None or index < num_local:
             return ()
         return partial(
-            self._far.wait_for_core, index
+            self._remote.wait_for_core, index
         ), f"waiting for the machine of replica {index}"
 
     def __len__(self) -> int:
@@ -203,8 +203,8 @@ class CoreReplicas:
         """End the cores for good. Everything that waits for them fails with the error."""
         for replica in self._all:
             replica.stop(error)
-        if self._far is not None:
-            self._far.close()
+        if self._remote is not None:
+            self._remote.close()
         self.startup.set_failed(error)
 
     def _resolve(self, resolve: Callable[[], VllmConfig]) -> VllmConfig:

@@ -291,8 +291,12 @@ def check_settings(settings: Mapping[str, Any], platform: Platform | None = None
     )
     for section in of_no_model:
         _section(cast(type, section), settings)
-    if settings["distributed_executor_backend"] != "ray":
-        platform.check_present()
+    backend = settings["distributed_executor_backend"]
+    if backend != "ray":
+        # Launchers such as torchrun may start ranks on several machines.
+        is_local = backend != "external_launcher"
+        parallel = _section(ParallelConfig, settings)
+        platform.check_present(parallel.world_size if is_local else 1)
     _cache(settings, platform)
     refuse_variables()
     if settings["max_model_len"] is not None:

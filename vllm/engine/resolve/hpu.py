@@ -115,6 +115,7 @@ class _Idle:
 
 
 _SLICES = ("VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD", "VLLM_HPU_FSDPA_SLICE_CHUNK_SIZE")
+_GRAPH_ORDERS = ("VLLM_GRAPH_PROMPT_STRATEGY", "VLLM_GRAPH_DECODE_STRATEGY")
 _IDLE = (
     _Idle(
         ("VLLM_BUCKETING_STRATEGY", "VLLM_EXPONENTIAL_BUCKETING", *BUCKET_VARIABLES),
@@ -150,7 +151,7 @@ _IDLE = (
         lambda settings, _, is_eager: is_eager or settings.PT_HPU_LAZY_MODE is True,
     ),
     _Idle(
-        (*("VLLM_GRAPH_PROMPT_RATIO", "VLLM_GRAPH_PROMPT_STRATEGY"), "VLLM_GRAPH_DECODE_STRATEGY"),
+        (*_GRAPH_ORDERS, "VLLM_GRAPH_PROMPT_RATIO", "PT_HPUGRAPH_DISABLE_TENSOR_CACHE"),
         "HPU graphs are not used (PT_HPU_LAZY_MODE=0 or --enforce-eager)",
         lambda settings, _, is_eager: is_eager or settings.PT_HPU_LAZY_MODE is False,
     ),
@@ -158,6 +159,21 @@ _IDLE = (
         ("VLLM_GRAPH_RESERVED_MEM",),
         "with --enforce-eager no memory is reserved",
         lambda *given: given[-1],
+    ),
+    _Idle(
+        _GRAPH_ORDERS,
+        "VLLM_SKIP_WARMUP leaves out the warm-up, which captures graphs in this order",
+        lambda settings, *_: settings.VLLM_SKIP_WARMUP,
+    ),
+    _Idle(
+        (
+            "VLLM_HPU_SIM_STRICT",
+            "VLLM_HPU_SIM_VENDOR",
+            "VLLM_HPU_SIM_BRIDGE",
+            "VLLM_HPU_SIM_ABSENT",
+        ),
+        "the card is not simulated (VLLM_HPU_SIM)",
+        lambda settings, *_: not (settings.VLLM_HPU_SIM or settings.VLLM_USE_FAKE_HPU),
     ),
     _Idle(
         ("VLLM_CONFIG_HIDDEN_LAYERS",),
@@ -180,7 +196,12 @@ def warn_of_idle_variables(hpu: HPUConfig, *, is_eager: bool) -> None:
             continue
         for name in idle.names:
             if (value := getattr(settings, name)) != getattr(envs.Envs, name):
-                logger.warning("%s=%s has no effect: %s", name, value, idle.reason)
+                text = envs.of_launcher(name) or value
+                logger.warning("%s=%s has no effect: %s", name, text, idle.reason)
+    if hpu.skip_warmup and hpu.sampling_warmup == "all":
+        logger.warning(
+            "sampling_warmup='all' has no effect: VLLM_SKIP_WARMUP leaves out the warm-up"
+        )
 
 
 def fit_token_budget(config: VllmConfig, *, is_given: bool) -> VllmConfig:

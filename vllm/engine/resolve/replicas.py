@@ -9,7 +9,7 @@ from vllm.config import DeviceConfig, ParallelConfig, VllmConfig
 from vllm.errors import ConfigError
 from vllm.platforms import Platform, resolve_platform
 from vllm.platforms.cpu_threads import (
-    by_place,
+    by_topology,
     divide_cores,
     equal_shares,
     parse_cores,
@@ -90,7 +90,7 @@ def _cpu_share(device: DeviceConfig, index: int, count: int, *, is_ray: bool) ->
         return replace(device, bound_cores=device.replica_cores[index], replica_cores=())
     if not device.counts_threads or is_ray:
         return device  # OpenMP's own settings apply, or Ray may start the worker on another machine
-    return replace(device, core_share=equal_shares(by_place(usable_cores()), count)[index])
+    return replace(device, core_share=equal_shares(by_topology(usable_cores()), count)[index])
 
 
 def _with_own_endpoints(config: VllmConfig, index: int) -> VllmConfig:

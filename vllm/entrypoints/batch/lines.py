@@ -113,7 +113,7 @@ async def answer_line(app: ASGIApp, line: bytes, fetch: Fetch) -> dict[str, Any]
     record.
     """
     try:
-        request = _read_line(line)
+        request = read_line(line)
         given = bytes(request.body)
         if request.url in SOUND_URLS:
             status, body = await call_app(app, request.url, *await sound_form(given, fetch))
@@ -129,8 +129,8 @@ async def answer_line(app: ASGIApp, line: bytes, fetch: Fetch) -> dict[str, Any]
     return _record(request.custom_id, status, answer, None)
 
 
-def _read_line(line: bytes) -> _Line:
-    """Read a line and check that it can be sent.
+def read_line(line: bytes) -> _Line:
+    """Read a line and check that it can be sent. The body is not checked against its route.
 
     Raises:
         RequestError: it cannot be sent.
@@ -151,15 +151,6 @@ def _read_line(line: bytes) -> _Line:
     if request.url in SOUND_URLS:
         check_sound_body(bytes(request.body))
     return request
-
-
-def check_line(line: bytes) -> None:
-    """Refuse a line that is not a request. The body is not checked against its route.
-
-    Raises:
-        RequestError: the line is not a request.
-    """
-    _read_line(line)
 
 
 def _reason(error: dict[str, Any]) -> str:

@@ -122,8 +122,7 @@ def _encode(
     """Return the token ids of a text. A prompt begins with the special tokens that the server
     adds.
     """
-    ids: list[int] = tokenizer(text, add_special_tokens=is_prompt, verbose=False)["input_ids"]
-    return ids
+    return tokenizer(text, add_special_tokens=is_prompt, verbose=False)["input_ids"]
 
 
 # ---- files --------------------------------------------------------------------------------

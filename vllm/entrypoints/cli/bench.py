@@ -28,5 +28,4 @@ def run(args: argparse.Namespace) -> int | None:
     if args.benchmark is None:
         args.print_help()
         return 0
-    code: int | None = import_module(f"vllm.entrypoints.bench.{args.benchmark}").run(args)
-    return code
+    return import_module(f"vllm.entrypoints.bench.{args.benchmark}").run(args)

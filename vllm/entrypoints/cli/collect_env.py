@@ -16,6 +16,7 @@ from vllm.env.bridge import has_vendor_library
 from vllm.errors import ConfigError
 from vllm.platforms.cgroup import ControlGroups
 from vllm.platforms.habana import nodes
+from vllm.platforms.habana.host import read_host
 from vllm.platforms.hpu import LOAD_ERRORS, absent_parts, simulated_card
 from vllm.utils import FlexibleArgumentParser
 from vllm.version import __version__
@@ -128,12 +129,17 @@ def _gaudi_facts() -> Iterator[tuple[str, str]]:
     cards = f"{count} (modules {modules or 'unknown'})" if count else ""
     yield "Gaudi cards", cards or nodes.why_no_card(envs.of_launcher("HABANA_VISIBLE_DEVICES"))
     is_lazy = envs.get().PT_HPU_LAZY_MODE is True
+    host = read_host()
+    yield "Gaudi host", str(host)
     problems = (
         nodes.why_not_permitted(),
         installed.why_not_loadable(is_lazy=is_lazy),
         installed.driver_mismatch(),
+        *host.problems(num_ranks=count),
+        *nodes.holders(),
     )
-    yield from (("Gaudi problem", problem) for problem in (*problems, *nodes.holders()) if problem)
+    yield from (("Gaudi problem", problem) for problem in problems if problem)
+    yield from (("Gaudi advice", advice) for advice in host.advice())
 
 
 def _version(package: str) -> str:

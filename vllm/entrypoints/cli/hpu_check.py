@@ -34,7 +34,7 @@ DESCRIPTION = (
     "check failed, 2 if there is no card."
 )
 _DOCS = "https://docs.habana.ai/en/latest"
-_IMAGE = (
+VENDOR_IMAGE = (
     "vault.habana.ai/gaudi-docker/1.24.1/ubuntu24.04/habanalabs/"
     "pytorch-upstream-installer-2.11.0:latest"
 )
@@ -45,7 +45,7 @@ The vendor's image has the library; the versions are those of
 {_DOCS}/Support_Matrix/Support_Matrix.html, for example:
   docker run -it --runtime=habana -e HABANA_VISIBLE_DEVICES=all \\
     -e OMPI_MCA_btl_vader_single_copy_mechanism=none --cap-add=sys_nice --net=host --ipc=host \\
-    {_IMAGE}
+    {VENDOR_IMAGE}
 Without a card, on a simulated one:
   VLLM_HPU_SIM=gaudi2 vllm hpu-check
 """

@@ -63,7 +63,7 @@ class Template:
     def __init__(
         self, source: str, special_tokens: Mapping[str, Any], *, has_tools: bool = False
     ) -> None:
-        self._compiled = _compile(source)
+        self._compiled = compile_template(source)
         self._special_tokens = special_tokens
         self._has_tools = has_tools
         self._answers: dict[object, bool] = {}
@@ -395,17 +395,13 @@ def load_template(
 
 
 @functools.lru_cache(maxsize=32)
-def _compile(source: str) -> jinja2.Template:
-    return environment().from_string(source)
-
-
-def check_syntax(source: str) -> None:
-    """Check the syntax of a template without rendering it.
+def compile_template(source: str) -> jinja2.Template:
+    """Return the compiled template, which checks its syntax.
 
     Raises:
         jinja2.TemplateSyntaxError: the source is not valid Jinja.
     """
-    _compile(source)
+    return environment().from_string(source)
 
 
 def media_of_template(modality: str) -> dict[str, str]:

@@ -53,8 +53,7 @@ class BodyRoute(APIRoute):
             given = {body_name: await off_loop.run(partial(self.read_body, data, args))}
             if request_name is not None:
                 given[request_name] = request
-            response: Response = await endpoint(**given)
-            return response
+            return await endpoint(**given)
 
         return read_and_handle
 

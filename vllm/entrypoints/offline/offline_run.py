@@ -89,14 +89,14 @@ def _collect(
 ) -> dict[str, AnyRequestOutput]:
     """Run steps until `pending` is empty; finished requests are removed from it."""
     finished: dict[str, AnyRequestOutput] = {}
-    places = {request_id: index for index, request_id in enumerate(pending)}
+    indices = {request_id: index for index, request_id in enumerate(pending)}
     with GenerationProgress(len(pending), use_tqdm) as progress, defer_interrupts() as ctrl_c:
         while pending:
             ctrl_c.raise_if_set()
             for output in engine.step():
                 if output.finished and output.request_id in pending:
                     del pending[output.request_id]
-                    with naming_prompt(places[output.request_id], len(places)):
+                    with naming_prompt(indices[output.request_id], len(indices)):
                         _refuse_wrong_adapter(output)
                     finished[output.request_id] = output
                     progress.update(output)

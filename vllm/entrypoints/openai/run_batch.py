@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import dataclasses
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING
@@ -21,6 +20,7 @@ from vllm.errors import ConfigError, RequestError
 from vllm.logger import init_logger
 from vllm.utils import FlexibleArgumentParser
 from vllm.utils.arguments import add_number, add_switch, add_text
+from vllm.utils.process.program_end import end_program
 from vllm.utils.process.startup_progress import process_start
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def _count_lines(source: str, lines: IO[bytes]) -> int:
     Raises:
         ConfigError: no line is a valid request. The model is then not loaded.
     """
-    from vllm.entrypoints.batch.lines import check_line
+    from vllm.entrypoints.batch.lines import read_line
 
     num_lines, first_error, has_request = 0, None, False
     for line in lines:
@@ -182,7 +182,7 @@ def _count_lines(source: str, lines: IO[bytes]) -> int:
         num_lines += 1
         if not has_request:
             try:
-                check_line(line)
+                read_line(line)
                 has_request = True
             except RequestError as error:
                 first_error = first_error or error
@@ -236,4 +236,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_program(main())

@@ -128,8 +128,7 @@ def _as_float(value: Any) -> Any:
 
 
 def _first(outputs: Any) -> Tensor:
-    result: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
-    return result
+    return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 class _recording:

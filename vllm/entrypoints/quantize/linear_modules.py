@@ -111,10 +111,10 @@ class _LinearExperts(nn.Module):
         out = torch.zeros_like(hidden_states)
         experts: list[Any] = [each for each in self.children() if each is not self.act_fn]
         for number in ids.unique().tolist():
-            tokens, places = torch.where(ids == number)
+            tokens, choices = torch.where(ids == number)
             x = hidden_states[tokens]
             if number < len(experts):
                 expert = experts[number]
                 x = expert.down_proj(self.act_fn(expert.gate_proj(x)) * expert.up_proj(x))
-            out.index_add_(0, tokens, (x * weights[tokens, places, None]).to(out.dtype))
+            out.index_add_(0, tokens, (x * weights[tokens, choices, None]).to(out.dtype))
         return out

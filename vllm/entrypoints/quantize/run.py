@@ -182,7 +182,7 @@ def _calibrate(folder: Path, config: Mapping[str, Any], args: argparse.Namespace
             if layers.is_quantized(layers.key(f"{name}.{part}"))
         }
         if is_awq:
-            changed = _scale_inputs(family, layer, inputs, grid, set(quantized))
+            changed = scale_inputs(family, layer, inputs, grid, set(quantized))
             changes.dense |= {
                 layers.key_of_tensor(f"{name}.{part}"): values for part, values in changed.items()
             }
@@ -222,7 +222,7 @@ def _samples(folder: Path, args: argparse.Namespace) -> list[list[int]]:
     return whole[: args.num_samples]
 
 
-def _scale_inputs(
+def scale_inputs(
     family: Family, layer: nn.Module, inputs: dict[str, Inputs], grid: Grid, quantized: set[str]
 ) -> dict[str, Tensor]:
     """Multiply weights by AWQ factors, and divide the outputs of the modules before them.

@@ -29,7 +29,7 @@ reset of the connection and not the answer."""
 MAX_LINGER_BYTES = 64 * 2**20
 """Maximum size of that rest."""
 
-_BODY_GRACE_S = 2.0
+BODY_GRACE_S = 2.0
 """Seconds for the application to answer 408 itself, and for the client to read it."""
 _UPGRADE_TO_HTTP2 = re.compile(rb"\r\nUpgrade(?=:[ \t]*h2c?[ \t]*\r\n)", re.IGNORECASE)
 _IGNORED = b"\r\nIgnored"
@@ -134,7 +134,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_in_body = True
         self._body_left = _content_length(self.headers)
         self._body_deadline = self.loop.time() + self.body_timeout_s
-        self._start_body_timer(self.body_timeout_s + _BODY_GRACE_S)
+        self._start_body_timer(self.body_timeout_s + BODY_GRACE_S)
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
@@ -193,7 +193,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         body.
         """
         is_late = self.loop.time() >= self._body_deadline
-        return _BODY_GRACE_S if is_late else LINGER_TIMEOUT_S
+        return BODY_GRACE_S if is_late else LINGER_TIMEOUT_S
 
     def _linger(self, seconds: float) -> None:
         """Close this side of the connection, and discard what the client still sends."""
@@ -253,7 +253,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         else:
             late = f"the body did not arrive within {self.body_timeout_s:g} s (--body-timeout)"
             self.transport.write(_error(408, late))
-            self._linger(_BODY_GRACE_S)
+            self._linger(BODY_GRACE_S)
 
 
 def _error(status: int, message: str) -> bytes:

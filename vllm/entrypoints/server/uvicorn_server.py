@@ -182,7 +182,7 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._on_signal, signum)
-        _log_address(listener, self._args)
+        log_address(listener, self._args)
         self._spawn(self._start())
         if self.config.ssl is not None and self._args.enable_ssl_refresh:
             self._spawn(refresh_certificate(self.config, CERTIFICATE_CHECK_S))
@@ -294,7 +294,8 @@ async def _wait_idle(context: ServerContext, timeout_s: float) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-def _log_address(listener: socket.socket, args: ServerArgs) -> None:
+def log_address(listener: socket.socket, args: ServerArgs) -> None:
+    """Log where the server listens, and where a browser on this machine finds the chat page."""
     if args.uds:
         logger.info("listening on the socket %s", args.uds)
         return

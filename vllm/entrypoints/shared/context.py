@@ -154,5 +154,4 @@ class ServerContext:
 
 def get_context(request: "Request") -> ServerContext:
     """Return the context of the server that handles this request."""
-    context: ServerContext = request.app.state.context
-    return context
+    return request.app.state.context

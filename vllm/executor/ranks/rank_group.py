@@ -30,7 +30,6 @@ from vllm.executor.ranks.rank_wire import (
     FromRank,
     PrepareRequest,
     RankFailed,
-    RankResult,
     StartRank,
     StepResult,
     ToRank,
@@ -38,7 +37,7 @@ from vllm.executor.ranks.rank_wire import (
     framed,
 )
 from vllm.logger import init_logger
-from vllm.message_codec import decode_value, encode_arguments
+from vllm.message_codec import CallResult, decode_value, encode_arguments
 from vllm.messages import EngineRequest, ModelRunnerOutput
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.utils.clean_up import on_failure
@@ -353,7 +352,7 @@ class RankGroup:
         return is_open
 
     def _take(self, each: ChildRank, message: FromRank) -> None:
-        if isinstance(message, RankResult):
+        if isinstance(message, CallResult):
             self._finish(each.rank, message)
         elif isinstance(message, StepResult):
             with self._lock:
@@ -363,7 +362,7 @@ class RankGroup:
         else:
             each.last_words = message
 
-    def _finish(self, rank: int, message: RankResult) -> None:
+    def _finish(self, rank: int, message: CallResult) -> None:
         with self._lock:
             future = self._futures.pop((rank, message.call_id), None)
         if future is None:  # `end` has already taken the future

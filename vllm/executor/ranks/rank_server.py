@@ -10,7 +10,6 @@ from vllm.executor.ranks.rank_wire import (
     FromRank,
     PrepareRequest,
     RankFailed,
-    RankResult,
     RecordTokens,
     ReleaseRequests,
     RunStep,
@@ -20,7 +19,7 @@ from vllm.executor.ranks.rank_wire import (
     typed_arguments,
 )
 from vllm.executor.ranks.worker_call import call_worker, make_worker
-from vllm.message_codec import CallError, decode_arguments, encode, encode_value
+from vllm.message_codec import CallError, CallResult, decode_arguments, encode, encode_value
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.utils.plugins import load_general_plugins
 from vllm.utils.process.process_memory import keep_for_good
@@ -103,25 +102,25 @@ class RankServer:
         if call_id is None:
             return
         if future is None:
-            self._send(RankResult(call_id=call_id))
+            self._send(CallResult(call_id=call_id))
             return
         future.add_done_callback(
-            lambda done: self._send(RankResult(call_id=call_id, value=encode(done.result())))
+            lambda done: self._send(CallResult(call_id=call_id, value=encode(done.result())))
         )
 
-    def _call(self, message: CallRank) -> RankResult:
+    def _call(self, message: CallRank) -> CallResult:
         args, kwargs = decode_arguments(message.arguments)
         method = message.method
         if not message.is_user:
             # If a call of the engine itself fails, as at the start, the rank exits.
-            return RankResult(call_id=message.call_id, value=encode(self._own(method, args)))
+            return CallResult(call_id=message.call_id, value=encode(self._own(method, args)))
         try:
             value = encode_value(
                 f"the result of {method}", call_worker(self._worker, method, args, kwargs)
             )
         except Exception as error:  # reported to the caller; the rank continues
-            return RankResult(call_id=message.call_id, error=CallError.of(error))
-        return RankResult(call_id=message.call_id, value=value)
+            return CallResult(call_id=message.call_id, error=CallError.of(error))
+        return CallResult(call_id=message.call_id, value=value)
 
     def _own(self, method: str, args: list[Any]) -> Any:
         """Execute a call of the start sequence."""

@@ -4,7 +4,7 @@ They are msgpack, or plain arrays, over a socket pair. No pickle, no code.
 
 engine -> rank     StartRank, then RunStep, RecordTokens, CallRank, PrepareRequest,
                    ReleaseRequests
-rank -> engine     RankResult for each CallRank and PrepareRequest, StepResult from the last stage
+rank -> engine     CallResult for each CallRank and PrepareRequest, StepResult from the last stage
                    of a pipeline, RankFailed at the end
 """
 
@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from vllm.config import VllmConfig
-from vllm.message_codec import CallError, Message, decode_array, decoder, encode_into
+from vllm.message_codec import CallResult, Message, decode_array, decoder, encode_into
 from vllm.messages import EngineRequest, ModelRunnerOutput, RunnerStats, SchedulerOutput, StepTokens
 from vllm.utils.process.frames import begin_frame, end_frame, frame_header
 
@@ -92,7 +92,7 @@ class PrepareRequest(Message, frozen=True, kw_only=True):
 
     request: EngineRequest
     call_id: int | None = None
-    """Id of the `RankResult` that reports when the grammar is loaded, or why it cannot be loaded;
+    """Id of the `CallResult` that reports when the grammar is loaded, or why it cannot be loaded;
     None: there is no answer."""
 
 
@@ -100,16 +100,6 @@ class ReleaseRequests(Message, frozen=True, kw_only=True):
     """Release what finished requests needed."""
 
     request_ids: list[str]
-
-
-class RankResult(Message, frozen=True, kw_only=True):
-    """The answer to a `CallRank` or a `PrepareRequest`."""
-
-    call_id: int
-    value: bytes = b"\xc0"
-    """The result as msgpack."""
-    error: CallError | None = None
-    """Error of the call; the rank continues."""
 
 
 class StepResult(Message, frozen=True, kw_only=True):
@@ -131,7 +121,7 @@ class RankFailed(Message, frozen=True, kw_only=True):
 
 
 ToRank = StartRank | RunStep | RecordTokens | CallRank | PrepareRequest | ReleaseRequests
-FromRank = RankResult | StepResult | RankFailed
+FromRank = CallResult | StepResult | RankFailed
 
 _decode_to_rank = msgspec.msgpack.Decoder(ToRank, dec_hook=decode_array).decode
 decode_from_rank = msgspec.msgpack.Decoder(FromRank, dec_hook=decode_array).decode

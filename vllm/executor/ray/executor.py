@@ -21,7 +21,6 @@ from vllm.executor.ranks.rank_wire import (
     FromRank,
     PrepareRequest,
     RankFailed,
-    RankResult,
     RecordTokens,
     ReleaseRequests,
     RunStep,
@@ -36,7 +35,7 @@ from vllm.executor.ray.placement import Placement, place_ranks
 from vllm.executor.ray.utils import import_ray, initialize_ray_cluster, leave_ray_cluster
 from vllm.executor.ray.watch import WATCH_GROUP, ActorWatch, exit_reason
 from vllm.logger import init_logger
-from vllm.message_codec import decode_value, encode, encode_arguments
+from vllm.message_codec import CallResult, decode_value, encode, encode_arguments
 from vllm.messages import EngineRequest, ModelRunnerOutput, RunnerStats, SchedulerOutput, StepTokens
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import resolve_platform
@@ -170,7 +169,7 @@ class RayExecutor(Executor):
         *,
         is_user: bool = False,
         timeout: float | None = None,
-    ) -> list[RankResult]:
+    ) -> list[CallResult]:
         message = CallRank(
             call_id=next(self._call_ids),
             method=method,
@@ -179,7 +178,7 @@ class RayExecutor(Executor):
         )
         found = []
         for answers in self._answers(self._send(message), method, timeout):
-            (answer,) = [each for each in answers if isinstance(each, RankResult)]
+            (answer,) = [each for each in answers if isinstance(each, CallResult)]
             if answer.error is not None:
                 raise answer.error.exception()
             found.append(answer)
@@ -375,8 +374,7 @@ class RayExecutor(Executor):
         self._check_answers("an exchange")
 
     def _get(self, refs: Sequence[Any]) -> list[Any]:
-        found: list[Any] = self._ray.get(list(refs))
-        return found
+        return self._ray.get(list(refs))
 
 
 class _RayStep:

@@ -72,14 +72,14 @@ class DenseExperts(ExpertsMethod):
         layer.down = nn.Parameter(torch.empty(len(ids), hidden, size), requires_grad=False)
         layer.slices["gate_up"], layer.slices["down"] = {}, {}
         total = size * layer.tp.size
-        for place_of_expert, expert in enumerate(ids):
+        for index, expert in enumerate(ids):
             for name, place, dim, offset in (
                 ("gate_proj", "gate_up", 0, 0),
                 ("up_proj", "gate_up", 0, width - size),
                 ("down_proj", "down", 1, 0),
             )[-len(layer.options.parts) :]:
                 layer.slices[place][f"experts.{expert}.{name}"] = ExpertSlice(
-                    dim, offset, size, total, tensor="weight", expert=place_of_expert
+                    dim, offset, size, total, tensor="weight", expert=index
                 )
 
     def finish(self, layer: "Experts") -> None:
@@ -177,10 +177,10 @@ class Experts(MethodLayer):
             # Not split: every rank has the whole bias.
             "down_proj": ("down_bias", 0, hidden, hidden, self.tp.size),
         }
-        for place_of_expert, expert in enumerate(ids):
+        for index, expert in enumerate(ids):
             for name, (place, offset, part_size, total, replicas) in parts.items():
                 self.slices[place][f"experts.{expert}.{name}"] = ExpertSlice(
-                    0, offset, part_size, total, replicas, "bias", expert=place_of_expert
+                    0, offset, part_size, total, replicas, "bias", expert=index
                 )
 
     @property

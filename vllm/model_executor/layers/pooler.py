@@ -89,8 +89,7 @@ def activate(numbers: FloatArray, activation: str) -> FloatArray:
         return numbers / np.maximum(length, np.float32(1e-12))
     if activation == "softmax":
         weights = np.exp(numbers - numbers.max(-1, keepdims=True, initial=-np.inf))
-        result: FloatArray = weights / weights.sum(-1, keepdims=True)
-        return result
+        return weights / weights.sum(-1, keepdims=True)
     if activation == "sigmoid":
         # With the absolute value, exp cannot overflow.
         small = np.exp(-np.abs(numbers))

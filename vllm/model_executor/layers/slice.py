@@ -289,8 +289,7 @@ class ParamTarget:
     @property
     def param(self) -> Tensor:
         """The whole parameter, not only the part that the tensor fills."""
-        param: Tensor = getattr(self.module, self.param_name)
-        return param
+        return getattr(self.module, self.param_name)
 
     def fill(self, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
         """Copy this rank's part of a tensor, converting to the dtype of the parameter.

@@ -124,7 +124,7 @@ def _order(model: GGUFModel, name: str, stored: StoredTensor) -> Tensor | None:
     1...
     """
     is_rotated = ".q_proj." in name or ".k_proj." in name
-    if not model.facts.has_neighbour_rotations or not is_rotated:
+    if not model.gguf.has_neighbour_rotations or not is_rotated:
         return None
     num_rows = stored.shape[0]
     num_heads = model.num_heads if ".q_proj." in name else model.num_kv_heads

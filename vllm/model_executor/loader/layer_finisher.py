@@ -149,5 +149,4 @@ def _finished_part(layer: Experts, count: int) -> Experts:
     copied: Any = without_values(part, torch.device("meta"))
     if isinstance(copied.method.packed, nn.Module):
         copied.method.packed = copied.packed
-    layer_on_meta: Experts = copied
-    return layer_on_meta
+    return copied

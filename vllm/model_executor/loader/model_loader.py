@@ -441,10 +441,10 @@ class ParameterMemory:
     ) -> None:
         self._device = device
         self._on_host = {module for outer in on_host for module in outer.modules()}
-        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
+        self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
             for name, param in module.named_parameters(recurse=False):
-                self._places.setdefault(id(param), []).append((module, name))
+                self._owners.setdefault(id(param), []).append((module, name))
 
     def allocate(self, module: nn.Module) -> None:
         """Allocate the parameters of a module itself; parameters that have memory are not
@@ -459,7 +459,7 @@ class ParameterMemory:
                 else:
                     memory = torch.empty(param.shape, dtype=param.dtype, device=device)
                 new = nn.Parameter(memory, requires_grad=False)
-                for owner, name in self._places.pop(id(param)):
+                for owner, name in self._owners.pop(id(param)):
                     setattr(owner, name, new)
 
 
@@ -476,7 +476,7 @@ def _allocate(
 
 
 def _parameter_bytes(model: LoadableModel) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+    return sum(param.nbytes for param in model.parameters())
 
 
 def _check_memory(

@@ -62,8 +62,7 @@ class EncoderEmbeddings(nn.Module):
             of_type = self.token_type_embeddings.weight[0]
         else:
             of_type = self.token_type_embeddings(types)
-        x: Tensor = self.LayerNorm(embedded + self.position_embeddings(positions) + of_type)
-        return x
+        return self.LayerNorm(embedded + self.position_embeddings(positions) + of_type)
 
 
 class EncoderSelfAttention(nn.Module):
@@ -84,8 +83,7 @@ class EncoderSelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         packed = self.qkv_proj(x).split(self.qkv_proj.split_sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in packed)
-        attended: Tensor = self.attn(q, k, v).flatten(1)
-        return attended
+        return self.attn(q, k, v).flatten(1)
 
 
 class EncoderResidual(nn.Module):
@@ -100,8 +98,7 @@ class EncoderResidual(nn.Module):
         self.LayerNorm = LayerNorm(arch.hidden_size, arch.norm_eps)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        out: Tensor = self.LayerNorm(self.dense(x) + residual)
-        return out
+        return self.LayerNorm(self.dense(x) + residual)
 
 
 class EncoderAttentionBlock(nn.Module):
@@ -113,8 +110,7 @@ class EncoderAttentionBlock(nn.Module):
         self.output = EncoderResidual(arch, arch.hidden_size, tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.output(self.self(x), x)
-        return out
+        return self.output(self.self(x), x)
 
 
 class EncoderIntermediate(nn.Module):
@@ -145,8 +141,7 @@ class EncoderLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.attention(x)
-        out: Tensor = self.output(self.intermediate(x), x)
-        return out
+        return self.output(self.intermediate(x), x)
 
 
 class EncoderStack(nn.Module):
@@ -208,8 +203,7 @@ class EncoderModel(PoolingModel):
     ) -> Tensor:
         if first == 0:
             hidden_states = self.model.embeddings(hidden_states, positions, token_type_ids)
-        out: Tensor = self.model.encoder(hidden_states, first, end)
-        return out
+        return self.model.encoder(hidden_states, first, end)
 
 
 class BertModel(EncoderModel):
@@ -238,8 +232,7 @@ class BertForSequenceClassification(EncoderModel):
 
     def head(self, pooled: Tensor) -> Tensor:
         """Compute the logits of the labels [N, labels] from the first tokens [N, hidden]."""
-        out: Tensor = self.classifier(self.pooler(pooled).tanh())
-        return out
+        return self.classifier(self.pooler(pooled).tanh())
 
 
 def num_labels(arch: ModelArch) -> int:

@@ -190,8 +190,7 @@ class LayeredModel(LoadableModel, ABC):
         transformers). Operations on both, such as
         adding learned positions, are in `run_layers`.
         """
-        embedded: Tensor = self.embedding(input_ids)
-        return embedded
+        return self.embedding(input_ids)
 
 
 class CausalLM(LayeredModel):

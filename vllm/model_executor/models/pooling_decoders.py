@@ -85,8 +85,7 @@ class DecoderForSequenceClassification(DecoderPooling):
 
     def head(self, pooled: Tensor) -> Tensor:
         """Compute the logits of the labels [N, labels] from pooled hidden states [N, hidden]."""
-        out: Tensor = self.score(pooled)
-        return out
+        return self.score(pooled)
 
 
 class Qwen2ForRewardModel(DecoderPooling):
@@ -104,8 +103,7 @@ class Qwen2ForRewardModel(DecoderPooling):
 
     def head(self, pooled: Tensor) -> Tensor:
         """Compute the rewards [N, num_rewards] from pooled hidden states [N, hidden]."""
-        out: Tensor = self.score(pooled)
-        return out
+        return self.score(pooled)
 
 
 class Qwen2ForProcessRewardModel(Qwen2ForRewardModel):

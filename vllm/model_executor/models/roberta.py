@@ -51,8 +51,7 @@ class RobertaClassificationHead(nn.Module):
         self.out_proj = nn.Linear(arch.hidden_size, num_labels(arch))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.out_proj(self.dense(x).tanh())
-        return out
+        return self.out_proj(self.dense(x).tanh())
 
 
 class RobertaForSequenceClassification(EncoderModel):
@@ -72,8 +71,7 @@ class RobertaForSequenceClassification(EncoderModel):
 
     def head(self, pooled: Tensor) -> Tensor:
         """Compute the logits of the labels [N, labels] from the first tokens [N, hidden]."""
-        out: Tensor = self.classifier(pooled)
-        return out
+        return self.classifier(pooled)
 
 
 class XLMRobertaForSequenceClassification(RobertaForSequenceClassification):

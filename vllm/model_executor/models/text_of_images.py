@@ -115,8 +115,7 @@ def _joined(media: type[CausalLM], text: type[CausalLM]) -> type[CausalLM]:
 def encoder_class(arch: ModelArch) -> type[MediaEncoder]:
     """Return the encoder class of a model that has an encoder."""
     module = import_module(f"vllm.model_executor.media.families.{arch.media_module}")
-    found: type[MediaEncoder] = module.Encoder
-    return found
+    return module.Encoder
 
 
 def make_encoder(arch: ModelArch) -> MediaEncoder:

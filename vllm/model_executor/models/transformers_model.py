@@ -141,8 +141,7 @@ class TransformersForCausalLM(CausalLM):
 
     @property
     def embedding(self) -> VocabParallelEmbedding:
-        table: VocabParallelEmbedding = self.inner.get_input_embeddings()
-        return table
+        return self.inner.get_input_embeddings()
 
     def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
         if (first, end) == (0, self.num_layers):
@@ -153,8 +152,7 @@ class TransformersForCausalLM(CausalLM):
             return self._last_hidden(hidden_states, positions)
 
     def _last_hidden(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
-        hidden: Tensor = self._run(hidden_states, positions, self.base_model).last_hidden_state[0]
-        return hidden
+        return self._run(hidden_states, positions, self.base_model).last_hidden_state[0]
 
     def _run(self, hidden_states: Tensor, positions: Tensor, module: Any) -> Any:
         """Call a module of transformers with all tokens of a batch as one sequence."""

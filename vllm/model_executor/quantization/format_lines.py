@@ -6,8 +6,8 @@ from typing import Any
 from torch import nn
 
 from vllm.logger import init_logger
-from vllm.model_executor.layers.stored.stored_experts import RoundedExperts, StoredExperts
-from vllm.model_executor.layers.stored.stored_linear import RoundedLinear, StoredHead, StoredLinear
+from vllm.model_executor.layers.stored.stored_experts import DeviceExperts
+from vllm.model_executor.layers.stored.stored_linear import KeepsPacked, StoredHead
 from vllm.model_executor.layers.weight_method import MethodLayer
 
 logger = init_logger(__name__)
@@ -20,7 +20,7 @@ def log_formats(model: nn.Module) -> None:
     for layer in model.modules():
         method: Any = layer.method if isinstance(layer, MethodLayer) else None
         method = method.linear if isinstance(method, StoredHead) else method
-        if not isinstance(method, (StoredLinear, StoredExperts, RoundedLinear, RoundedExperts)):
+        if not isinstance(method, (KeepsPacked, DeviceExperts)):
             continue
         if method.stored_as is not None and method.kept is not None:
             key = method.stored_as, method.kept.kind

@@ -34,8 +34,7 @@ class MedusaHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = x + F.silu(layer(x))
-        logits: Tensor = self.out(x)
-        return logits
+        return self.out(x)
 
 
 _MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -94,8 +93,7 @@ class Medusa(Speculator):
         return states
 
     def compute_logits(self, index: int, states: Tensor) -> Tensor:
-        logits: Tensor = self.heads[index](states)
-        return logits
+        return self.heads[index](states)
 
 
 _EPS = 1e-6
@@ -184,8 +182,7 @@ class MLPSpeculator(Speculator):
         return F.gelu(ln(added))
 
     def compute_logits(self, index: int, states: Tensor) -> Tensor:
-        logits: Tensor = self._at(index, self.head)(states)
-        return logits
+        return self._at(index, self.head)(states)
 
     @staticmethod
     def _at(index: int, modules: nn.ModuleList) -> nn.Module:

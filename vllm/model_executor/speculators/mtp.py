@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vllm.config import ModelArch
 from vllm.config.families import family_of_architecture
-from vllm.config.families.family import MTPFacts
+from vllm.config.families.family import MTPFormat
 from vllm.model_executor.layers.linear import dense_linear
 from vllm.model_executor.layers.slice import CheckpointTensor, NamedTensors
 from vllm.model_executor.models.decoder import LayerSpec, add_norm
@@ -34,24 +34,24 @@ class MTP(Speculator):
     ) -> None:
         super().__init__(arch, target, names)
         decoder: Any = target
-        facts, options = family_of_architecture(arch.architecture).mtp, decoder.model.options
-        assert facts is not None, "the config was checked"
-        self._facts: MTPFacts = facts
+        mtp, options = family_of_architecture(arch.architecture).mtp, decoder.model.options
+        assert mtp is not None, "the config was checked"
+        self._format: MTPFormat = mtp
         size, index = arch.hidden_size, arch.num_layers
         spec = LayerSpec(arch, options, index, rotary_of(arch, options.is_neox), target.tp)
         self.enorm, self.hnorm, self.norm = spec.new_norm(), spec.new_norm(), spec.new_norm()
         self.eh_proj = dense_linear(2 * size, size, target.tp)
         self.layer = type(decoder.model.layers[-1])(spec)
-        self._prefix = facts.prefix.format(index)
+        self._prefix = mtp.prefix.format(index)
 
     def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:
         """Rename the layer's own tensors to the names of the model's layers; skip all others."""
         own = name.removeprefix(self._prefix)
         if own == name or own in _OF_THE_MODEL:
             return ()
-        own = own.removeprefix(self._facts.layer_prefix)
+        own = own.removeprefix(self._format.layer_prefix)
         module, _, parameter = own.rpartition(".")
-        module = self._facts.names.get(module, module)
+        module = self._format.names.get(module, module)
         if module in ("enorm", "hnorm", "eh_proj", "shared_head.norm"):
             return ((f"{module.removeprefix('shared_head.')}.{parameter}", source),)
         # The target model only converts names of its own layers, so use the name of its last layer.
@@ -61,7 +61,7 @@ class MTP(Speculator):
 
     def step(self, index: int, input_ids: Tensor, states: Tensor, positions: Tensor) -> Tensor:
         parts = [self.enorm(self.target.embedding.look_up(input_ids)), self.hnorm(states)]
-        if self._facts.is_state_first:
+        if self._format.is_state_first:
             parts.reverse()
         x = self.eh_proj(torch.cat(parts, dim=-1))
         return add_norm(self.norm, *self.layer(positions, x, None))[0]

@@ -15,7 +15,8 @@ from vllm.multimodal.interface.settings_file import OWN_FILE, WHOLE_FILE, find_s
 SAMPLING_RATE = 16_000
 """Samples per second of all models whose encoder is the one of Whisper."""
 
-_PART = "feature_extractor"
+PART = "feature_extractor"
+"""Key of the settings in `processor_config.json`."""
 _CLASS = "feature_extractor_type"
 _EXTRACTOR = "WhisperFeatureExtractor"
 _MAX_MEL_BINS = 2**10
@@ -67,10 +68,10 @@ def read_feature_settings(folder: Path | str) -> dict[str, Any]:
     Raises:
         ConfigError: neither file has them.
     """
-    found = find_settings(Path(folder), _PART)
+    found = find_settings(Path(folder), PART)
     if found is None:
         raise ConfigError(
-            f"{folder} has no settings of a feature extractor: neither {OWN_FILE} nor {_PART} in "
+            f"{folder} has no settings of a feature extractor: neither {OWN_FILE} nor {PART} in "
             f"{WHOLE_FILE}"
         )
     return {key: value for key, value in found.items() if key in _KEYS}
@@ -96,15 +97,6 @@ def override_feature_settings(
                 f"{', '.join(known)}"
             )
     return {**settings, **overrides}
-
-
-def has_feature_settings(folder: Path | str) -> bool:
-    """Return whether a folder has settings of a feature extractor, valid or not.
-
-    Raises:
-        ConfigError: a file is damaged.
-    """
-    return find_settings(Path(folder), _PART) is not None
 
 
 def check_feature_settings(settings: Mapping[str, Any]) -> FeatureSettings:

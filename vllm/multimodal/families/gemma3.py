@@ -4,14 +4,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
 from vllm.multimodal.images.settings import check_fixed_size, setting_bool
-from vllm.multimodal.images.tiles import TiledFamily
+from vllm.multimodal.images.tiles import SingleTileFamily
 from vllm.multimodal.images.tower_config import TowerConfig
 from vllm.multimodal.interface.checks import config_whole, wrong_config, wrong_setting
-from vllm.multimodal.interface.family import EncoderInput, Expansion, TokenLookup, grid_of_size
+from vllm.multimodal.interface.family import Expansion, TokenLookup
 
 TOWERS = ("siglip_vision_model",)
 """`model_type` of the towers of Gemma 3."""
@@ -35,8 +32,8 @@ def tokens_per_side(config: Mapping[str, Any], tower: TowerConfig) -> int:
     return root
 
 
-class Gemma3Family(TiledFamily):
-    """Images of Gemma 3; each has the same number of tokens."""
+class Gemma3Family(SingleTileFamily):
+    """Images of Gemma 3."""
 
     image_processor = "Gemma3ImageProcessor"
     placeholder = "<start_of_image>"
@@ -49,22 +46,13 @@ class Gemma3Family(TiledFamily):
         check_fixed_size(settings, self.tower.image_size)
         if setting_bool(settings, "do_pan_and_scan"):
             raise wrong_setting("do_pan_and_scan", True, "false: crops are not supported")
-        self._grid = (tokens_per_side(config, self.tower) ** 2,)
-
-    def process(self, pixels: npt.NDArray[np.uint8]) -> EncoderInput:
-        return self.encoder_input(self.processor(pixels)["pixel_values"], self._grid)
-
-    def grid_of_embeddings(self, count: int, grid: tuple[int, ...] | None) -> tuple[int, ...]:
-        return grid_of_size(count, *self._grid, grid)
+        self.grid = (tokens_per_side(config, self.tower) ** 2,)
 
     def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:
         (num_tokens,) = grid
         first, last = token_id(self.placeholder), token_id("<end_of_image>")
         soft = [token_id("<image_soft_token>")] * num_tokens
         return Expansion([first, *soft, last], [False, *[True] * num_tokens, False])
-
-    def largest(self) -> EncoderInput:
-        return self.encoder_input(self.black_tiles(1), self._grid)
 
 
 Family = Gemma3Family

@@ -5,14 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
 from vllm.multimodal.images.settings import check_fixed_size
-from vllm.multimodal.images.tiles import TiledFamily
+from vllm.multimodal.images.tiles import SingleTileFamily, TiledFamily
 from vllm.multimodal.images.tower_config import TowerConfig
 from vllm.multimodal.interface.checks import is_whole, wrong_config
-from vllm.multimodal.interface.family import EncoderInput, Expansion, TokenLookup, grid_of_size
+from vllm.multimodal.interface.family import Expansion, TokenLookup
 
 CLIP_OR_SIGLIP = ("clip_vision_model", "siglip_vision_model")
 """`model_type` of the towers of the LLaVA models."""
@@ -88,26 +85,17 @@ class RepeatedToken(TiledFamily):
         return Expansion([token_id(self.placeholder)] * num_tokens, [True] * num_tokens)
 
 
-class LlavaFamily(RepeatedToken):
-    """Images of LLaVA 1.5; each has the same number of tokens."""
+class LlavaFamily(RepeatedToken, SingleTileFamily):
+    """Images of LLaVA 1.5."""
 
     def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         super().__init__(config, settings)
         self.features = read_features(config, self.tower)
-        self._grid = (self.features.embeddings_per_tile(self.tower),)
+        self.grid = (self.features.embeddings_per_tile(self.tower),)
         check_fixed_size(settings, self.tower.image_size)
-
-    def process(self, pixels: npt.NDArray[np.uint8]) -> EncoderInput:
-        return self.encoder_input(self.processor(pixels)["pixel_values"], self._grid)
-
-    def grid_of_embeddings(self, count: int, grid: tuple[int, ...] | None) -> tuple[int, ...]:
-        return grid_of_size(count, *self._grid, grid)
 
     def num_tokens(self, grid: tuple[int, ...]) -> int:
         return grid[0]
-
-    def largest(self) -> EncoderInput:
-        return self.encoder_input(self.black_tiles(1), self._grid)
 
 
 Family = LlavaFamily

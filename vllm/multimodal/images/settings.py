@@ -130,7 +130,8 @@ _RENAMED = {
     "Glm46VImageProcessor": "Glm4vImageProcessor",  # name in GLM-4.6V
 }
 """Class -> a class with the same processing."""
-_PART = "image_processor"
+PART = "image_processor"
+"""Key of the settings in `processor_config.json`."""
 CLASS = "image_processor_type"
 """Key of the class."""
 _OLD_CLASS = "feature_extractor_type"
@@ -152,22 +153,13 @@ def read_processor_settings(folder: Path | str, usual: str | None = None) -> dic
     Raises:
         ConfigError: neither file has them, or there is no such class.
     """
-    found = find_settings(Path(folder), _PART)
+    found = find_settings(Path(folder), PART)
     if found is None:
         raise ConfigError(
             f"{folder} has no settings of an image processor: neither {OWN_FILE} nor "
-            f"{_PART} in {WHOLE_FILE}"
+            f"{PART} in {WHOLE_FILE}"
         )
     return with_defaults(found, usual)
-
-
-def has_processor_settings(folder: Path | str) -> bool:
-    """Return whether a folder has settings of an image processor, valid or not.
-
-    Raises:
-        ConfigError: a file is damaged.
-    """
-    return find_settings(Path(folder), _PART) is not None
 
 
 def with_defaults(settings: Mapping[str, Any], usual: str | None = None) -> dict[str, Any]:

@@ -50,13 +50,13 @@ def surround_in_tokens(
         placeholder: token of one image.
         around: text before and after an image.
     """
-    places = [index for index, token in enumerate(token_ids) if token == placeholder]
+    positions = [index for index, token in enumerate(token_ids) if token == placeholder]
     found: list[int] = []
     start = 0
-    for place in places:
+    for position in positions:
         left = around[1] if start else ""
-        found += [*_between(tokenizer, token_ids[start:place], left, around[0]), placeholder]
-        start = place + 1
+        found += [*_between(tokenizer, token_ids[start:position], left, around[0]), placeholder]
+        start = position + 1
     return found + _between(tokenizer, token_ids[start:], around[1] if start else "", "")
 
 
@@ -66,8 +66,7 @@ def _between(
     """Add text before and after some tokens, and tokenize the result."""
 
     def encode(text: str) -> list[int]:
-        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
-        return found
+        return tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
 
     if len(token_ids) > 1:
         first, last = _between(tokenizer, token_ids[:1], left, ""), token_ids[-1:]

@@ -11,7 +11,7 @@ from vllm.multimodal.images.hf_processor import HfImageProcessor
 from vllm.multimodal.images.settings import pixel_statistics, setting_bool, setting_edges
 from vllm.multimodal.images.tower_config import TowerConfig, read_tower_config
 from vllm.multimodal.interface.checks import is_whole, wrong_setting
-from vllm.multimodal.interface.family import EncoderInput, MediaFamily
+from vllm.multimodal.interface.family import EncoderInput, MediaFamily, grid_of_size
 
 _LAST_FILTER = 5
 """Pillow numbers its ways to resize from 0."""
@@ -61,3 +61,19 @@ class TiledFamily(MediaFamily):
         """Return black tiles: zeros [num_tiles, 3, S, S]."""
         size = self.tower.image_size
         return np.zeros((num_tiles, 3, size, size), np.uint8)
+
+
+class SingleTileFamily(TiledFamily):
+    """Images that are one tile each, so that all have the same number of tokens."""
+
+    grid: tuple[int]
+    """Grid of every image: its number of tokens. The constructor sets it."""
+
+    def process(self, pixels: npt.NDArray[np.uint8]) -> EncoderInput:
+        return self.encoder_input(self.processor(pixels)["pixel_values"], self.grid)
+
+    def grid_of_embeddings(self, count: int, grid: tuple[int, ...] | None) -> tuple[int, ...]:
+        return grid_of_size(count, *self.grid, grid)
+
+    def largest(self) -> EncoderInput:
+        return self.encoder_input(self.black_tiles(1), self.grid)

@@ -56,13 +56,12 @@ class Decoders(NamedTuple):
             reader: the only reader of FFmpeg that is used.
             av: the module of PyAV.
         """
-        container: InputContainer = av.open(
+        return av.open(
             io.BytesIO(data),
             format=reader,
             options={"codec_whitelist": ",".join(self.names)},
             metadata_errors="ignore",
         )
-        return container
 
     def check(self, stream: "AudioStream | VideoStream", where: str, part: str) -> None:
         """Check that the codec of a stream is accepted, and limit the stream to one thread.

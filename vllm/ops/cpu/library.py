@@ -95,8 +95,7 @@ class CPUKernels:
 
         Return False, and change nothing, if this build lacks it or this processor cannot run it.
         """
-        is_set: bool = self._library.vllm_cpu_set_isa(name.encode())
-        return is_set
+        return self._library.vllm_cpu_set_isa(name.encode())
 
 
 def load_cpu_kernels() -> CPUKernels | None:

@@ -24,7 +24,7 @@ from vllm.ops.stored_weight import (
 from vllm.platforms.habana.kernels import FusedKernels
 
 Part = Callable[[Tensor], Tensor]
-"""Takes of a tensor the rows that are asked for."""
+"""Returns the requested rows of a tensor."""
 
 _BYTE_MIDDLE = 128
 """Bytes less so much are int8, which the card converts."""
@@ -190,16 +190,16 @@ class _E2m1Rows(nn.Module):
 
     def __init__(self, codes: Sequence[Tensor], kernels: FusedKernels) -> None:
         super().__init__()
-        places = []
+        indices = []
         for each in codes:
             size = each & 7
-            places.append(torch.where(each > 7, _UINT4_MIDDLE - size, _UINT4_MIDDLE + size))
-        self.places = _WholeNumbers(places, _UINT4_MIDDLE, kernels)
+            indices.append(torch.where(each > 7, _UINT4_MIDDLE - size, _UINT4_MIDDLE + size))
+        self.indices = _WholeNumbers(indices, _UINT4_MIDDLE, kernels)
 
     def widened(self, dtype: torch.dtype, part: Part) -> Tensor:
         """Convert the elements to [rows, N] of `dtype`."""
-        places = self.places.widened(dtype, part)
-        return 2 * places - 0.5 * places.clamp(-4, 4) - places.clamp(-6, 6)
+        indices = self.indices.widened(dtype, part)
+        return 2 * indices - 0.5 * indices.clamp(-4, 4) - indices.clamp(-6, 6)
 
 
 class _Mxfp4Rows(LowBitWeight):

@@ -27,8 +27,7 @@ class _Kind:
 
     def values(self, speed: Speed) -> Floats:
         """Return the speed of each batch size, in the unit of the goal."""
-        values: Floats = self.scale * getattr(speed, self.attribute)
-        return values
+        return self.scale * getattr(speed, self.attribute)
 
 
 KINDS = {
@@ -135,8 +134,7 @@ def miss_factor(goals: Goals, prediction: Prediction) -> Floats:
     for name, goal in goals.given.items():
         share = KINDS[name].values(prediction.expected) / goal
         factors.append(1 / share if KINDS[name].is_least else share)
-    worst: Floats = np.max(factors, axis=0)
-    return worst
+    return np.max(factors, axis=0)
 
 
 def _choice(goals: Goals, num_cards: int, prediction: Prediction, index: int) -> Choice:

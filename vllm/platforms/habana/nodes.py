@@ -35,12 +35,14 @@ def card_modules() -> list[int]:
     empty if the system does not report the module of each card.
     """
     try:
-        return sorted(
-            int((_ACCEL_CLASS / node.name / "device" / "module_id").read_text())
-            for node in _accel_nodes()
-        )
+        return sorted(int((device / "module_id").read_text()) for device in card_devices())
     except (OSError, ValueError):
         return []
+
+
+def card_devices() -> list[Path]:
+    """Return the folder of the system with the attributes of each card."""
+    return [_ACCEL_CLASS / node.name / "device" for node in _accel_nodes()]
 
 
 def why_no_card(visible_devices: str | None) -> str:
@@ -56,7 +58,19 @@ def why_no_card(visible_devices: str | None) -> str:
             f"{text}: HABANA_VISIBLE_DEVICES={visible_devices} hides the cards from this "
             f"container. Create it with {start}"
         )
+    names = chosen_cards(visible_devices)
+    if not all(name.isdecimal() for name in names or ()):
+        return (
+            f"{text}: HABANA_VISIBLE_DEVICES={visible_devices} is neither `all` nor a list of "
+            f"indices of cards, such as 0,1. Create the container with {start}"
+        )
     if count := sum(_is_gaudi(path.name) for path in _ACCEL_CLASS.glob("accel[0-9]*")):
+        if names and all(int(name) >= count for name in names):
+            return (
+                f"{text}: HABANA_VISIBLE_DEVICES={visible_devices} names none of the "
+                f"{_cards(count)} of the host, whose indices begin with 0. Create the container "
+                f"with {start}"
+            )
         return (
             f"{text}: the driver has {_cards(count)}, but this container has no node of a card. "
             f"Create it with {start}"
@@ -67,6 +81,14 @@ def why_no_card(visible_devices: str | None) -> str:
             f"vendor's driver on the host, and load it with `modprobe {_DRIVER}`"
         )
     return f"{text}: no card, no driver, or a container without --runtime=habana"
+
+
+def chosen_cards(visible_devices: str | None) -> list[str] | None:
+    """Return the parts of a value of HABANA_VISIBLE_DEVICES, as indices of cards if it is correct;
+    None if it is not set or chooses all cards.
+    """
+    names = [name.strip() for name in (visible_devices or "").split(",") if name.strip()]
+    return None if not names or [name.lower() for name in names] == ["all"] else names
 
 
 def hides_cards(visible_devices: str | None) -> bool:

@@ -39,8 +39,7 @@ class _Tokens:
         if self.tokenizer is None:
             # The library first calls without tokens, to find out whether bytes are accepted.
             return []
-        tokens: list[int] = self.tokenizer.greedy_tokenize(text.decode())
-        return tokens
+        return self.tokenizer.greedy_tokenize(text.decode())
 
 
 class LLGuidanceBackend:

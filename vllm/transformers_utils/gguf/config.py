@@ -37,11 +37,11 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
     Raises:
         WeightLoadError: metadata is missing, or contradicts the tensors.
     """
-    kind, family, facts = model.architecture, model.family, model.facts
+    kind, family, gguf = model.architecture, model.family, model.gguf
     if family.is_encoder:
         return _encoder_config(model)
     hidden_size, head_size = model.size(".embedding_length"), model.head_size
-    if facts.has_latent_attention:
+    if gguf.has_latent_attention:
         head_size = model.size(".rope.dimension_count")  # only these elements are rotated
     num_layers = model.num_layers
     names = model.module_names()
@@ -54,49 +54,47 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
         "intermediate_size": _inner_size(model),
         "num_hidden_layers": num_layers,
         "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_heads
-        if facts.has_latent_attention
-        else model.num_kv_heads,
+        "num_key_value_heads": model.num_heads if gguf.has_latent_attention else model.num_kv_heads,
         "head_dim": head_size,
         "max_position_embeddings": model.size(".context_length"),
-        facts.norm_key: _norm_eps(model),
+        gguf.norm_key: _norm_eps(model),
         "tie_word_embeddings": "lm_head.weight" not in names,
         "dtype": _dtype(model),
         **_tokens(model, vocab_size),
         **_rope(model, head_size),
     }
-    if facts.has_latent_attention:
+    if gguf.has_latent_attention:
         config |= _latent(model)
     if model.metadata.get(f"{kind}.expert_count"):
         config |= _experts(model, config)
-    activation_key, activation = facts.activation
-    config |= {activation_key: activation, **facts.constants}
+    activation_key, activation = gguf.activation
+    config |= {activation_key: activation, **gguf.constants}
     first = "model.layers.0."
-    config |= {key: first + tensor in names for key, tensor in facts.flags.items()}
-    if facts.fewer_norms is not None:
-        key, tensor = facts.fewer_norms
+    config |= {key: first + tensor in names for key, tensor in gguf.flags.items()}
+    if gguf.fewer_norms is not None:
+        key, tensor = gguf.fewer_norms
         config[key] = 2 if first + tensor in names else 1
     config |= _values(model)
-    period = facts.window_period or family.full_attention_every
+    period = gguf.window_period or family.full_attention_every
     if period is not None:
         config |= _windows(model, num_layers, period)
-    if facts.unscaled_layers is not None:
+    if gguf.unscaled_layers is not None:
         config |= _gemma(model, config)
     # The family recognises by this number that a model uses ALiBi.
-    if num_layers == facts.alibi_layers:
+    if num_layers == gguf.alibi_layers:
         del config["rope_parameters"]
         config["model_max_length"] = config.pop("max_position_embeddings")
     check_shapes(model, config)
-    if facts.omits_head_size:
+    if gguf.omits_head_size:
         del config["head_dim"]
     return config
 
 
 def _encoder_config(model: GGUFModel) -> dict[str, Any]:
-    names, facts = model.module_names(), model.facts
+    names, gguf = model.module_names(), model.gguf
     vocab_size = _rows_of(model, "token_embd", "model.embeddings.word_embeddings")
     has_classes = "classifier.weight" in names
-    activation_key, activation = facts.activation
+    activation_key, activation = gguf.activation
     config: dict[str, Any] = {
         "architectures": [model.family.architectures[1 if has_classes else 0]],
         "model_type": model.family.model_type,
@@ -107,7 +105,7 @@ def _encoder_config(model: GGUFModel) -> dict[str, Any]:
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_heads,
         "max_position_embeddings": model.size(".context_length"),
-        facts.norm_key: _norm_eps(model),
+        gguf.norm_key: _norm_eps(model),
         "dtype": _dtype(model),
         activation_key: activation,
         **_tokens(model, vocab_size),
@@ -136,14 +134,10 @@ def _rows_of(model: GGUFModel, stored: str, name: str) -> int:
     return table.shape[0]
 
 
-_SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
-"""Name of a sampling default in the metadata -> its name in generation_config.json."""
+_SAMPLING = "general.sampling."
+_OTHER_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+"""Name of a sampling default in the metadata -> its name in generation_config.json, if they
+differ."""
 
 
 def read_generation_config(model: GGUFModel) -> dict[str, Any]:
@@ -158,10 +152,11 @@ def read_generation_config(model: GGUFModel) -> dict[str, Any]:
             ids.append(tokens.index(text))
     found = sorted({i for i in ids if type(i) is int and 0 <= i < len(tokens)})
     sampling = {}
-    for name, key in _SAMPLING.items():
-        value = model.metadata.get(f"general.sampling.{name}")
-        if isinstance(value, int | float):
-            sampling[key] = round(value, 6)  # the file has 0.6 with the rounding of 32 bits
+    for key, value in model.metadata.items():
+        name = key.removeprefix(_SAMPLING)
+        if name != key and isinstance(value, int | float):
+            # The file has 0.6 with the rounding of 32 bits.
+            sampling[_OTHER_NAMES.get(name, name)] = round(value, 6)
     return ({"eos_token_id": found} if found else {}) | sampling
 
 
@@ -221,7 +216,7 @@ def _tokens(model: GGUFModel, vocab_size: int) -> dict[str, Any]:
 
 
 def _rope(model: GGUFModel, head_size: int) -> dict[str, Any]:
-    if not model.facts.has_rotations:
+    if not model.gguf.has_rotations:
         return {}
     kind = model.architecture
     length = model.size(".context_length")
@@ -251,7 +246,7 @@ def _rope(model: GGUFModel, head_size: int) -> dict[str, Any]:
     made: dict[str, Any] = {"rope_parameters": full}
     if model.factors_by_length is not None:
         made["original_max_position_embeddings"] = original
-    if not model.facts.has_window_theta:
+    if not model.gguf.has_window_theta:
         return made
     local = model.get(".rope.freq_base_swa", float, 10000.0)
     sliding = {"rope_type": "default", "rope_theta": local}
@@ -293,7 +288,7 @@ def _rope_scaling(model: GGUFModel, num_rotated: int, original: Any) -> dict[str
     scaling = {"rope_type": scaling_type, "factor": model.get(".rope.scaling.factor", float)}
     if scaling_type == "yarn":
         scaling["original_max_position_embeddings"] = original
-        scaling |= {**model.facts.yarn, **_yarn(model, float(scaling["factor"]))}
+        scaling |= {**model.gguf.yarn, **_yarn(model, float(scaling["factor"]))}
     return scaling
 
 
@@ -397,7 +392,7 @@ def _inner_size(model: GGUFModel) -> int:
     has_name, has_other = (
         model.architecture + each in model.metadata for each in (name, of_expert)
     )
-    has_experts_only = model.facts.expert_count_key is not None and has_other
+    has_experts_only = model.gguf.expert_count_key is not None and has_other
     return model.size(of_expert if has_experts_only or (not has_name and has_other) else name)
 
 
@@ -416,7 +411,7 @@ def _values(model: GGUFModel) -> dict[str, Any]:
         WeightLoadError: a value is not a number.
     """
     found: dict[str, Any] = {}
-    for key, name in model.facts.values.items():
+    for key, name in model.gguf.values.items():
         value = model.metadata.get(model.architecture + name)
         if not isinstance(value, int | float | None):
             raise WeightLoadError(
@@ -433,7 +428,7 @@ def _windows(model: GGUFModel, num_layers: int, usual_period: int) -> dict[str, 
     kind, name = model.architecture, ".attention.sliding_window"
     if num_layers > len(model.tensors):  # the missing tensor is reported by name later
         raise wrong_layers(model, num_layers)
-    if model.facts.windows_are_optional and kind + name not in model.metadata:
+    if model.gguf.windows_are_optional and kind + name not in model.metadata:
         return {"sliding_window": None, "layer_types": ["full_attention"] * num_layers}
     pattern = model.metadata.get(f"{kind}{name}_pattern", usual_period)
     if isinstance(pattern, list) and {type(each) for each in pattern} == {bool}:
@@ -453,7 +448,7 @@ def _windows(model: GGUFModel, num_layers: int, usual_period: int) -> dict[str, 
 
 def _gemma(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
     kind, scale_of = model.architecture, config["head_dim"]
-    if config["num_hidden_layers"] == model.facts.unscaled_layers:
+    if config["num_hidden_layers"] == model.gguf.unscaled_layers:
         scale_of = config["hidden_size"] // config["num_attention_heads"]
     caps = {
         "attn_logit_softcapping": f"{kind}.attn_logit_softcapping",
@@ -472,8 +467,8 @@ def _experts(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
         WeightLoadError: models of the architecture have no experts, or the metadata contradicts
             itself.
     """
-    kind, names, facts = model.architecture, model.module_names(), model.facts
-    if not facts.has_experts:
+    kind, names, gguf = model.architecture, model.module_names(), model.gguf
+    if not gguf.has_experts:
         raise WeightLoadError(
             f"{model.paths[0]} has a mixture of experts, which is not supported for the "
             f"architecture {kind!r}; supported for {', '.join(architectures(with_experts=True))}. "
@@ -488,19 +483,19 @@ def _experts(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
             f"'{kind}.expert_used_count' {used}; at most all experts are used, and the file has "
             f"{len(names)} matrices and vectors. It is damaged; download it again"
         )
-    if facts.is_routed:
+    if gguf.is_routed:
         return {"num_experts_per_tok": used, **_routing(model, count)}
     found: dict[str, Any] = {"num_experts_per_tok": used, "num_experts": count}
-    if facts.expert_count_key is not None:
-        return found | {facts.expert_count_key: count}
+    if gguf.expert_count_key is not None:
+        return found | {gguf.expert_count_key: count}
     layers = range(config["num_hidden_layers"])
     found |= {
         "moe_intermediate_size": model.size(".expert_feed_forward_length"),
-        "norm_topk_prob": model.get(".expert_weights_norm", bool, facts.normalizes_experts),
+        "norm_topk_prob": model.get(".expert_weights_norm", bool, gguf.normalizes_experts),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i in layers if f"model.layers.{i}.mlp.gate.weight" not in names],
     }
-    if facts.has_shared_expert:
+    if gguf.has_shared_expert:
         size = model.size(".expert_shared_feed_forward_length")
         found["shared_expert_intermediate_size"] = size
     return found
@@ -512,7 +507,7 @@ def _routing(model: GGUFModel, num_experts: int) -> dict[str, Any]:
     Raises:
         WeightLoadError: the score function of experts is unknown.
     """
-    kind, has_bias = model.architecture, model.facts.has_router_bias
+    kind, has_bias = model.architecture, model.gguf.has_router_bias
     score = model.get(".expert_gating_func", int, 0) or (2 if has_bias else 1)
     if score not in _SCORES:
         raise WeightLoadError(

@@ -254,8 +254,7 @@ class _Reader:
     def _array(self, kind: int, count: int) -> list[Any]:
         dtype = np.dtype(_NUMBERS[kind])
         self._check_count(count, dtype.itemsize, "numbers")
-        values: list[Any] = np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
-        return values
+        return np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
 
     def _string(self) -> str:
         (length,) = self._numbers("<Q")

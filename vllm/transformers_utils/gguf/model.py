@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm.config.families import FAMILIES, Family, GGUFFacts
+from vllm.config.families import FAMILIES, Family, GGUFFormat
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.transformers_utils.gguf.header import SUFFIX, Header, StoredTensor, read_header
 from vllm.utils.files.weight_files import name_some
@@ -168,8 +168,8 @@ def architectures(*, with_experts: bool = False) -> list[str]:
     """Return each supported `general.architecture`; with `with_experts`, only those with
     experts.
     """
-    facts = [family.gguf for family in _FAMILIES if family.gguf is not None]
-    names = [each.architecture for each in facts if each.has_experts or not with_experts]
+    gguf = [family.gguf for family in _FAMILIES if family.gguf is not None]
+    names = [each.architecture for each in gguf if each.has_experts or not with_experts]
     return list(dict.fromkeys(names))
 
 
@@ -205,11 +205,11 @@ class GGUFModel:
         return family
 
     @property
-    def facts(self) -> GGUFFacts:
+    def gguf(self) -> GGUFFormat:
         """Properties of the GGUF files of this family."""
-        facts = self.family.gguf
-        assert facts is not None
-        return facts
+        gguf = self.family.gguf
+        assert gguf is not None
+        return gguf
 
     @property
     def rope_factors(self) -> StoredTensor | None:
@@ -332,10 +332,10 @@ class GGUFModel:
     def _names(self) -> _Names:
         if self.family.is_encoder:
             return _ENCODER
-        names = _SANDWICH if self.facts.has_post_norms else _DECODER
-        if self.facts.is_routed:
+        names = _SANDWICH if self.gguf.has_post_norms else _DECODER
+        if self.gguf.is_routed:
             names = replace(names, parts={**names.parts, **_ROUTED_PARTS})
-        if self.facts.has_latent_attention:
+        if self.gguf.has_latent_attention:
             names = replace(names, parts={**names.parts, **_LATENT_PARTS})
         return names
 
@@ -344,7 +344,7 @@ class GGUFModel:
         unknown.
         """
         stem, _, kind = name.rpartition(".")
-        names, facts = self._names, self.facts
+        names, gguf = self._names, self.gguf
         if kind not in ("weight", "bias"):
             return None
         if kind == "weight" and len(tensor.shape) == 1 and stem.endswith(_MAY_BE_ONE_ROW):
@@ -359,16 +359,16 @@ class GGUFModel:
             return _by_expert(tensor, f"{layer}mlp.experts.", f".{_EXPERT_PARTS[part]}.{kind}")
         if part == _MERGED_EXPERTS and len(tensor.shape) == (3 if kind == "weight" else 2):
             return _halves_by_expert(name, tensor, f"{layer}mlp.experts.", kind)
-        if facts.has_experts and (expert := _ONE_EXPERT.fullmatch(part)) is not None:
+        if gguf.has_experts and (expert := _ONE_EXPERT.fullmatch(part)) is not None:
             return {f"{layer}mlp.experts.{expert[2]}.{expert[1]}_proj.{kind}": tensor}
         if part == "attn_qkv":
             head, kv_heads = self.head_size, self.num_kv_heads
             sizes = [count * head for count in (self.num_heads, kv_heads, kv_heads)]
             return self._split(name, tensor, _FUSED_ATTENTION, layer, sizes)
-        if part == "ffn_up" and facts.has_fused_gate and self.gate_name(index) not in self.tensors:
+        if part == "ffn_up" and gguf.has_fused_gate and self.gate_name(index) not in self.tensors:
             sizes = [tensor.shape[0] // 2] * 2
             return self._split(name, tensor, _FUSED_GATE, layer, sizes)
-        if part == _ROUTER_BIAS and facts.has_router_bias:
+        if part == _ROUTER_BIAS and gguf.has_router_bias:
             return {f"{layer}mlp.gate.e_score_correction_bias": tensor}
         if part in ("attn_k_b", "attn_v_b") and len(tensor.shape) == 3:
             heads, rows, columns = tensor.shape

@@ -24,7 +24,7 @@ def _head_norm_shapes(model: GGUFModel) -> dict[str, tuple[int, ...]]:
     head, found = model.head_size, {}
     for part, num_heads in (("q_norm", model.num_heads), ("k_norm", model.num_kv_heads)):
         shapes = {"one": (head,), "per_head": (num_heads, head), "all_heads": (num_heads * head,)}
-        found[part] = shapes[model.facts.head_norms]
+        found[part] = shapes[model.gguf.head_norms]
     return found
 
 
@@ -57,7 +57,7 @@ def check_shapes(model: GGUFModel, config: dict[str, Any]) -> None:
     num_experts = config.get("num_experts") or config.get("n_routed_experts") or 0
     shapes |= {"gate": (num_experts, hidden), "shared_expert_gate": (1, hidden)}
     shapes["e_score_correction_bias"] = (num_experts,)
-    if model.facts.has_latent_attention:
+    if model.gguf.has_latent_attention:
         shapes |= _latent_shapes(config)
     names = model.module_names()
     if config["num_hidden_layers"] > len(names):

@@ -14,8 +14,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, is not JSON, or contains another type.
     """
-    found: dict[str, Any] = _read(path, dict, "an object")
-    return found
+    return _read(path, dict, "an object")
 
 
 def read_json_array(path: Path) -> list[Any]:
@@ -24,8 +23,12 @@ def read_json_array(path: Path) -> list[Any]:
     Raises:
         ConfigError: the file cannot be read, is not JSON, or contains another type.
     """
-    found: list[Any] = _read(path, list, "an array")
-    return found
+    return _read(path, list, "an array")
+
+
+def as_integer(value: Any) -> Any:
+    """Return an integer that was written as 8.0; anything else unchanged."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _read(path: Path, kind: type, kind_name: str) -> Any:

@@ -421,8 +421,7 @@ class _Children:
 
 def _find(place: str) -> Callable[..., Any]:
     module, _, name = place.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
+    return getattr(importlib.import_module(module), name)
 
 
 def _run_child(run: "Callable[[socket.socket], object]", descriptor: int) -> None:

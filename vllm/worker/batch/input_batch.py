@@ -97,17 +97,16 @@ class InputBatch:
 
         Must be called before `expect`.
         """
-        self.token_ids[self._draft_places(step)] = token_ids
+        self.token_ids[self._draft_positions(step)] = token_ids
 
     def drafts_of(self, step: SchedulerOutput) -> IntArray:
         """Return the drafts of a step, [sum of `num_draft_tokens`].
 
         Must be called before `expect`.
         """
-        drafts: IntArray = self.token_ids[self._draft_places(step)]
-        return drafts
+        return self.token_ids[self._draft_positions(step)]
 
-    def _draft_places(self, step: SchedulerOutput) -> tuple[IntArray, IntArray]:
+    def _draft_positions(self, step: SchedulerOutput) -> tuple[IntArray, IntArray]:
         """Return batch index and position of each draft of a step."""
         assert step.num_draft_tokens is not None, "the step has no drafts"
         rows = np.repeat(step.rows, step.num_draft_tokens)

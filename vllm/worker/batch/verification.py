@@ -27,5 +27,4 @@ def count_accepted(host_ids: IntArray, draft_ids: IntArray, num_drafts: IntArray
     starts = np.cumsum(sizes) - sizes
     ends = np.minimum.reduceat(np.where(is_end, within, len(host_ids)), starts)
     is_cut = (ends > 0) & (host_ids[starts + ends] < 0)
-    counts: IntArray = (ends + 1 - is_cut).astype(np.int32)
-    return counts
+    return (ends + 1 - is_cut).astype(np.int32)

@@ -27,7 +27,7 @@ from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.operators import CPUOps
 from vllm.platforms import Platform, resolve_platform
 from vllm.platforms.cpu_threads import (
-    by_place,
+    by_topology,
     count_cores,
     count_physical,
     count_threads,
@@ -112,7 +112,7 @@ class CPUWorker(WorkerBase):
         elif device.counts_threads and self._num_sharing_ranks > 1 and len(_nodes()) > 1:
             # Give each rank neighbouring cores of one NUMA node, so that its memory is local to
             # them.
-            shares = equal_shares(by_place(usable_cores()), self._num_sharing_ranks)
+            shares = equal_shares(by_topology(usable_cores()), self._num_sharing_ranks)
             os.sched_setaffinity(0, shares[rank % self._num_sharing_ranks])
             self._has_own_cores = True
         self._spread_memory(_nodes())

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.config import VllmConfig
-from vllm.messages import IntArray, SchedulerOutput
+from vllm.messages import BoolArray, IntArray, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.speculators.interface import Speculator
 from vllm.sample.metadata import ALL_GREEDY, SamplingMetadata
@@ -24,7 +24,7 @@ from vllm.worker.batch.launch import Launch
 from vllm.worker.drafts.draft_maker import DraftMaker
 from vllm.worker.drafts.draft_progress import DraftSpans
 from vllm.worker.hpu.launches.device_tokens import DeviceDrafts
-from vllm.worker.hpu.launches.input import BoolArray, HPUInputBuilder
+from vllm.worker.hpu.launches.input import HPUInputBuilder
 from vllm.worker.hpu.launches.launches import PaddedInput, PaddedLaunches, PaddedOutput, Sampling
 from vllm.worker.hpu.launches.model import HPUModel, softmax_normaliser
 from vllm.worker.hpu.launches.planner import PaddedLaunch, PaddedShape
@@ -58,7 +58,7 @@ class DraftInputBuilder(HPUInputBuilder):
     """Packs the inputs of forward passes of a draft model."""
 
     def _on_device(self, launch: PaddedLaunch) -> BoolArray:
-        return np.repeat(self.are_resident(launch.rows)[:, None], launch.bucket.query_len, 1)
+        return np.repeat(self.are_on_device(launch.rows)[:, None], launch.bucket.query_len, 1)
 
 
 class HPUDraftRunner(DraftMaker):
@@ -107,7 +107,7 @@ class HPUDraftRunner(DraftMaker):
 
     def propose(self, step: SchedulerOutput) -> None:
         """Write the drafts of a step into the batch; see `DraftMaker.propose`."""
-        self._reads = not self._target.resident.max_drafts
+        self._reads = not self._target.device_tokens.max_drafts
         if step.num_draft_tokens is not None and not self._reads:
             drafted = step.rows[step.num_draft_tokens > 0]
             self._reads = self._sampling.state.follows_output(drafted)
@@ -229,10 +229,10 @@ def draft_positions(target: HPUModelRunner, config: VllmConfig) -> PositionRows 
     return draft_parts(target.parts, config.model.resolved_arch).find(PositionRows)
 
 
-def resident_drafts(target: HPUModelRunner, tokens_ahead: int) -> DeviceDrafts:
+def device_drafts(target: HPUModelRunner, tokens_ahead: int) -> DeviceDrafts:
     """Make the storage for the drafts of a model's requests on its card."""
     num_rows, device = len(target.batch.num_tokens), target.bridge.device
-    return DeviceDrafts(target.resident, num_rows, device, tokens_ahead)
+    return DeviceDrafts(target.device_tokens, num_rows, device, tokens_ahead)
 
 
 def make_draft_runner(
@@ -245,7 +245,7 @@ def make_draft_runner(
         block_size,
         target.kernel,
         softmax_normaliser(config.hpu, target.bridge.kernels),
-        resident_drafts(target, DraftInputBuilder.tokens_ahead),
+        device_drafts(target, DraftInputBuilder.tokens_ahead),
         dtype=getattr(torch, config.model.dtype_name),
         num_positions=0 if positions is None else positions.num_positions,
     )

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from vllm.bucketing import MemoryLedger, format_bytes
-from vllm.bucketing.ledger import MemoryClass
 from vllm.logger import init_logger
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.sample.metadata import SamplingMetadata
@@ -19,11 +18,6 @@ from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.interface import WarmUpStep, WarmUpUpdate
 
 logger = init_logger(__name__)
-
-_HELD = (
-    *(MemoryClass.WEIGHTS, MemoryClass.KV_CACHE),
-    *(MemoryClass.PREFILL_GRAPHS, MemoryClass.DECODE_GRAPHS),
-)
 
 
 class IdleWarmUp:
@@ -84,16 +78,15 @@ class IdleWarmUp:
         assert self._launch is not None, "no step has been named"
         (shape, metadata), self._launch = self._launch, None
         self._named = None
-        resident_bytes = sum(self._ledger.booked(cls) for cls in _HELD)
         with self._bridge.dry_run():
             attempted = attempt(
                 self._bridge,
                 lambda: self._runner.warm_up_sampling(shape, metadata),
-                resident_bytes,
+                self._ledger.resident_bytes,
                 self._runner.launches.peers,
             )
         needed_bytes = attempted.needed_bytes + self._held_bytes
-        budget = self._ledger.booked(MemoryClass.WORKSPACE) + self._ledger.unassigned_bytes
+        budget = self._ledger.launch_bytes
         if attempted.refused_bytes is None and needed_bytes <= budget:
             return None
         return (
@@ -106,7 +99,7 @@ class IdleWarmUp:
         logger.info("Idle: compiling the remaining sampling graphs for %d batch sizes", len(shapes))
         started, num_launches = time.perf_counter(), 0
         for index, shape in enumerate(shapes, 1):
-            for metadata in self._runner.uncompiled_sampling(shape.num_rows):
+            for metadata in self._runner.card_sampling.uncompiled(shape.num_rows):
                 self._launch = shape, metadata
                 num_launches += 1
                 yield WarmUpStep(

@@ -1,4 +1,4 @@
-"""The sizes of a model that decide its speed, read from its layers."""
+"""The sizes of a loaded model that decide its speed, and what it converts before it multiplies."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -7,14 +7,20 @@ import torch
 from torch import nn
 
 from vllm.attention.cached_layer import layers_with_cache
+from vllm.bucketing import format_bytes
 from vllm.config import VllmConfig
 from vllm.cost_model.throughput import AttentionFigures, ModelFigures
 from vllm.kv_cache_spec import CacheKind
+from vllm.logger import init_logger
 from vllm.model_executor.layers.experts import Experts, Router
 from vllm.model_executor.layers.grouped_router import GroupedRouter
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.model_memory import model_tensors
+from vllm.ops.attention_options import FP8_DTYPES
+from vllm.ops.hpu.low_bit_weight import LowBitWeight
 from vllm.worker.kv_cache import cache_dtype
+
+logger = init_logger(__name__)
 
 
 def model_figures(model: nn.Module, config: VllmConfig) -> ModelFigures:
@@ -90,3 +96,25 @@ def _attention(model: nn.Module, config: VllmConfig) -> tuple[AttentionFigures, 
         )
         for (width, num_heads, window), count in kinds.items()
     )
+
+
+def log_converted(config: VllmConfig, model: nn.Module) -> None:
+    """Log which weights and which cache are stored in a smaller format than they are multiplied in.
+
+    Args:
+        config: config of the engine.
+        model: loaded.
+    """
+    rows = [module for module in model.modules() if isinstance(module, LowBitWeight)]
+    found = []
+    if rows:
+        num_bytes = sum(param.nbytes for each in rows for param in each.parameters())
+        found.append(f"{len(rows)} quantized weights ({format_bytes(num_bytes)})")
+    dtype = cache_dtype(config)
+    if dtype in FP8_DTYPES:
+        found.append(f"the KV cache in {str(dtype).removeprefix('torch.')}")
+    if found:
+        logger.info(
+            "Each forward pass converts %s to %s before a matmul uses them",
+            *(" and ".join(found), config.model.dtype_name),
+        )

@@ -62,7 +62,7 @@ class HPUModelRunner(ModelRunner):
     Attributes:
         bridge, kernel: the arguments.
         card_sampling: sampler for this model, and for the model that makes its drafts.
-        resident: the newest tokens of the requests, on the card.
+        device_tokens: the newest tokens of the requests, on the card.
         encoder: encoder of images, on the first stage; None: the model reads text only.
         items: items that cross-attention layers read; None: there are none.
     """
@@ -102,10 +102,11 @@ class HPUModelRunner(ModelRunner):
             batch,
             config.cache.block_size,
             None if adapters is None else adapters.slot_of_row,
-            has_resident_drafts=max_drafts > 0,
+            has_device_drafts=max_drafts > 0,
             embeddings=parts.find(DeviceEmbeddings),
             positions=parts.find(PositionRows),
             image_attention=parts.find(ImageAttention),
+            reads_blocks=config.reads_blocks,
         )
         layers = layers_with_cache(model)
         with_states = [layer for layer in layers if isinstance(layer, StateLayer)]
@@ -161,12 +162,12 @@ class HPUModelRunner(ModelRunner):
     def _padded_model(
         self, config: VllmConfig, model: CausalLM, parts: RowParts, max_drafts: int
     ) -> HPUModel:
-        """Return the model as it runs in padded forward passes; sets `resident`."""
+        """Return the model as it runs in padded forward passes; sets `device_tokens`."""
         embeddings, adapters = parts.find(DeviceEmbeddings), parts.find(DeviceRows)
         positions = parts.find(PositionRows)
         num_positions = 0 if positions is None else positions.num_positions
         sees_ahead = model.arch.media_sees_ahead
-        self.resident = DeviceTokens(
+        self.device_tokens = DeviceTokens(
             config.scheduler.max_num_seqs,
             self.bridge.device,
             max_drafts,
@@ -178,7 +179,7 @@ class HPUModelRunner(ModelRunner):
             config.cache.block_size,
             self.kernel,
             softmax_normaliser(config.hpu, self.bridge.kernels),
-            self.resident,
+            self.device_tokens,
             None if adapters is None else adapters.slots,
             getattr(torch, config.model.dtype_name),
             num_positions,
@@ -241,10 +242,6 @@ class HPUModelRunner(ModelRunner):
         self.card_sampling.warm_up(self.launches, shape, output, metadatas)
         if self.drafter is not None:
             self.drafter.warm_up(shape, sampling=sampling)
-
-    def uncompiled_sampling(self, batch: int) -> Iterator[SamplingMetadata]:
-        """Yield the kinds of sampling that are not compiled yet for this batch size."""
-        return self.card_sampling.uncompiled(batch)
 
     @torch.inference_mode()
     def warm_up_sampling(self, shape: PaddedShape, metadata: SamplingMetadata) -> None:

@@ -70,7 +70,7 @@ class PaddedSampling:
         Returns:
             The tokens, and the result of `DeviceTokens.accept`.
         """
-        resident = _resident(launches)
+        device_tokens = _device_tokens(launches)
         num_logits = len(output.result)
         missing = self._note_stages(num_logits, metadata)
         if missing and launches.is_warm:
@@ -78,16 +78,16 @@ class PaddedSampling:
             found = [(name, size) for name, size, _ in sorted(missing)]
             launches.report.miss_sampling(num_logits, found)
         sampled = self.sampler(output.result, metadata)
-        return sampled, self._keep(resident, output, launch.shape, sampled)
+        return sampled, self._keep(device_tokens, output, launch.shape, sampled)
 
     def _keep(
         self,
-        resident: DeviceTokens,
+        device_tokens: DeviceTokens,
         output: PaddedOutput,
         shape: PaddedShape,
         sampled: SamplerOutput,
     ) -> Tensor | None:
-        accepted = resident.accept(output.packed, shape, sampled)
+        accepted = device_tokens.accept(output.packed, shape, sampled)
         self._bridge.mark_step()
         return accepted
 
@@ -134,8 +134,8 @@ class PaddedSampling:
                 sampled = self.sampler(output.result, metadata)
         if sampled is None:
             return
-        resident = _resident(launches)
-        accepted = self._keep(resident, output, shape, sampled)
+        device_tokens = _device_tokens(launches)
+        accepted = self._keep(device_tokens, output, shape, sampled)
         (sampled.host_ids if accepted is None else accepted).cpu()
 
 
@@ -180,7 +180,7 @@ class PaddedTokens:
         return Sampled(rows, indices, tokens, accepted)
 
 
-def _resident(launches: PaddedLaunches) -> DeviceTokens:
+def _device_tokens(launches: PaddedLaunches) -> DeviceTokens:
     model = launches.execution.model
-    assert isinstance(model, HPUModel) and model.resident is not None, "nothing is sampled"
-    return model.resident
+    assert isinstance(model, HPUModel) and model.device_tokens is not None, "nothing is sampled"
+    return model.device_tokens

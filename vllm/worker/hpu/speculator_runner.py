@@ -17,9 +17,9 @@ from vllm.model_executor.speculators.interface import Speculator
 from vllm.worker.hpu.draft_runner import (
     DraftInputBuilder,
     HPUDraftRunner,
+    device_drafts,
     draft_positions,
     make_draft_launches,
-    resident_drafts,
 )
 from vllm.worker.hpu.launches.device_tokens import DeviceDrafts
 from vllm.worker.hpu.launches.input import unpack_decode
@@ -75,8 +75,8 @@ class HPUSpeculatorModel(HPUModel):
         of_rows = self.states.by_row.index_select(0, given.rows)
         if self.index:
             return of_rows
-        assert isinstance(self.resident, DeviceDrafts)
-        return torch.where(self.resident.are_drafts(given)[:, None], of_rows, states)
+        assert isinstance(self.device_tokens, DeviceDrafts)
+        return torch.where(self.device_tokens.are_drafts(given)[:, None], of_rows, states)
 
     def _leave(self, packed: Tensor, shape: PaddedShape, result: Tensor) -> None:
         """Store the speculator's output for the last token of each request; the forward pass for
@@ -84,8 +84,8 @@ class HPUSpeculatorModel(HPUModel):
         """
         given, query_len = unpack_decode(packed, shape), shape.bucket.query_len
         if query_len > 1:
-            assert isinstance(self.resident, DeviceDrafts)
-            last = self.resident.last_column(given, shape)
+            assert isinstance(self.device_tokens, DeviceDrafts)
+            last = self.device_tokens.last_column(given, shape)
             first = torch.arange(len(last), dtype=torch.int32, device=last.device) * query_len
             result = result.index_select(0, first + last)
         self.states.by_row.index_copy_(0, given.rows.long(), result)
@@ -114,7 +114,7 @@ def make_speculator_runner(
     target_model = target.launches.execution.model
     assert isinstance(target_model, HPUModel)
     target_model.keeper = states
-    resident = resident_drafts(target, SpeculatorInputBuilder.tokens_ahead)
+    device_tokens = device_drafts(target, SpeculatorInputBuilder.tokens_ahead)
     positions = draft_positions(target, config)
     inputs = SpeculatorInputBuilder(target.batch, block_size, positions=positions)
     launches = []
@@ -124,7 +124,7 @@ def make_speculator_runner(
             block_size,
             target.kernel,
             softmax_normaliser(config.hpu, target.bridge.kernels),
-            resident,
+            device_tokens,
             dtype=dtype,
             num_positions=0 if positions is None else positions.num_positions,
         )

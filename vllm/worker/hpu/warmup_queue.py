@@ -111,8 +111,8 @@ class WarmUpQueue:
             # From here on, compilations delay requests and are reported.
             self._launches.report.finish_warmup()
             return
-        mode = self._launches.execution.name
-        self._manifest = RecipeManifest.of(self._config, mode, num_blocks, self._rank)
+        mode, card = self._launches.execution.name, self._bridge.device_name
+        self._manifest = RecipeManifest.of(self._config, mode, num_blocks, self._rank, card)
         self._on_disk = self._of_rank_0("recipes on disk", sorted(self._manifest.found))
         self._start = WarmUp(
             self._config,

@@ -41,7 +41,6 @@ from vllm.platforms.hpu import HPUPlatform
 from vllm.utils.process import startup_progress
 from vllm.worker.block_store import has_uncopied_states
 from vllm.worker.calculated_scales import calculate_scales
-from vllm.worker.hpu.converted_weights import log_converted
 from vllm.worker.hpu.draft_runner import HPUDraftRunner, make_draft_runner
 from vllm.worker.hpu.encoder import CardEncoder
 from vllm.worker.hpu.items import DeviceItems
@@ -59,7 +58,7 @@ from vllm.worker.hpu.memory.memory_forecast import MemoryForecast
 from vllm.worker.hpu.memory.memory_profile import MemoryProfile, is_out_of_memory, used_bytes
 from vllm.worker.hpu.memory.offload import choose_layers, stream_layers
 from vllm.worker.hpu.memory.sleep import CardCache, CardWeights, SleepingGraphs
-from vllm.worker.hpu.model_figures import model_figures
+from vllm.worker.hpu.model_figures import log_converted, model_figures
 from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.pooling_runner import HPUPoolingRunner
 from vllm.worker.hpu.speculator_runner import make_speculator_runner
@@ -300,7 +299,7 @@ class HPUWorker(WorkerBase):
         drafts, parts = 0, [*runner.parts.memory_uses(), items_use(self._item_bytes)]
         if self._drafter is not None:
             tensors = model_tensors(self._drafter.model)
-            drafts = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            drafts = sum(tensor.nbytes for tensor in tensors)
         return [
             weights_use(
                 total_bytes - free_bytes - states - drafts - sum(use.num_bytes for use in parts),
@@ -397,8 +396,7 @@ class HPUWorker(WorkerBase):
             block_size=self.config.cache.block_size,
             figures=model_figures(self.model, self.config),
         )
-        described: dict[str, Any] = msgspec.to_builtins(engine)
-        return described
+        return msgspec.to_builtins(engine)
 
     def list_buckets(self) -> list[tuple[int, int, int, int, bool]]:
         """Return the sizes of each bucket and whether it is warmed up, future buckets included."""

@@ -225,5 +225,4 @@ def adapter_dtype(config: VllmConfig) -> torch.dtype:
     """Return the dtype of the weights of adapters."""
     dtype = config.lora.lora_dtype
     name = config.model.dtype_name if dtype == "auto" else dtype
-    found: torch.dtype = getattr(torch, name)
-    return found
+    return getattr(torch, name)

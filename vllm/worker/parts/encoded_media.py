@@ -200,15 +200,15 @@ class EncodedMedia:
         self._agree = agree
         self._kept: KeepsMedia = {} if kept is None else kept
         self._begun: dict[str, _Begun] = {}
-        """By key: the images of which only some parts are encoded."""
+        """Images of which only some parts are encoded, by key."""
         self._items: dict[int, tuple[MediaItem, ...]] = {}
         """Media items by batch index."""
         self._request_ids: dict[int, str] = {}
-        """Id of the request, by row of the batch."""
+        """Ids of the requests, by batch index."""
         self._files: dict[str, dict[str, OpenFile]] = {}
         """Id of a request -> path -> open file."""
         self._errors: dict[int, str] = {}
-        """By batch index: the reason why an image cannot be encoded."""
+        """Reasons why an image cannot be encoded, by batch index."""
         self.num_encoded = 0
         self.encode_seconds = 0.0
 

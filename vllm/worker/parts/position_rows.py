@@ -12,10 +12,10 @@ import torch
 
 from vllm.attention import LaunchParts
 from vllm.config import ModelArch
-from vllm.messages import IntArray, NewRequest
+from vllm.messages import BoolArray, IntArray, NewRequest
 from vllm.utils.ragged import positions_within
 from vllm.worker.batch.launch import Launch
-from vllm.worker.parts.row_parts import BoolArray, RowPart, RowParts
+from vllm.worker.parts.row_parts import RowPart, RowParts
 
 
 class PositionRows(RowPart):
@@ -61,8 +61,7 @@ class PositionRows(RowPart):
         """
         if not self._rows:
             return None
-        is_given: BoolArray = indices < self.ends[rows]
-        return is_given
+        return indices < self.ends[rows]
 
     def part_of(self, launch: Launch) -> LaunchParts:
         rows, count = launch.rows, launch.num_scheduled_tokens

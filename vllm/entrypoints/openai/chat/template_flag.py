@@ -36,11 +36,11 @@ def check_chat_template(value: str) -> None:
     """
     from jinja2 import TemplateSyntaxError
 
-    from vllm.entrypoints.conversation.template import check_syntax
+    from vllm.entrypoints.conversation.template import compile_template
 
     source = load_chat_template(value) or ""
     try:
-        check_syntax(source)
+        compile_template(source)
     except TemplateSyntaxError as error:
         shown = value if len(value) <= _SHOWN_CHARS else f"{value[:_SHOWN_CHARS]}..."
         raise ConfigError(

@@ -149,10 +149,10 @@ async def list_input_items(
     if order == "desc":
         items.reverse()
     if after is not None:
-        places = [i for i, item in enumerate(items) if item["id"] == after]
-        if not places:
+        indices = [i for i, item in enumerate(items) if item["id"] == after]
+        if not indices:
             raise RequestError(f"after: no item has the id {after!r:.100}", param="after")
-        items = items[places[-1] + 1 :]  # the last match, because ids set by clients may repeat
+        items = items[indices[-1] + 1 :]  # the last match, because ids set by clients may repeat
     page = items[:limit]
     return json_response(
         {
@@ -307,8 +307,7 @@ def _get_store(request: Request) -> ResponseStore:
     state = request.app.state
     if not hasattr(state, "responses"):
         state.responses = ResponseStore()
-    store: ResponseStore = state.responses
-    return store
+    return state.responses
 
 
 def _get_entry(request: Request, response_id: str) -> StoredResponse:

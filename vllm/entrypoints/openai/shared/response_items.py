@@ -544,5 +544,4 @@ def _as_text(value: Any) -> str:
 
 
 def _text_of(part: Mapping[str, Any]) -> str:
-    text: str = part[_TEXT_PARTS[part["type"]]]
-    return text
+    return part[_TEXT_PARTS[part["type"]]]

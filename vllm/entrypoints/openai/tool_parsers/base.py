@@ -105,8 +105,7 @@ class ToolParser:
     def vocab(self) -> dict[str, int]:
         """Map from each token to its id."""
         assert self.model_tokenizer is not None
-        vocabulary: dict[str, int] = self.model_tokenizer.get_vocab()
-        return vocabulary
+        return self.model_tokenizer.get_vocab()
 
     # --- For those who use a parser ---
 

@@ -60,19 +60,16 @@ class VllmToolParserAdapter:
     @property
     def further_tokens(self) -> tuple[str, ...]:
         """Texts other than the markers that may be special tokens of the model."""
-        texts: tuple[str, ...] = self._parser.further_tokens
-        return texts
+        return self._parser.further_tokens
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts with which calls may begin; most parsers have none."""
-        texts: tuple[str, ...] = self._parser.markers
-        return texts
+        return self._parser.markers
 
     def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the strings with which calls begin; most classes have none."""
-        starts: tuple[str, ...] = self._parser.call_starts(names)
-        return starts
+        return self._parser.call_starts(names)
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParsedDelta]:
         """Read new text, and return the new content and the new parts of calls."""

@@ -190,8 +190,7 @@ class StoredHead(EmbeddingMethod):
 
     @property
     def is_dequantized(self) -> bool:
-        found: bool = self.linear.is_dequantized
-        return found
+        return self.linear.is_dequantized
 
     def embed(self, layer: VocabParallelEmbedding, ids: Tensor) -> Tensor:
         raise AssertionError(
@@ -200,8 +199,7 @@ class StoredHead(EmbeddingMethod):
         )
 
     def multiply(self, layer: VocabParallelEmbedding, hidden_states: Tensor) -> Tensor:
-        logits: Tensor = self.linear.apply(layer, hidden_states, None)
-        return logits
+        return self.linear.apply(layer, hidden_states, None)
 
 
 class StoredTable(DenseTable):
@@ -334,8 +332,7 @@ def bytes_of(packed: Any) -> int:
         return bytes_of(packed.weight)
     if isinstance(packed, nn.Module):
         return sum(param.nbytes for param in packed.parameters())
-    num_bytes: int = packed.num_bytes
-    return num_bytes
+    return packed.num_bytes
 
 
 def apply_prepared(packed: PreparedWeight, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -114,5 +114,4 @@ class WhisperEncoder(nn.Module):
 
         For the arguments see `hidden_states`.
         """
-        normed: Tensor = self.layer_norm(self.hidden_states(features, mask))
-        return normed
+        return self.layer_norm(self.hidden_states(features, mask))

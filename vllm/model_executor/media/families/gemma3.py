@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.norm import RMSNorm
 from vllm.model_executor.media.vision.siglip import SiglipTower
 from vllm.model_executor.media.vision.tiles import TileEncoder
-from vllm.model_executor.media.vision.transformer import tower_parameter
 from vllm.multimodal.families.gemma3 import TOWERS, tokens_per_side
 from vllm.multimodal.images.tower_config import TowerConfig, read_tower_config
 
@@ -54,9 +53,6 @@ class Gemma3Encoder(TileEncoder):
         self.embeddings_per_tile = side * side
         self.vision_tower = SiglipTower(tower)
         self.multi_modal_projector = Gemma3Projector(tower, side, hidden_size)
-
-    def parameter_name(self, name: str) -> str | None:
-        return tower_parameter(name, "vision_tower.", self.vision_tower)
 
     def encode(self, pixels: Tensor) -> Tensor:
         return self.multi_modal_projector(self.vision_tower.last(pixels))

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from vllm.model_executor.media.vision.layers import TowerLinear, merge_patches
 from vllm.model_executor.media.vision.siglip import SiglipTower
 from vllm.model_executor.media.vision.tiles import TileEncoder
-from vllm.model_executor.media.vision.transformer import tower_parameter
 from vllm.multimodal.families.idefics3 import TOWERS, merged_patches
 from vllm.multimodal.images.tower_config import read_tower_config
 
@@ -41,8 +40,7 @@ class Idefics3Connector(nn.Module):
         self.modality_projection = Idefics3Projection(scale * scale * size, hidden_size)
 
     def forward(self, patches: Tensor) -> Tensor:
-        projected: Tensor = self.modality_projection(merge_patches(patches, self.scale))
-        return projected
+        return self.modality_projection(merge_patches(patches, self.scale))
 
 
 class Idefics3Encoder(TileEncoder):
@@ -61,12 +59,8 @@ class Idefics3Encoder(TileEncoder):
         self.vision_model = SiglipTower(tower)
         self.connector = Idefics3Connector(scale, tower.hidden_size, hidden_size)
 
-    def parameter_name(self, name: str) -> str | None:
-        return tower_parameter(name, "vision_model.", self.vision_model)
-
     def encode(self, pixels: Tensor) -> Tensor:
-        embeddings: Tensor = self.connector(self.vision_model.last(pixels))
-        return embeddings
+        return self.connector(self.vision_model.last(pixels))
 
 
 Encoder = Idefics3Encoder

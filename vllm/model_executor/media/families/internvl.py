@@ -10,7 +10,6 @@ from vllm.model_executor.media.families.llava import LlavaProjector
 from vllm.model_executor.media.vision.intern_vit import InternVitTower
 from vllm.model_executor.media.vision.layers import merge_patches
 from vllm.model_executor.media.vision.tiles import TileEncoder
-from vllm.model_executor.media.vision.transformer import tower_parameter
 from vllm.multimodal.families.internvl import TOWERS, merged_patches
 from vllm.multimodal.images.tower_config import TowerConfig, read_tower_config
 from vllm.multimodal.interface.checks import is_whole, wrong_config
@@ -44,9 +43,6 @@ class InternVLEncoder(TileEncoder):
         self.multi_modal_projector = InternVLProjector(
             config, self.scale**2 * tower.hidden_size, hidden_size
         )
-
-    def parameter_name(self, name: str) -> str | None:
-        return tower_parameter(name, "vision_tower.", self.vision_tower)
 
     def encode(self, pixels: Tensor) -> Tensor:
         patches = self.vision_tower(pixels)[:, 1:]

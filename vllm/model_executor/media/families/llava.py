@@ -11,7 +11,6 @@ from vllm.model_executor.media.vision.clip import ClipTower
 from vllm.model_executor.media.vision.layers import TowerLinear
 from vllm.model_executor.media.vision.siglip import SiglipTower
 from vllm.model_executor.media.vision.tiles import TileEncoder
-from vllm.model_executor.media.vision.transformer import tower_parameter
 from vllm.multimodal.families.llava import CLIP_LARGE, CLIP_OR_SIGLIP, read_features
 from vllm.multimodal.images.tower_config import read_tower_config
 from vllm.multimodal.interface.checks import config_bool, wrong_config
@@ -58,9 +57,6 @@ class LlavaEncoder(TileEncoder):
         self.multi_modal_projector = LlavaProjector(
             config, tower.hidden_size * len(self.features.layers), hidden_size
         )
-
-    def parameter_name(self, name: str) -> str | None:
-        return tower_parameter(name, "vision_tower.", self.vision_tower)
 
     def encode(self, pixels: Tensor) -> Tensor:
         hidden = self.vision_tower(pixels, self.features.layers)

@@ -75,8 +75,8 @@ class Qwen2_5_VLEncoder(GridEncoder):
     ) -> dict[str, Tensor]:
         """Build the arguments of `GridEncoder.run`, with the blocks in the order of their windows.
 
-        Adds `windows` [N], the window of each patch, and `places` [N / patches of a block], the
-        index of each block in the window order.
+        Adds `windows` [N], the window of each patch, and `block_order` [N / patches of a block],
+        the index of each block in the window order.
         """
         tensors = super().prepare(items, size)
         block = self.sizes.block
@@ -95,7 +95,7 @@ class Qwen2_5_VLEncoder(GridEncoder):
             "statistics": tensors["statistics"][patches],
             "rotations": tensors["rotations"][:, patches],
             "windows": of_blocks[order].repeat_interleave(block).int(),
-            "places": order.argsort(),
+            "block_order": order.argsort(),
         }
 
     def _windows_of(self, grid: tuple[int, int, int]) -> Tensor:
@@ -115,7 +115,7 @@ class Qwen2_5_VLEncoder(GridEncoder):
         windowed = partial(attend_within_windows, groups=tensors["windows"], window=largest)
         for index, layer in enumerate(self.visual.blocks):
             x = layer(x, tensors["rotations"], whole if index in self.full_layers else windowed)
-        return self.visual.merger(x).index_select(0, tensors["places"])
+        return self.visual.merger(x).index_select(0, tensors["block_order"])
 
 
 Encoder = Qwen2_5_VLEncoder

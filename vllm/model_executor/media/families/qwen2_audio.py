@@ -23,8 +23,7 @@ class Qwen2AudioProjector(nn.Module):
         self.linear = TowerLinear(input_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        projected: Tensor = self.linear(x)
-        return projected
+        return self.linear(x)
 
 
 class Qwen2AudioEncoder(SoundEncoder):

@@ -55,5 +55,4 @@ class ClipTower(nn.Module):
             pixels: [B, 3, H, W], normalised.
             wanted: the layer counts.
         """
-        hidden: dict[int, Tensor] = self.encoder(self.pre_layrnorm(self.embeddings(pixels)), wanted)
-        return hidden
+        return self.encoder(self.pre_layrnorm(self.embeddings(pixels)), wanted)

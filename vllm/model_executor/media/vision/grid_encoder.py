@@ -296,8 +296,8 @@ class GridEncoder(MediaEncoder):
 
     def _rotations(self, grids: Sequence[tuple[int, int, int]]) -> Tensor:
         merge_size = self.sizes.merge_size
-        places = torch.cat([block_coordinates(grid, merge_size) for grid in grids])
-        return rotations_of(places, *self.frequencies())
+        coordinates = torch.cat([block_coordinates(grid, merge_size) for grid in grids])
+        return rotations_of(coordinates, *self.frequencies())
 
     def position_table(self) -> InterpolatedTable | None:
         """Return the learned position embeddings; None: the tower only has rotary embeddings."""

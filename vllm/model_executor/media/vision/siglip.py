@@ -49,13 +49,11 @@ class SiglipTower(nn.Module):
             pixels: [B, 3, H, W], normalised.
             wanted: the layer counts.
         """
-        hidden: dict[int, Tensor] = self.encoder(self.embeddings(pixels), wanted)
-        return hidden
+        return self.encoder(self.embeddings(pixels), wanted)
 
     def last(self, pixels: Tensor) -> Tensor:
         """Return the last hidden state [B, N, C] after the final norm.
 
         The tower must have all layers.
         """
-        normed: Tensor = self.post_layernorm(self(pixels, (self.num_layers,))[self.num_layers])
-        return normed
+        return self.post_layernorm(self(pixels, (self.num_layers,))[self.num_layers])

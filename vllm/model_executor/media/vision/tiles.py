@@ -10,13 +10,14 @@ from torch import Tensor
 
 from vllm.model_executor.media.encoder import MediaEncoder
 from vllm.model_executor.media.vision.layers import normalize
+from vllm.model_executor.media.vision.transformer import tower_parameter
 
 
 class TileEncoder(MediaEncoder):
     """Encodes tiles into embeddings, the same number for each tile, one tile after another.
 
     The tensors of an image are `pixels` [T, 3, S, S] and `statistics` [2, 3]; `TiledFamily` makes
-    them.
+    them. The first one of `prefixes` is the name of the vision tower.
     """
 
     unit: ClassVar[str] = "images"
@@ -30,6 +31,10 @@ class TileEncoder(MediaEncoder):
         Args:
             pixels: [T, 3, S, S], normalised.
         """
+
+    def parameter_name(self, name: str) -> str | None:
+        prefix = self.prefixes[0]
+        return tower_parameter(name, prefix, self.get_submodule(prefix.removesuffix(".")))
 
     def divide(self, item: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
         return [{**item, "pixels": pixels} for pixels in item["pixels"].split(1)]

@@ -13,11 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm.messages import IntArray
 from vllm.ops.cpu.library import require_cpu_kernels
 from vllm.ops.cpu.operators.program import Program
 from vllm.ops.lora_weights import AdaptedRows
-
-IntArray = npt.NDArray[np.int32]
 
 _WORD_BITS = 32
 _num_threads = torch.get_num_threads
@@ -249,14 +248,12 @@ class FusedDecodeStep:
     @property
     def num_invalid(self) -> int:
         """Number of requests of the last step whose first token is -1 (invalid logits)."""
-        num_invalid: int = self._launch.num_invalid
-        return num_invalid
+        return self._launch.num_invalid
 
     @property
     def num_done(self) -> int:
         """Number of decodes of the last step that have run."""
-        num_done: int = self._launch.num_done
-        return num_done
+        return self._launch.num_done
 
     def _refuse(self, status: Any, rows: IntArray) -> NoReturn:
         if status is self._status.kNoMemory:

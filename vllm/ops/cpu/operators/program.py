@@ -137,8 +137,7 @@ class Program:
     @property
     def buffer_width(self) -> int:
         """Elements from one token of the result to the next, in the memory of the caller."""
-        width: int = self._out_width
-        return width
+        return self._out_width
 
     @property
     def address(self) -> int:

@@ -302,7 +302,7 @@ class PackedWeight:
     def num_bytes(self) -> int:
         """Bytes of the weight with its scales."""
         tensors = (self._panels, self._scales, self._zeros, self._sums, self._table, self.order)
-        own = sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        own = sum(t.nbytes for t in tensors if t is not None)
         return own + sum(part.num_bytes for part in self._behind)
 
     def linear(self, x: Any, bias: Tensor | None = None) -> Tensor:

@@ -104,8 +104,7 @@ class GraphExecution(LazyExecution):
         graph = self._graphs.get(shape)
         if graph is None:
             return super()._run(packed, shape, *before)
-        outputs: Outputs = graph(packed, *before)
-        return outputs
+        return graph(packed, *before)
 
     def how(self, shape: PaddedShape) -> str:
         """Return "replay" for a shape with a graph, else the name of lazy execution, for a
@@ -144,8 +143,7 @@ class _ShapedModel(nn.Module):
         self._shape = shape
 
     def forward(self, packed: Tensor, *before: Tensor) -> Outputs:
-        outputs: Outputs = self._model(packed, self._shape, *before)
-        return outputs
+        return self._model(packed, self._shape, *before)
 
 
 class CompiledExecution(Execution):
@@ -174,8 +172,7 @@ class CompiledExecution(Execution):
             self._compiled = bridge.compile(model, **options)
 
     def _run(self, packed: Tensor, shape: PaddedShape, *before: Tensor) -> Outputs:
-        outputs: Outputs = self._compiled(packed, shape, *before)
-        return outputs
+        return self._compiled(packed, shape, *before)
 
     def allow_shapes(self, num_shapes: int) -> None:
         """Raise torch's limit on recompilations of a function to fit the number of shapes.

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from vllm.attention.backends.hpu_metadata import (
@@ -23,14 +22,12 @@ from vllm.attention.backends.merged_prefill import (
 )
 from vllm.attention.backends.packed_fields import Array, PackedFields, packed, packed_fields_of
 from vllm.bucketing import Phase
-from vllm.messages import IntArray
+from vllm.messages import BoolArray, IntArray
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.hpu.launches.embeddings import DeviceEmbeddings
 from vllm.worker.hpu.launches.planner import PaddedLaunch, PaddedShape
 from vllm.worker.parts.image_attention import ImageAttention
 from vllm.worker.parts.position_rows import PositionRows
-
-BoolArray = npt.NDArray[np.bool_]
 
 RESIDENT = -1
 """Stands for a token that has been sampled on the device and is still there."""
@@ -166,10 +163,11 @@ class HPUInputBuilder:
         block_size: tokens per block.
         slot_of_row: [rows] int32: slot of the LoRA adapter of each request, or -1; None: there are
             no adapters.
-        has_resident_drafts: drafts are made on the card as well.
+        has_device_drafts: drafts are made on the card as well.
         embeddings: embeddings that requests give instead of tokens; None: not supported.
         positions: positions that requests give instead of indices; None: not supported.
         image_attention: how far ahead tokens attend; None: only up to themselves.
+        reads_blocks: False: the model has no KV cache.
     """
 
     tokens_ahead: ClassVar[int] = 0
@@ -182,11 +180,13 @@ class HPUInputBuilder:
         block_size: int,
         slot_of_row: IntArray | None = None,
         *,
-        has_resident_drafts: bool = False,
+        has_device_drafts: bool = False,
         embeddings: DeviceEmbeddings | None = None,
         positions: PositionRows | None = None,
         image_attention: ImageAttention | None = None,
+        reads_blocks: bool = True,
     ) -> None:
+        self._reads_blocks = reads_blocks
         self._embeddings, self._positions, self._image_attention = (
             embeddings,
             positions,
@@ -194,10 +194,10 @@ class HPUInputBuilder:
         )
         self._num_positions = 0 if positions is None else positions.num_positions
         self._batch = batch
-        self._has_resident_drafts = has_resident_drafts
+        self._has_device_drafts = has_device_drafts
         self._block_size = block_size
         self._num_rows = len(batch.num_tokens)
-        self._is_resident = np.zeros(self._num_rows, bool)
+        self._is_on_device = np.zeros(self._num_rows, bool)
         if slot_of_row is None:
             slot_of_row = np.full(self._num_rows, -1, np.int32)
         self._slot_of_row = slot_of_row
@@ -212,16 +212,15 @@ class HPUInputBuilder:
 
         The requests are new, or the host has newer tokens than the device.
         """
-        self._is_resident[rows] = False
+        self._is_on_device[rows] = False
 
     def mark_sampled(self, rows: IntArray) -> None:
         """Note that the newest tokens of these requests are on the device."""
-        self._is_resident[rows] = True
+        self._is_on_device[rows] = True
 
-    def are_resident(self, rows: IntArray) -> BoolArray:
+    def are_on_device(self, rows: IntArray) -> BoolArray:
         """Return whether the newest token of each request is on the device."""
-        resident: BoolArray = self._is_resident[rows]
-        return resident
+        return self._is_on_device[rows]
 
     def pack(self, launch: PaddedLaunch) -> tuple[IntArray, IntArray]:
         """Pack the inputs; return them, and the indices into `launch.rows` of requests
@@ -242,8 +241,8 @@ class HPUInputBuilder:
         """Return [n, Q]: which tokens of a decode are only on the device."""
         on_device = np.zeros((len(launch.rows), launch.bucket.query_len), np.bool_)
         newest = launch.num_computed_tokens >= self._batch.num_tokens[launch.rows] - 1
-        on_device[:, 0] = self._is_resident[launch.rows] & newest
-        if self._has_resident_drafts and launch.num_drafts is not None:
+        on_device[:, 0] = self._is_on_device[launch.rows] & newest
+        if self._has_device_drafts and launch.num_drafts is not None:
             on_device[:, 1:] = True
         return on_device
 
@@ -280,6 +279,7 @@ class HPUInputBuilder:
             padded_shared=shape.num_shared if shape.is_contiguous else None,
             query_lens=query_lens,
             padded_query_len=bucket.query_len,
+            reads_blocks=self._reads_blocks,
         )
         return DecodeInput(
             token_ids=self._padded(bucket.num_tokens, 0, token_ids.ravel()),
@@ -319,6 +319,7 @@ class HPUInputBuilder:
             bucket.blocks,
             self._block_size,
             self._later_keys(launch, bucket.batch),
+            reads_blocks=self._reads_blocks,
         )
         token_ids = np.zeros((bucket.batch, bucket.query_len), np.int32)
         positions = np.zeros_like(token_ids)

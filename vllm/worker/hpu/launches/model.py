@@ -209,7 +209,7 @@ class HPUModel(LaunchModel):
         adapters: adapters; see `LaunchModel`.
         dtype: data type; see `LaunchModel`.
         normaliser: normaliser of the softmax of decodes; see `flat_paged_attention`.
-        resident: the newest tokens of the requests, which were sampled on the device. None: nothing
+        device_tokens: the newest tokens of the requests, as sampled on the device. None: nothing
             is sampled.
         num_positions: positions that requests may give for each prompt token; 0: none.
         sees_ahead: tokens of images attend to later ones.
@@ -233,7 +233,7 @@ class HPUModel(LaunchModel):
         block_size: int,
         kernel: SDPAKernel,
         normaliser: Softmax = None,
-        resident: DeviceTokens | None = None,
+        device_tokens: DeviceTokens | None = None,
         adapters: DeviceSlots | None = None,
         dtype: torch.dtype | None = None,
         num_positions: int = 0,
@@ -246,7 +246,7 @@ class HPUModel(LaunchModel):
         self.embeddings: Tensor | None = None
         self.items: Tensor | None = None
         self.inner_layers = InnerLayers()
-        self.resident = resident
+        self.device_tokens = device_tokens
         self._normaliser = normaliser
         self.keeps_states = False
         self._has_states = any(isinstance(module, StateLayer) for module in model.modules())
@@ -327,8 +327,8 @@ class HPUModel(LaunchModel):
 
     def _prepare_decode(self, packed: Tensor, shape: PaddedShape) -> PreparedLaunch:
         given = unpack_decode(packed, shape)
-        if self.resident is not None:
-            given = self.resident.fill_in(given, shape)
+        if self.device_tokens is not None:
+            given = self.device_tokens.fill_in(given, shape)
         query_len, by_row = shape.bucket.query_len, None
         if query_len > 1 or any(layer.options.needs_indices for layer in self._kinds.values()):
             by_row = given.indices.unflatten(0, (-1, query_len))

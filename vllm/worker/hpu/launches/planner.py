@@ -362,7 +362,7 @@ class HPULaunchPlanner:
         limits = self.limits
         max_batch = max_batch or limits.max_decode_batch
         most = limits.max_block_refs
-        refs = _num_blocks(rows.computed + rows.scheduled, self._size)
+        refs = self._references(rows.computed + rows.scheduled)
         if len(refs) <= max_batch and (most is None or refs.sum() <= most):
             return [rows]
         parts, start, total = [], 0, 0
@@ -373,6 +373,12 @@ class HPULaunchPlanner:
                 start, total = end, 0
             total += count
         return [*parts, rows.part(start)]
+
+    def _references(self, seq_lens: IntArray) -> IntArray:
+        """Return the number of blocks of a decode for each sequence."""
+        if not self.limits.reads_blocks:
+            return np.ones_like(seq_lens)
+        return _num_blocks(seq_lens, self._size)
 
     def _decode(self, rows: _Rows) -> PaddedLaunch:
         batch, seq_lens = len(rows.ids), rows.computed + rows.scheduled
@@ -385,7 +391,7 @@ class HPULaunchPlanner:
             table = self._batch.block_table[rows.ids]
             counts = count_decode_blocks(table, seq_lens, self._size)
         else:
-            refs = int(_num_blocks(seq_lens, self._size).sum())
+            refs = int(self._references(seq_lens).sum())
             counts = DecodeBlockCounts(references=refs, span=refs, shared=0)
         shape = self._decode_shape(batch, query_len, counts)
         if shape is None:
@@ -498,7 +504,10 @@ class HPULaunchPlanner:
             pays_compiling: include the cost of compiling.
         """
         ids, scheduled = rows.ids.tolist(), rows.scheduled.tolist()
-        contexts = _num_blocks(rows.computed, self._size).tolist()
+        if self.limits.reads_blocks:
+            contexts = _num_blocks(rows.computed, self._size).tolist()
+        else:
+            contexts = [0] * len(ids)
         # best[i] is the cheapest division of the first i + 1 rows: its cost, and the start, bucket
         # and sizes of its last launch.
         best: list[tuple[float, int, Bucket, Sizes]] = []

@@ -80,7 +80,7 @@ class RecentLaunches:
         """Values of the forward passes of the newest step."""
         self._num_passes = 0
         self._before: list[int] = []
-        """Of the last step in `record`."""
+        """Values of the last step in `record`."""
         self._ended = 0.0
         """When the last step has ended."""
 

@@ -45,7 +45,7 @@ def choose_layers(model: LoadableModel, num_bytes: int) -> list[nn.Module]:
 
 
 def _num_bytes(layer: nn.Module) -> int:
-    return sum(param.numel() * param.element_size() for param in layer.parameters())
+    return sum(param.nbytes for param in layer.parameters())
 
 
 @dataclass
@@ -96,11 +96,8 @@ class StreamedLayers:
             _replace_parameters(layer, slot.params)
             layer.register_forward_pre_hook(partial(self._before, slot, number))
             layer.register_forward_hook(partial(self._after, slot, number))
-        self.device_bytes = sum(
-            param.numel() * param.element_size()
-            for slot in self._slots.values()
-            for param in slot.params
-        )
+        slots = self._slots.values()
+        self.device_bytes = sum(param.nbytes for slot in slots for param in slot.params)
 
     def _before(self, slot: _Slot, number: int, layer: nn.Module, _: Any) -> None:
         params = list(layer.parameters())

@@ -16,6 +16,7 @@ from vllm.bucketing import Bucket, Phase
 from vllm.config import VllmConfig
 from vllm.env.recipe_folder import RecipeFolder
 from vllm.logger import init_logger
+from vllm.platforms.habana.versions import find_installed
 from vllm.utils.files.whole_file import write_whole
 from vllm.version import __version__
 
@@ -86,7 +87,9 @@ class RecipeManifest:
             )
 
     @classmethod
-    def of(cls, config: VllmConfig, mode: str, num_blocks: int, rank: int) -> "RecipeManifest":
+    def of(
+        cls, config: VllmConfig, mode: str, num_blocks: int, rank: int, card: str
+    ) -> "RecipeManifest":
         """Make the list for the configuration of an engine.
 
         Args:
@@ -94,6 +97,7 @@ class RecipeManifest:
             mode: mode in which the model runs.
             num_blocks: number of blocks of the KV cache, the null block included.
             rank: rank of this card.
+            card: name of the kind of card.
         """
         folder = RecipeFolder.parse(config.hpu.recipe_cache)
         path = None if folder is None else folder.path / FILE_NAME
@@ -118,6 +122,8 @@ class RecipeManifest:
             "merged_prefill": config.hpu.merged_prefill,
             "contiguous_pa": config.hpu.contiguous_pa,
             "prompt_attention": config.hpu.prompt_attention,
+            "card": card,
+            "gaudi_software": find_installed().bridge,
             "torch": torch.__version__,
             "vllm": __version__,
         }
