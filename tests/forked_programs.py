@@ -350,7 +350,7 @@ def _run(job: dict[str, Any]) -> socket.socket | None:
             exec(compile(first.read_text(), first, "exec"), {"__file__": str(first)})
     envs.get.cache_clear()
     logging.getLogger("vllm").handlers.clear()
-    logger._configure.cache_clear()
+    logger.configure.cache_clear()
     sys.modules.pop(module, None)
     code = 0
     try:

@@ -519,13 +519,18 @@ def runners_of(worker: Any) -> list[Any]:
 
 def recorded_launches(runner: Any, patch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
     """Return a list to which a runner of a card adds each launch and its result."""
-    run, launches = runner._run, []
+    from vllm.worker import model_runner
 
-    def run_and_note(launch: Any) -> Any:
-        launches.append((launch, run(launch)))
-        return launches[-1][1]
+    run = model_runner.run_launch
+    launches: list[tuple[Any, Any]] = []
 
-    patch.setattr(runner, "_run", run_and_note)
+    def run_and_note(launch: Any, of_device: Any, begin: Any) -> Any:
+        result = run(launch, of_device, begin)
+        if of_device is runner.launches:
+            launches.append((launch, result))
+        return result
+
+    patch.setattr(model_runner, "run_launch", run_and_note)
     return launches
 
 
