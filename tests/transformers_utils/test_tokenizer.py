@@ -140,7 +140,7 @@ def test_a_damaged_sentencepiece_file_is_named(tmp_path, monkeypatch, content, m
         raise RuntimeError("INTERNAL: [model_proto->ParseFromArray(serialized.data(), ")
 
     monkeypatch.setattr("vllm.transformers_utils.tokenizer.tokenizer_class", fail)
-    monkeypatch.setattr("vllm.transformers_utils.tokenizer._is_installed", lambda module: True)
+    monkeypatch.setattr("vllm.transformers_utils.tokenizer.find_spec", lambda name: True)
     shutil.copy(BUNDLED_MODEL / "config.json", tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(content)
     with pytest.raises(ConfigError, match=f"no usable tokenizer .*tokenizer.model {message}"):
