@@ -197,7 +197,8 @@ def test_commits_since_the_base_are_checked_where_there_is_a_history(tmp_path):
     git(origin, "commit", "-q", "--allow-empty", "-m", "Add a right one")
     git(origin, "merge", "-q", "--no-ff", "side", "-m", "A merge is not checked")
     git(tmp_path, "clone", "-q", "--depth", "1", f"file://{origin}", str(shallow))
-    content = {"term": [], "imperative": {"verbs": "add"}, "error": {"rule_words": "must"}}
+    imperative = {"verbs": "add", "with_of": ""}
+    content = {"term": [], "imperative": imperative, "error": {"rule_words": "must"}}
     page = {"max_sentence_words": 30}
     commit = {"base": base, "max_subject_chars": 72}
     glossary = Glossary({**content, "page": page, "commit": commit})
