@@ -7,9 +7,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # The releases that are installed; empty: the newest of today that the requirement files accept.
 CONSTRAINTS ?= constraints-dev.txt
-# --no-compile: most of the 26,000 modules are never imported, and Python compiles the others when
-# they are; compiling all takes a minute or more.
-PIP_INSTALL = $(BIN)/python -m pip install -q --no-compile $(CONSTRAINTS:%=-c %)
+PIP_INSTALL = $(BIN)/python -m pip install -q $(CONSTRAINTS:%=-c %)
 BIN := $(VENV)/bin
 # Where `make wheel` writes to.
 WHEELS ?= dist
@@ -42,11 +40,11 @@ lint: $(VENV)/.installed-dev ## format, lint, types, architecture, English
 	$(BIN)/python tools/check_prose.py
 	$(BIN)/python tools/structure.py
 
-# Processes of `unit`: set it to the number of cores. One more than that uses the time in which
-# tests wait for the processes that they start.
-TEST_PROCESSES ?= 2
-# One thread per process: two test processes already use two cores, and OpenMP threads that find
-# no core to run on wait for each other.
+# Processes of `unit`, for two cores: set it to one more than the cores. The last one uses the time
+# in which tests wait for the processes that they start.
+TEST_PROCESSES ?= 3
+# One thread per process: test processes already use all cores, and OpenMP threads that find no core
+# to run on wait for each other.
 unit: $(VENV)/.installed-dev ## the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal
 

@@ -1,7 +1,7 @@
 """The simulated `hpu_backend` of `torch.compile`: the same steps as the bridge, then one recipe.
 
 A Dynamo graph is functionalised; writes to its inputs are put back in place where the bridge does
-so (`sim_graph_rules`); the others copy their inputs, which the card counts.
+so (`graphs.rules`); the others copy their inputs, which the card counts.
 """
 
 from collections.abc import Callable, Mapping

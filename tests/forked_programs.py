@@ -16,7 +16,6 @@ server that most tests of the APIs share, a server that reads images, a server t
 and a test each of an engine process, of ranks on the CPU and of ranks on simulated cards.
 """
 
-import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -43,6 +42,7 @@ import numpy
 from vllm import envs, logger
 from vllm.executor.ranks import child_rank
 from vllm.utils.process import child_process
+from vllm.utils.process.program_end import end_program
 
 _WITH_ENGINES = ("vllm.entrypoints.cli.main", "vllm.entrypoints.openai.api_server")
 """Programs that start other programs."""
@@ -350,7 +350,7 @@ def _run(job: dict[str, Any]) -> socket.socket | None:
             exec(compile(first.read_text(), first, "exec"), {"__file__": str(first)})
     envs.get.cache_clear()
     logging.getLogger("vllm").handlers.clear()
-    logger._configure.cache_clear()
+    logger.configure.cache_clear()
     sys.modules.pop(module, None)
     code = 0
     try:
@@ -360,12 +360,7 @@ def _run(job: dict[str, Any]) -> socket.socket | None:
     except BaseException:
         traceback.print_exc()
         code = 1
-    # Without the end of the interpreter, which takes seconds for so many modules.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    end_program(code)
 
 
 def _set_command_line(words: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from pytest import MonkeyPatch
 from torch.utils import backend_registration
 
 from gaudi_sim.bridge import SimBridge
-from tests.reach import replace_ops
+from tests.reach import replace_ops, skip_profiling_run
 from vllm import envs
 from vllm.cost_model import cards
 from vllm.engine import engine_core
@@ -22,7 +22,6 @@ from vllm.engine.async_scheduling import AsyncSchedulingPolicy
 from vllm.platforms import resolve_platform
 from vllm.platforms.hpu import HPUPlatform
 from vllm.utils.process.process_memory import keep_for_good
-from vllm.worker.hpu.worker import HPUWorker
 
 MODES = {
     "HPU graphs": (1, False),
@@ -122,7 +121,7 @@ def simulated_hpu(
             spec = replace(cards.CARDS[card], pool_bytes=pool_bytes)
             patch.setitem(cards.CARDS, card, spec)
         if not has_profiling_run:
-            patch.setattr(HPUWorker, "_profile", lambda *_: _LAUNCH_BYTES)
+            skip_profiling_run(patch, _LAUNCH_BYTES)
         replace_ops(patch, None)
         # torch flushes the processor's caches at each compilation, to time its guards for a log
         # line.

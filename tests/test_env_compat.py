@@ -15,7 +15,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.config.fields import config_fields, config_sections
 from vllm.entrypoints.shared.server_args import ServerArgs
-from vllm.env.compat import _VARIABLES, COMPAT_VARIABLES, variable_of_feature
+from vllm.env.compat import COMPAT_VARIABLES, VARIABLES, variable_of_feature
 from vllm.env.others import OTHER_READERS
 from vllm.envs import Envs
 from vllm.model_executor.models.registry import ModelRegistry
@@ -94,7 +94,7 @@ def names(variables):
 
 
 def test_every_name_is_an_identifier_and_known_once():
-    known = [f.name for f in fields(Envs)] + names(_VARIABLES) + READ_BY_OTHERS
+    known = [f.name for f in fields(Envs)] + names(VARIABLES) + READ_BY_OTHERS
     assert all(name.isidentifier() for name in known)
     assert not [name for name, count in Counter(known).items() if count > 1]
 

@@ -61,7 +61,8 @@ class CpuTimes:
         self._inner: list[float] = []
 
     @contextmanager
-    def _measured(self, table: Counter[str], name: str) -> Iterator[None]:
+    def measured(self, table: Counter[str], name: str) -> Iterator[None]:
+        """Add the processor time in this context to a table, fixtures without those inside."""
         before = cpu_s()
         self._inner.append(0.0)
         yield
@@ -74,7 +75,7 @@ class CpuTimes:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         """Measure a test with its set-up and its end."""
         self._inner.clear()
-        with self._measured(self.tests, item.nodeid):
+        with self.measured(self.tests, item.nodeid):
             return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -84,7 +85,7 @@ class CpuTimes:
         """Measure a fixture that outlives a test."""
         if fixturedef.scope == "function":
             return (yield)
-        with self._measured(self.fixtures, f"{fixturedef.argname} of {fixturedef.baseid or '.'}"):
+        with self.measured(self.fixtures, f"{fixturedef.argname} of {fixturedef.baseid or '.'}"):
             return (yield)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

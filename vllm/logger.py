@@ -85,7 +85,7 @@ def current_format() -> str:
 
 def share_handlers(name: str) -> None:
     """Let the logger of another package write to the same handlers."""
-    _configure()
+    configure()
     root, other = logging.getLogger("vllm"), logging.getLogger(name)
     other.handlers, other.propagate = list(root.handlers), root.propagate
 
@@ -103,12 +103,12 @@ def init_logger(name: str) -> logging.Logger:
     Raises:
         ConfigError: an environment variable has a bad value, or its file cannot be used.
     """
-    _configure()
+    configure()
     return logging.getLogger(name)
 
 
 @cache
-def _configure() -> None:
+def configure() -> None:
     """Set up the `vllm` logger and report variables without effect, once per process.
 
     Child processes of this package do not report variables.

@@ -25,6 +25,7 @@ from vllm.sampling_params import SamplingParams
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
 
 NULL_BLOCK_ID = 0
 """The block that padding reads and writes; never given to a request."""

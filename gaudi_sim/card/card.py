@@ -113,7 +113,8 @@ class SimulatedCard:
         """Recipes are launched, and take time and memory, but the results are zeros: nobody reads
         them."""
         self.signatures: dict[Hashable, Signature] = {}
-        """Results of `sim_device` so far, by operator and kinds of operands."""
+        """Results of operators of the simulated device so far, by operator and kinds of
+        operands."""
         self._step: list[Signature] = []  # operations recorded since the last flush
         self._recipes_seen: list[Recipe] | None = None
         self._recipes: set[Hashable] = set()

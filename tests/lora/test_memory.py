@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -16,13 +17,19 @@ class Background:
     """Runs the started work when the test says so, and counts the reads."""
 
     def __init__(self) -> None:
-        self.work, self.reads = [], Counter()
+        self.work, self.reads, self.is_immediate = [], Counter(), False
 
     def read(self, adapter: AdapterRef) -> str:
         self.reads[adapter.key] += 1
         if adapter.key.startswith(BROKEN):
             raise RuntimeError(f"{adapter.key} is broken")
         return f"content of {adapter.key}"
+
+    def begin(self, work: Callable[[], None]) -> None:
+        if self.is_immediate:
+            work()
+        else:
+            self.work.append(work)
 
     def run(self) -> None:
         while self.work:
@@ -31,7 +38,7 @@ class Background:
 
 def make_memory(most: int) -> tuple[AdapterMemory, Background]:
     background = Background()
-    return AdapterMemory(background.read, most, background.work.append), background
+    return AdapterMemory(background.read, most, background.begin), background
 
 
 def ref(key: str, number: int) -> AdapterRef:
@@ -119,7 +126,7 @@ def test_a_caller_that_does_not_wait_gets_what_it_holds():
     memory, background = make_memory(1)
     for request, key in (("first", "a"), ("second", "b")):
         memory.hold(request, ref(key, 1))
-    memory._run = lambda work: work()
+    background.is_immediate = True
     background.run()
     assert memory.held("first") == "content of a"
 

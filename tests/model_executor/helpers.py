@@ -97,9 +97,11 @@ def pack_weights(model: nn.Module, stored_as: str = "dense") -> int:
     quantization, packed = PACKED_FORMATS[stored_as](), {}
     layers = [layer for layer in model.modules() if isinstance(layer, MethodLayer)]
     for layer in layers:
-        method = quantization.method_of("", layer)
-        for each in (layer, *getattr(layer, "_tied", ())) if method else ():
-            each.method = method
+        if method := quantization.method_of("", layer):
+            is_tied = getattr(layer, "is_tied", False)
+            same = [x for x in layers if is_tied and getattr(x, "weight", None) is layer.weight]
+            for each in (layer, *same):
+                each.method = method
     for layer in layers:
         layer.finish()
         weight = getattr(layer.method, "packed", None)

@@ -23,6 +23,7 @@ from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, captured_log, simulated_hpu
 from tests.model_executor.helpers import make_config
 from tests.model_executor.inc_models import load_inc, measure, quantize_config
 from tests.quantized_checkpoints import FORMATS, made_once, write
+from tests.reach import replace_kernels
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.distributed import TPGroup
@@ -130,10 +131,7 @@ class Card:
     def _run(self, layer: Any, packed: Any) -> Found:
         recorder = Recorder(self.bridge.kernels)
         for module in packed.modules():
-            if "_kernels" in vars(module):
-                module._kernels = recorder
-            if "_card" in vars(module):
-                module._card = replace(module._card, kernels=recorder)
+            replace_kernels(module, recorder)
         if isinstance(layer, Experts):
             ids = torch.zeros(3, 2, dtype=torch.int64).to("hpu")
             given = [ids, torch.ones(3, 2).to("hpu")]

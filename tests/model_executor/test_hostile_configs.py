@@ -138,8 +138,8 @@ def test_all_wrong_values_of_all_keys_are_config_errors(architecture, tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "key", "value", "message"),
     [
-        ("Ernie4_5_MoeForCausalLM", "moe_layer_interval", "x", "integer of at least 0"),
-        ("Ernie4_5_MoeForCausalLM", "moe_layer_end_index", [], "integer of at least 0"),
+        ("Ernie4_5_MoeForCausalLM", "moe_layer_interval", "x", "an integer from 0"),
+        ("Ernie4_5_MoeForCausalLM", "moe_layer_end_index", [], "an integer from 0"),
         ("BailingMoeForCausalLM", "num_shared_experts", "x", "an integer from 0"),
         ("Gemma3nForConditionalGeneration", "intermediate_size", [64], "each of the 10 layers"),
         ("Gemma3nForConditionalGeneration", "activation_sparsity_pattern", ["x"] * 10, "'x'"),
@@ -164,6 +164,14 @@ def test_all_wrong_values_of_all_keys_are_config_errors(architecture, tmp_path):
         ("MiMoV2FlashForCausalLM", "v_head_dim", 64, "at most head_dim"),
         ("DbrxForCausalLM", "ffn_config", {"moe_normalize_expert_weights": 2}, "null or 1"),
         ("DbrxForCausalLM", "ffn_config", {"ffn_act_fn": "gelu"}, "must have the name 'silu'"),
+        ("DeciLMForCausalLM", "layer_intermediate_sizes", [1], "for each of the 2 layers, got 1"),
+        ("DeciLMForCausalLM", "layers_with_mlp", {"a": 1}, "must be true or false"),
+        ("Zamba2ForCausalLM", "attention_head_dim", 1.5, "an integer from 1 to 16384"),
+        ("LongcatFlashForCausalLM", "num_layers", [], "an integer from 1 to 1024"),
+        ("FalconMambaForCausalLM", "time_step_rank", 2**40, "an integer from 1 to 1048576"),
+        ("LlamaForCausalLM", "attention_bias", "false", "must be true or false, got 'false'"),
+        ("OlmoForCausalLM", "clip_qkv", "x", "must be a number, got 'x'"),
+        ("PhiMoEForCausalLM", "rope_parameters", {"long_factor": [1, "x"]}, "a list of numbers"),
     ],
 )
 def test_the_message_names_the_key_and_what_it_may_be(architecture, key, value, message, tmp_path):

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -11,7 +12,9 @@ from tests.tiny_models import FAMILY_CONFIGS, NOT_SAVED
 from vllm.config.families import FAMILIES, TEXT_TYPES
 from vllm.errors import ConfigError
 from vllm.model_executor.models.interface import CausalLM
-from vllm.model_executor.models.registry import ModelRegistry, _ModelRegistry
+from vllm.model_executor.models.registry import ModelRegistry
+
+EmptyRegistry = partial(type(ModelRegistry), {})
 
 
 def test_every_built_in_name_is_the_name_of_its_class_or_another_one_of_it():
@@ -61,7 +64,7 @@ def test_plug_ins_are_classes_or_paths():
     class Other:
         pass
 
-    registry = _ModelRegistry({})
+    registry = EmptyRegistry()
     registry.register_model("A", Other)
     registry.register_model("B", "collections:OrderedDict")
     assert registry.supported() == ["A", "B"]
@@ -71,7 +74,7 @@ def test_plug_ins_are_classes_or_paths():
 
 @pytest.mark.parametrize("path", ["no_such_module:Class", "collections:NoSuchClass"])
 def test_a_plug_in_that_cannot_be_imported_is_a_config_error(path):
-    registry = _ModelRegistry({})
+    registry = EmptyRegistry()
     registry.register_model("A", path)
     with pytest.raises(ConfigError, match=f"model 'A': cannot import '{path}'"):
         registry.resolve("A")
@@ -79,7 +82,7 @@ def test_a_plug_in_that_cannot_be_imported_is_a_config_error(path):
 
 def test_a_path_without_a_class_is_refused():
     with pytest.raises(ConfigError, match="expected 'module:Class', got 'collections'"):
-        _ModelRegistry({}).register_model("A", "collections")
+        EmptyRegistry().register_model("A", "collections")
 
 
 def test_the_registry_imports_no_torch():

@@ -488,7 +488,7 @@ def test_the_certificate_must_be_that_of_the_name(certificate, monkeypatch):
     with pytest.raises(RequestError, match="its certificate is not accepted: self"):
         serve_and_fetch(answer, tls=server)
     trusting = ssl.create_default_context(cafile=certificate / "cert.pem")
-    monkeypatch.setattr(http_get, "_tls", lambda: trusting)
+    monkeypatch.setattr(http_get, "tls_settings", lambda: trusting)
     assert serve_and_fetch(answer, tls=server)[0] == b"ab"
     with pytest.raises(RequestError, match=r"certificate is not valid for 'other\.test'"):
         serve_and_fetch(answer, name="other.test", tls=server)

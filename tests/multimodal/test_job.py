@@ -7,11 +7,10 @@ import pytest
 
 from tests.multimodal.grid_models import grid_model
 from vllm.errors import RequestError
-from vllm.multimodal import job as job_module
 from vllm.multimodal.images.settings import with_defaults
 from vllm.multimodal.interface.family import VideoFrames
 from vllm.multimodal.interface.source import MediaSource
-from vllm.multimodal.job import make_job
+from vllm.multimodal.job import family_class, make_job
 from vllm.transformers_utils.transformers_version import is_version_4
 
 pytest.importorskip("PIL", reason="images need Pillow")
@@ -103,7 +102,7 @@ def test_settings_that_need_more_memory_than_there_is_are_blamed(monkeypatch):
     def refuse(*_):
         raise MemoryError
 
-    monkeypatch.setattr(job_module, "_cost", refuse)
+    monkeypatch.setattr(family_class("qwen2_vl"), "largest_of", refuse)
     overrides = {"max_pixels": 100 * BLOCK}
     source = MediaSource(modality="image", where="it", pixels=PIXELS, overrides=overrides)
     with pytest.raises(RequestError, match=r"mm_processor_kwargs: .* more memory than there is"):

@@ -2,20 +2,22 @@
 
 import asyncio
 import os
+from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
 
 from tests.multimodal.test_image import PICTURE, PIXELS, save
+from tests.reach import num_busy_of, set_time_limit
 from tests.shared_memory import assert_no_new_files, named_files
 from tests.utils.test_deadline_worker import ends_within
 from vllm.errors import ConfigError, RequestError
 from vllm.multimodal import pool
 from vllm.multimodal.interface.source import MediaSource
 from vllm.multimodal.pool import MediaWorkers
-from vllm.utils.process.deadline_worker import WorkerDied, WorkerError
-from vllm.utils.process.memory_file import memory_file
+from vllm.utils.process.deadline_worker import WorkerError
 
 JOB = "tests.multimodal.media_jobs:decode"
 
@@ -138,7 +140,7 @@ def test_an_item_that_takes_too_long_costs_its_process_and_not_the_next_item():
     workers.start()
     with pytest.raises(RequestError, match=r"m\[1\]: it was not processed within 0\.3 s"):
         workers.run_sync(source(b"sleep"))
-    workers._timeout_s = 120.0
+    set_time_limit(workers, 120.0)
     pid = pid_of(workers.run_sync(source(PIXELS)))
     workers.close()
     assert ends_within(pid, 50)
@@ -159,7 +161,7 @@ def test_items_are_processed_at_the_same_time_and_closing_ends_those_at_work():
 
     async def run():
         sleeping = asyncio.ensure_future(workers.run(source(b"sleep")))
-        while workers._idle.qsize() == 2:  # wait until the job has taken a process
+        while num_busy_of(workers) == 0:
             await asyncio.sleep(0.001)
         results = [await workers.run(source(PIXELS)) for _ in range(3)]
         waiting = asyncio.ensure_future(workers.run(source(b"sleep")))
@@ -172,6 +174,22 @@ def test_items_are_processed_at_the_same_time_and_closing_ends_those_at_work():
     assert len({pid_of(result) for result in results}) == 1
     assert all(isinstance(error, (RequestError, asyncio.CancelledError)) for error in ended)
     assert ends_within(pid_of(results[0]), 50)
+
+
+class DescribingWorker:
+    """A process that writes 64 bytes, and describes them as the test says."""
+
+    pid = None
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def call(self, argument, timeout_s, files):
+        os.write(files[1], bytes(64))
+        return msgspec.msgpack.encode({"tensors": self.tensors})
+
+    def close(self):
+        """Do nothing: there is no process."""
 
 
 @pytest.mark.parametrize(
@@ -190,13 +208,20 @@ def test_items_are_processed_at_the_same_time_and_closing_ends_those_at_work():
         ("|u1", (64,), 0, 3),  # all arrays together exceed the limit
     ],
 )
-def test_a_description_that_does_not_fit_its_file_is_refused(dtype, shape, offset, num_tensors):
-    tensors = [pool._Tensor(str(i), dtype, shape, offset) for i in range(num_tensors)]
-    file = memory_file("tensors")
-    os.write(file, bytes(64))
-    with pytest.raises(WorkerDied):
-        pool._read_result(pool._Answer(tensors=tensors), file, 128)
-    os.close(file)
+def test_a_description_that_does_not_fit_its_file_is_refused(
+    dtype, shape, offset, num_tensors, monkeypatch
+):
+    tensors = [
+        {"name": str(i), "dtype": dtype, "shape": shape, "offset": offset}
+        for i in range(num_tensors)
+    ]
+    monkeypatch.setattr(pool, "DeadlineWorker", lambda server, **_: DescribingWorker(tensors))
+    workers = make_workers(memory_limit_bytes=128)
+    with pytest.raises(RequestError, match="the process that decodes it has exited"):
+        workers.run_sync(source(PIXELS))
+    tensors[:] = [{"name": "fits", "dtype": "<f4", "shape": (2, 8), "offset": 0}]
+    assert workers.run_sync(source(PIXELS)).tensors["fits"].shape == (2, 8)
+    workers.close()
 
 
 def test_a_job_that_cannot_start_is_told():
@@ -207,12 +232,12 @@ def test_a_job_that_cannot_start_is_told():
 
 
 def test_a_start_that_is_closed_is_no_error(monkeypatch):
-    workers = make_workers("tests.multimodal.media_jobs:broken")
-
     def fail() -> None:
         raise WorkerError("killed by signal 9")
 
-    monkeypatch.setattr(workers._server, "start", fail)
+    server = SimpleNamespace(start=fail, close=lambda: None)
+    monkeypatch.setattr(pool, "make_server", lambda target, setup: server)
+    workers = make_workers()
     with pytest.raises(ConfigError, match="cannot start: killed"):
         workers.start()
     workers.close()

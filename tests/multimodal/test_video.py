@@ -1,5 +1,7 @@
 """Test video files: which frames are read, and which files are refused."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -49,20 +51,30 @@ def test_frames_are_chosen_by_number_and_rate(name, choice, expected):
 
 def test_frames_before_a_chosen_one_are_not_all_decoded(monkeypatch):
     sought = []
-    real = video._decode
 
     class Watched:
+        """A container of PyAV that notes where it seeks."""
+
         def __init__(self, container):
-            self._container = container
+            self.container = container
+
+        def __enter__(self):
+            self.container.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            return self.container.__exit__(*error)
+
+        def __getattr__(self, name):
+            return getattr(self.container, name)
 
         def seek(self, time, **more):
             sought.append(time)
-            self._container.seek(time, **more)
+            self.container.seek(time, **more)
 
-        def decode(self, stream):
-            return self._container.decode(stream)
-
-    monkeypatch.setattr(video, "_decode", lambda c, *rest: real(Watched(c), *rest))
+    av = SimpleNamespace(open=lambda *given, **options: Watched(open_video(*given, **options)))
+    open_video = video.import_av("videos", "video").open
+    monkeypatch.setattr(video, "import_av", lambda *_: av)
     long = make_video("mp4", [6 * (n // 40) for n in range(240)], key_every=20)
     assert shown(read(long, num_frames=3)) == [0, 3, 5]
     assert len(sought) == 3

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.reach import load_kernels_again
 from vllm import envs
 from vllm.errors import ConfigError
 from vllm.ops.cpu import library as library_module
@@ -53,9 +54,9 @@ def test_a_library_that_does_not_describe_itself_is_refused(copy_with):
         CPUKernels(path)
 
 
-def test_without_sources_the_version_of_the_library_decides(copy_with, monkeypatch, tmp_path):
+def test_without_sources_the_version_of_the_library_decides(copy_with, monkeypatch):
     """A package that was installed from a wheel has no sources."""
-    monkeypatch.setattr(library_module, "_ROOT", tmp_path)
+    monkeypatch.setattr(library_module, "hash_sources", lambda folder: None)
     assert CPUKernels(LIBRARY_PATH).isa == load_cpu_kernels().isa
     build = f"{__version__} {hash_sources(ROOT)}"
     path = copy_with(build, "9" + build[1:])
@@ -64,10 +65,10 @@ def test_without_sources_the_version_of_the_library_decides(copy_with, monkeypat
 
 
 def test_a_stale_library_is_not_looked_at_when_the_kernels_are_switched_off(monkeypatch):
-    def refuse() -> None:
+    def refuse(path) -> None:
         raise AssertionError("the library was loaded")
 
-    monkeypatch.setattr(library_module, "_load", refuse)
+    monkeypatch.setattr(library_module, "CPUKernels", refuse)
     monkeypatch.setenv("VLLM_CPU_KERNELS", "0")
     envs.get.cache_clear()
     try:
@@ -84,12 +85,12 @@ def test_the_instruction_set_of_the_variable_runs_or_is_refused(monkeypatch, isa
     envs.get.cache_clear()
     try:
         if isa == "base":
-            assert library_module._load.__wrapped__().isa == "base"
+            assert load_kernels_again().isa == "base"
         else:
             with pytest.raises(
                 ConfigError, match=f"VLLM_CPU_ISA='mmx': .*best set on this machine is '{best}'"
             ):
-                library_module._load.__wrapped__()
+                load_kernels_again()
     finally:
         monkeypatch.undo()
         envs.get.cache_clear()

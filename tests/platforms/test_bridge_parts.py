@@ -3,6 +3,7 @@ instead, and runs them.
 """
 
 import importlib
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -86,15 +87,15 @@ def test_older_attention_takes_no_window_and_no_sinks(vendor, monkeypatch):
     assert fitted == FusedSDPA(kernels)
 
 
-def test_windows_and_sinks_go_where_the_vendor_has_them(vendor):
+def test_windows_and_sinks_go_where_the_vendor_has_them(vendor, monkeypatch):
+    from habana_frameworks.torch.hpex.kernels import FusedSDPA as VendorSDPA
+
     kernels = RealBridge().kernels
     x = torch.ones(1, 2, 128, 4)
     got = []
-    stand_in = kernels._sdpa
-    kernels._sdpa = type("Recorder", (), {"apply": lambda *args: got.append(args) or args[0]})
+    monkeypatch.setattr(VendorSDPA, "apply", lambda *args: got.append(args) or args[0])
     kernels.sdpa(x, x, x, is_causal=True)
     kernels.sdpa(x, x, x, is_causal=True, window=5, sinks=torch.ones(2))
-    kernels._sdpa = stand_in
     assert len(got[0]) == 11
     assert got[1][11:14] == (False, False, (4, 0))
     assert torch.equal(got[1][14], torch.ones(2)) and len(got[1]) == 15
@@ -169,12 +170,12 @@ WRONG = {
 @pytest.mark.parametrize(
     ("name", "act", "reason"), [(name, *case) for name, cases in WRONG.items() for case in cases]
 )
-def test_a_kernel_that_computes_something_else_is_not_used(lazy, monkeypatch, name, act, reason):
-    kernels = lazy.kernels
+def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch, name, act, reason):
     if name == "fp8_fused_sdpa":
-        monkeypatch.setattr(kernels, "_fp8_sdpa", act)
+        monkeypatch.setattr(simulated_kernels, name, wraps(ORIGINAL_FP8)(partial(act)))
     else:
         monkeypatch.setattr(simulated_kernels.FusedSDPA, "apply", staticmethod(act))
+    kernels = SimBridge("gaudi2", is_lazy=True).kernels
     with captured_log() as log:
         assert not kernels.has(name) and not kernels.has(name)
     assert kernels.why_unused(name).startswith(reason)

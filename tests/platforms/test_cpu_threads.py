@@ -11,7 +11,7 @@ import pytest
 
 from tests.exhaustive import exhaustive
 from vllm import envs
-from vllm.config import DeviceConfig, ParallelConfig
+from vllm.config import DeviceConfig, ModelConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.platforms.cpu_threads import (
@@ -27,6 +27,7 @@ from vllm.platforms.cpu_threads import (
 from vllm.platforms.numa import nodes_of
 from vllm.worker.cpu import worker as cpu_worker
 from vllm.worker.cpu.worker import CPUWorker
+from vllm.worker.worker_base import WorkerBase
 
 EIGHT = frozenset(range(8))
 
@@ -257,15 +258,18 @@ def test_ranks_on_two_nodes_divide_the_cores_and_one_worker_spreads_its_memory(m
     monkeypatch.setattr(cpu_worker, "nodes_of", lambda found: [0, 1])
     monkeypatch.setattr(cpu_worker, "interleave", lambda nodes: spread.append(nodes) or True)
     monkeypatch.setattr(cpu_worker.os, "sched_setaffinity", lambda _, found: affinity.append(found))
+    monkeypatch.setattr(WorkerBase, "load", lambda worker, rank: None)
     one, halves = ParallelConfig(), ParallelConfig(tensor_parallel_size=2)
     stages = ParallelConfig(pipeline_parallel_size=2, pipeline_steps_in_flight=1)
     for num_ranks, rank, parallel in ((1, 0, one), (2, 1, halves), (2, 1, stages)):
         worker = CPUWorker.__new__(CPUWorker)
         worker.config = SimpleNamespace(
-            device=DeviceConfig(device="cpu", counts_threads=True), parallel=parallel
+            model=ModelConfig(),
+            device=DeviceConfig(device="cpu", counts_threads=True),
+            parallel=parallel,
         )
-        worker.num_local_ranks, worker._has_own_cores = num_ranks, False
-        worker._bind(rank)
+        worker.num_local_ranks = num_ranks
+        worker.load(rank)
     assert affinity == [(4, 5, 6, 7)], "stages that take turns have all cores"
     assert spread == [[0, 1]] * 3
 
@@ -274,9 +278,15 @@ def test_a_container_that_forbids_memory_policies_is_told_what_else_helps(monkey
     def refuse(nodes):
         raise OSError(1, "Operation not permitted")
 
+    monkeypatch.setattr(cpu_worker, "nodes_of", lambda found: [0, 1])
     monkeypatch.setattr(cpu_worker, "interleave", refuse)
+    monkeypatch.setattr(WorkerBase, "load", lambda worker, rank: None)
     worker = CPUWorker.__new__(CPUWorker)
-    worker._spread_memory([0, 1])
+    worker.num_local_ranks = 1
+    worker.config = SimpleNamespace(
+        model=ModelConfig(), device=DeviceConfig(device="cpu"), parallel=ParallelConfig()
+    )
+    worker.load(0)
     assert "NUMA nodes 0-1: Operation not permitted. Run one rank on each" in caplog.text
 
 

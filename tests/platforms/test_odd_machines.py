@@ -145,11 +145,14 @@ def test_versions_that_do_not_fit_are_named(installed, is_lazy, refused, mismatc
         assert (expected or "") in (found or "")
 
 
-def test_the_version_that_the_bridge_was_built_for_is_read_from_its_folder(vendor, monkeypatch):
+def test_the_version_that_the_bridge_was_built_for_is_read_from_its_folder(
+    vendor, monkeypatch, tmp_path
+):
     assert versions.find_installed().built_for is None
-    folder = Path(importlib.import_module("habana_frameworks.torch").__file__).parent
-    monkeypatch.setattr(versions, "_BUILT_FOR", "core.py")
-    assert versions.find_installed().built_for == (folder / "core.py").read_text().strip()
+    spec = importlib.import_module("habana_frameworks.torch").__spec__
+    monkeypatch.setattr(spec, "submodule_search_locations", [str(tmp_path)])
+    (tmp_path / "required_version.txt").write_text("2.6.0a0\n")
+    assert versions.find_installed().built_for == "2.6.0a0"
 
 
 def test_a_torch_of_another_build_is_refused_before_the_bridge_is_loaded(

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from tests.reach import table_and_mask_of
 from tests.sample.helpers import (
     draws,
     make_request,
@@ -215,8 +216,7 @@ def test_samples_of_a_request_share_their_table_and_their_mask():
     samples = fan_out(make_request(bad_words=[[5]], **params))
     for row, request in enumerate(samples):
         state.add(row, request, [])
-    first, *others = (state._constraints[row]._table for row in range(3))
-    assert all(other is first for other in others)
-    assert all(state._masks[row] is state._masks[0] for row in range(3))
+    (table, mask), *others = (table_and_mask_of(state, row) for row in range(3))
+    assert all(own_table is table and own_mask is mask for own_table, own_mask in others)
     state.add(3, make_request(bad_words=[[6]], **params), [])
-    assert state._constraints[3]._table is not first
+    assert table_and_mask_of(state, 3)[0] is not table

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
+from tests.reach import kept_bytes_of, num_busy_of, num_starts_of, set_compile_timeout
 from vllm.assets import BUNDLED_MODEL
 from vllm.config import StructuredOutputConfig
 from vllm.errors import CapacityError, ConfigError, RequestError
@@ -294,16 +295,13 @@ def test_a_grammar_that_kills_its_process_is_not_tried_again(error, message, mon
 def test_after_a_timeout_the_next_grammar_is_compiled_by_a_process_that_is_already_started():
     compiler = make_compiler(grammar_compile_timeout=120.0)
     compiler.compile(GuidedDecodingParams(regex="first"))
-    patient, compiler._config = (
-        compiler._config,
-        StructuredOutputConfig(grammar_compile_timeout=1e-6),
-    )
+    set_compile_timeout(compiler, 1e-6)
     for pattern in "abc":
         with pytest.raises(RequestError, match="takes more than 1e-06 s"):
             compiler.compile(GuidedDecodingParams(regex=pattern))
-    compiler._config = patient
+    set_compile_timeout(compiler, 120.0)
     assert compiler.compile(GuidedDecodingParams(regex="d")).backend == "llguidance"
-    assert compiler._server.num_starts == 1, "the imports were not done again"
+    assert num_starts_of(compiler) == 1, "the imports were not done again"
     compiler.close()
 
 
@@ -316,7 +314,7 @@ def test_a_request_does_not_wait_without_end_for_its_turn(monkeypatch):
     )
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(compiler.compile, GuidedDecodingParams(regex="a"))
-        while not compiler._workers or compiler._idle.qsize():
+        while num_busy_of(compiler) == 0:
             time.sleep(0.01)
         with pytest.raises(CapacityError, match="try again later") as failure:
             compiler.compile(GuidedDecodingParams(regex="b"))
@@ -339,7 +337,7 @@ def test_the_cache_is_bounded_in_bytes_and_keeps_what_was_used_last(monkeypatch)
         ask("a")
     assert worker.num_calls == 4
     ask("e")
-    assert compiler._results_bytes <= 8192
+    assert kept_bytes_of(compiler) <= 8192
     ask("a")
     assert worker.num_calls == 5, "used a moment ago"
     ask("b")

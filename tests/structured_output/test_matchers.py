@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.engine.tokenizers_for_tests import byte_level
+from tests.reach import loaded_grammars_of, replace_vocabulary
 from tests.structured_output.helpers import BYTES, compiled, make_request, spec
 from vllm.config import (
     CacheConfig,
@@ -39,18 +40,13 @@ class Libraries:
         self.turns: set[float] = set()
         """Length of a turn of the interpreter while they are imported."""
         monkeypatch.setattr(matchers, "make_backend", self._make)
-        monkeypatch.setattr(GrammarMatchers, "_ready_vocabulary", self._vocabulary)
+        replace_vocabulary(monkeypatch, BYTES)
 
     def _make(self, name, vocabulary):
         self.turns.add(sys.getswitchinterval())
         assert self.may_load.wait(120)
         self.num_made += 1
         return make_backend(name, vocabulary)
-
-    @staticmethod
-    def _vocabulary(self):
-        self._vocabulary = BYTES
-        return BYTES
 
 
 def make_matchers(
@@ -169,7 +165,7 @@ def test_grammars_are_kept_up_to_a_size_and_loaded_again_when_they_are_needed(mo
     requests = [make_request(compiled("regex", f"[ab]{{{n}}}")) for n in range(1, 4)]
     for request in requests:
         grammars.prepare(request).result(120)
-    assert len(grammars._loaded) == 1
+    assert len(loaded_grammars_of(grammars)) == 1
     assert first_mask(grammars, requests[0]).any()
 
 

@@ -26,6 +26,6 @@ def test_a_fixture_counts_without_the_fixtures_that_it_uses(monkeypatch):
     clock = iter([0.0, 1.0, 4.0, 6.0])
     monkeypatch.setattr("tools.test_time.cpu_s", lambda: next(clock))
     times = CpuTimes()
-    with times._measured(times.fixtures, "outer"), times._measured(times.fixtures, "inner"):
+    with times.measured(times.fixtures, "outer"), times.measured(times.fixtures, "inner"):
         pass
     assert times.fixtures == {"outer": 3.0, "inner": 3.0}

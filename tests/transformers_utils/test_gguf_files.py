@@ -1,11 +1,13 @@
 """Test GGUF files: metadata as a model folder, tokenizers, and files with wrong content."""
 
 import json
+import math
 import shutil
 import struct
 
 import numpy as np
 import pytest
+import torch
 from huggingface_hub import constants
 from tokenizers import (
     Tokenizer,
@@ -16,12 +18,15 @@ from tokenizers import (
     processors,
     trainers,
 )
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.tiny_models import make_tiny_model
 from tests.tiny_pooling_models import make_pooling_model
 from vllm.assets import BUNDLED_MODEL
-from vllm.config import ModelConfig
+from vllm.config import ModelArch, ModelConfig
 from vllm.errors import ConfigError, WeightLoadError
+from vllm.model_executor.layers.rotary import rotary_frequencies
 from vllm.transformers_utils.generation_config import load_generation_defaults
 from vllm.transformers_utils.gguf.folder import unpack
 from vllm.transformers_utils.gguf.header import read_header
@@ -400,6 +405,36 @@ LIES = {
 }
 
 
+def _scaled(**values):
+    return {f"llama__rope__scaling__{name}": value for name, value in values.items()}
+
+
+_YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 1024}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "want"),
+    [
+        ({}, {}),
+        ({"yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0}, {"beta_fast": 16.0, "beta_slow": 2.0}),
+        ({"attn_factor": 0.5}, {"attention_factor": 0.5 * (1 + 0.1 * math.log(4))}),
+        ({"attn_factor": 2.0, "yarn_attn_factor": 1.5}, {"attention_factor": 3.416}),
+        ({"yarn_ext_factor": -1.0, "yarn_log_multiplier": 0.1}, {"mscale": 1, "mscale_all_dim": 1}),
+        ({"attn_factor": 2.0, "yarn_log_multiplier": 0.1}, {"attention_factor": 2.0}),
+    ],
+)
+def test_metadata_of_yarn_give_the_frequencies_of_transformers(tmp_path, metadata, want):
+    folder = unpack(write_gguf(BUNDLED_MODEL, tmp_path, **_scaled(**_YARN, **metadata)))
+    config = read_hf_config(folder, {})
+    usual = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    hf = LlamaConfig(**{**config, "rope_parameters": {"rope_theta": 10000.0, **usual, **want}})
+    frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](hf, torch.device("cpu"))
+    rope = ModelArch.from_hf(config).rope
+    got, got_factor = rotary_frequencies(rope, 4096)
+    torch.testing.assert_close(got, frequencies)
+    assert got_factor == pytest.approx(factor, rel=1e-4)
+
+
 @pytest.mark.parametrize("name", LIES)
 def test_a_file_that_lies_is_refused_on_one_line(bundled, tmp_path, name):
     change, message = LIES[name]
@@ -427,6 +462,8 @@ def _experts(count: int, used: int) -> dict[str, int]:
         ({"llama__context_length": "long"}, "context_length' must be a number"),
         ({"llama__attention__layer_norm_rms_epsilon": None}, "has no metadata"),
         ({"llama__rope__scaling__type": "su"}, "supported: none, linear, yarn"),
+        (_scaled(attn_factor=1.2), "attn_factor' is 1.2; without the type yarn it must be 1"),
+        (_scaled(**_YARN, yarn_ext_factor=0.5), "yarn_ext_factor' is 0.5; supported: 1"),
         ({"llama__expert_count": 8}, "expert_used_count' must be a number above 0"),
         (_experts(8, 2), r"lacks the tensors of model\.layers\.0\.mlp\.experts\.7\.down_proj"),
         (_experts(2, 8), "expert_count' is 2, and 'llama.expert_used_count' 8"),

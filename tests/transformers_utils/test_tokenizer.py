@@ -80,6 +80,10 @@ def test_a_folder_without_a_tokenizer_is_named_with_what_to_do(tmp_path):
             '{"model": {"type": "New"}, "added_tokens": []}',
             "has a part that tokenizers .* does not know. Install a newer release: pip install -U",
         ),
+        (
+            '{"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": [{}]}',
+            "tokenizer.json cannot be read: missing field .*. Copy it again",
+        ),
     ],
 )
 def test_a_damaged_file_is_an_error_that_names_the_folder(tmp_path, text, message):
@@ -109,6 +113,11 @@ def test_a_damaged_file_is_an_error_that_names_the_folder(tmp_path, text, messag
         ),
         (
             "tokenizer_config.json",
+            '{"tokenizer_class": "T5Tokenizer"}',
+            "of the kind BPE, .*class in tokenizer_config.json: 'T5Tokenizer'. do not agree",
+        ),
+        (
+            "tokenizer_config.json",
             '{"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": "2048"}',
             "model_max_length in tokenizer_config.json must be a number, got '2048'",
         ),
@@ -119,6 +128,22 @@ def test_a_damaged_file_beside_the_vocabulary_is_named(tmp_path, name, text, mes
         shutil.copyfile(BUNDLED_MODEL / each, tmp_path / each)
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=f"no usable tokenizer .*{message}"):
+        get_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "is empty. Copy it again"), (b"\n\x0e", "is damaged, or has another format .*again")],
+)
+def test_a_damaged_sentencepiece_file_is_named(tmp_path, monkeypatch, content, message):
+    def fail(folder):
+        raise RuntimeError("INTERNAL: [model_proto->ParseFromArray(serialized.data(), ")
+
+    monkeypatch.setattr("vllm.transformers_utils.tokenizer.tokenizer_class", fail)
+    monkeypatch.setattr("vllm.transformers_utils.tokenizer.find_spec", lambda name: True)
+    shutil.copy(BUNDLED_MODEL / "config.json", tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"no usable tokenizer .*tokenizer.model {message}"):
         get_tokenizer(str(tmp_path))
 
 
@@ -136,7 +161,9 @@ def test_packages_that_read_a_tokenizer_model_are_named(tmp_path, monkeypatch, i
     for name in ("config.json", "tokenizer_config.json"):
         shutil.copy(BUNDLED_MODEL / name, tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"not read")
-    monkeypatch.setattr("vllm.transformers_utils.tokenizer._is_installed", installed.__contains__)
+    monkeypatch.setattr(
+        "vllm.transformers_utils.tokenizer.find_spec", lambda name: (name in installed) or None
+    )
     with pytest.raises(ConfigError, match=f"no usable tokenizer .*tokenizer.model {message}"):
         get_tokenizer(str(tmp_path))
 

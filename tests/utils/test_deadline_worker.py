@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from tests.reach import note_ended_calls, num_starts_of
+from vllm.utils.process import deadline_worker
 from vllm.utils.process.deadline_worker import (
     CallFailed,
     DeadlineExceeded,
@@ -132,8 +134,8 @@ def test_closing_kills_the_process_and_so_does_forgetting_the_worker():
 
 @pytest.mark.parametrize("is_server_alive", [True, False])
 def test_closing_ends_a_call_whose_process_is_forked_meanwhile(monkeypatch, is_server_alive):
-    worker = DeadlineWorker(make_server("tests.utils.workers:echo"))
-    server = worker._server
+    server = make_server("tests.utils.workers:echo")
+    worker = DeadlineWorker(server)
     fork, may_fork, forks = server.fork, threading.Event(), threading.Event()
     closing = threading.Event()
 
@@ -154,8 +156,7 @@ def test_closing_ends_a_call_whose_process_is_forked_meanwhile(monkeypatch, is_s
         except WorkerDied as error:
             errors.append(error)
 
-    end_call = worker._end_call
-    monkeypatch.setattr(worker, "_end_call", lambda: (end_call(), closing.set()))
+    note_ended_calls(monkeypatch, worker, closing.set)
     threads = [threading.Thread(target=call), threading.Thread(target=worker.close)]
     threads[0].start()
     forks.wait()
@@ -222,15 +223,15 @@ def test_a_process_that_has_ended_leaves_no_zombie_although_nobody_calls_it_agai
             worker.call(b"sleep", 0.1)
     assert is_gone_within(pid, 50)
     assert worker.call(b"x", 120) == b"<x"
-    assert worker._server.num_starts == 1
+    assert num_starts_of(worker) == 1
 
 
 def test_the_children_of_a_closed_fork_server_end_although_they_work(monkeypatch):
     server = make_server("tests.utils.workers:echo")
     worker = DeadlineWorker(server)
     pid = int(worker.call(b"pid", 120))
-    exchange, is_called, errors = worker._exchange, threading.Event(), []
-    monkeypatch.setattr(worker, "_exchange", lambda *given: (is_called.set(), exchange(*given))[1])
+    send, is_called, errors = deadline_worker.send, threading.Event(), []
+    monkeypatch.setattr(deadline_worker, "send", lambda *given: (is_called.set(), send(*given))[1])
 
     def call():
         try:

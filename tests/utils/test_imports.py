@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from vllm.utils import imports
+from tests.reach import forget_to_leave_torch_out
 from vllm.utils.imports import leave_torch_out, without_collections, without_torch
 
 
@@ -57,7 +57,7 @@ def test_threads_may_be_inside_at_the_same_time(first_out):
 
 
 def test_torch_is_hidden_only_from_a_process_that_leaves_it_out(monkeypatch, caplog):
-    monkeypatch.setattr(imports, "_leaves_torch_out", False)
+    forget_to_leave_torch_out(monkeypatch)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     with without_torch():
         assert "torch" not in sys.modules

@@ -219,7 +219,9 @@ def test_a_full_disk_ends_the_trace_with_one_warning(tmp_path, monkeypatch, log)
     for number in range(100):
         with writer.span("step", number=number):
             pass
-    writer._thread.join(120)
+    for thread in threading.enumerate():
+        if thread.name == "trace-writer":
+            thread.join(120)
     assert not writer.is_on
     writer.instant("ignored")
     writer.close()

@@ -7,9 +7,10 @@ import random
 import numpy as np
 
 from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, captured_log, simulated_hpu
-from tests.reach import core_of, runner_of
+from tests.reach import core_of
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
+from vllm.worker.hpu.launches.block_moves import BlockMover
 
 
 def churn(llm: LLM) -> list[list[int]]:
@@ -43,9 +44,10 @@ def test_tokens_are_those_without_a_prefix_cache_and_nothing_compiles(monkeypatc
     with simulated_hpu(has_profiling_run=False, **variables) as bridge, captured_log():
         llm = LLM(**engine, enforce_eager=True)
         core = core_of(llm)
-        mover = runner_of(core)._mover
-        move = mover.move
-        monkeypatch.setattr(mover, "move", lambda moves: moved.append(moves) or move(moves))
+        move = BlockMover.move
+        monkeypatch.setattr(
+            BlockMover, "move", lambda mover, moves: moved.append(moves) or move(mover, moves)
+        )
         before = bridge.counters().compilations
         found = churn(llm)
         assert bridge.counters().compilations == before

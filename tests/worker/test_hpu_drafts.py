@@ -14,7 +14,6 @@ from vllm import SamplingParams
 from vllm.bucketing import Phase
 from vllm.config.speculative import DraftOptions
 from vllm.core.drafting.lookup_drafts import NgramDrafts
-from vllm.core.drafts import DraftPlanner
 from vllm.core.scheduler import Scheduler
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
@@ -79,8 +78,9 @@ def test_users_get_the_same_with_drafts_as_without(mode, is_contiguous, monkeypa
         before = bridge.counters().compilations
         with_drafts = run(engine)
         options = DraftOptions(method="ngram", num_speculative_tokens=5, prompt_lookup_min=1)
-        scheduler = core.scheduler
-        scheduler._drafts = DraftPlanner(NgramDrafts(options), scheduler.running, scheduler.cache)
+        core.scheduler = Scheduler(
+            core.config.scheduler, core.scheduler.cache, NgramDrafts(options)
+        )
         with_ngrams = run(engine)
         assert core.scheduler.stats().drafts.num_draft_tokens > 10
         assert bridge.counters().compilations == before

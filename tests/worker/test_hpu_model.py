@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from tests.reach import replace_ops
+from tests.reach import replace_ops, run_prepared
 from vllm.attention import LaunchContext
 from vllm.attention.backends.sdpa import naive_sdpa
 from vllm.config import RopeConfig
@@ -55,7 +55,7 @@ def test_angles_are_looked_up_once_for_each_table_and_rotate_as_ever(monkeypatch
     looked_up.clear()
     launch = LaunchModel(model, 16, naive_sdpa)
     prepared = PreparedLaunch(None, token_ids, positions, slots=torch.zeros_like(positions))
-    assert torch.equal(launch._run(prepared, token_ids), want)
+    assert torch.equal(run_prepared(launch, prepared, token_ids), want)
     tables = [layer.rotary_emb.cos_sin_cache for layer in model.layers[:2]]
     assert [id(x) for x in looked_up] == [id(x) for x in tables]
     # A forward pass without prepared tables, as on the CPU: each layer looks up its own table.

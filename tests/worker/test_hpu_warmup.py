@@ -11,7 +11,7 @@ import pytest
 
 from gaudi_sim.bridge import SimBridge
 from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, captured_log, simulated_hpu
-from tests.reach import worker_of
+from tests.reach import bind_caches, planner_of, worker_of
 from tests.worker.hpu_helpers import run_warm_up
 from vllm import LLM, SamplingParams
 from vllm.bucketing import MemoryClass, Phase
@@ -21,6 +21,7 @@ from vllm.cost_model import constants
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.worker.hpu.memory.memory import divide_memory, make_ledger
+from vllm.worker.hpu.memory.memory_forecast import MemoryForecast
 from vllm.worker.hpu.warmup import warmup as hpu_warmup
 from vllm.worker.hpu.warmup.warmup import WarmUp
 from vllm.worker.hpu.worker import HPUWorker
@@ -110,11 +111,13 @@ def test_whatever_memory_there_is_a_start_serves_or_says_why_not(pool_mib, is_ea
     assert dropped or pool_mib > 50
 
 
-def make_warm_up(bridge, *, workspace: int, **settings) -> WarmUp:
+def make_warm_up(
+    bridge, *, workspace: int, forecast: MemoryForecast | None = None, **settings
+) -> WarmUp:
     """Make a worker with its cache, about to warm up, and a ledger without memory for graphs."""
     worker = HPUWorker(EngineArgs(**SMALL_ENGINE | settings).create_engine_config())
     worker.load(0)
-    memory, block_bytes = bridge.memory_info(), worker._block_bytes()
+    memory, block_bytes = bridge.memory_info(), worker.runner.cache_layout.block_bytes
     report = divide_memory(
         worker.config,
         free_bytes=memory.free_bytes,
@@ -126,11 +129,11 @@ def make_warm_up(bridge, *, workspace: int, **settings) -> WarmUp:
     for cls in GRAPHS:
         ledger.assign(cls, 0)
     ledger.assign(MemoryClass.KV_CACHE, ledger.left(MemoryClass.KV_CACHE) + ledger.unassigned_bytes)
-    worker._bind_caches(num_blocks)
+    bind_caches(worker, num_blocks)
     ledger.book(MemoryClass.KV_CACHE, num_blocks * block_bytes)
     plan = plan_buckets(worker.config, num_blocks)
     worker.runner.launches.use_catalog(plan.catalog, plan.limits)
-    return WarmUp(worker.config, bridge, worker.runner, plan.catalog, plan.limits, ledger)
+    return WarmUp(worker.config, bridge, worker.runner, plan.catalog, plan.limits, ledger, forecast)
 
 
 def test_a_slice_of_the_cache_that_needs_too_much_is_given_up_with_its_cost():
@@ -140,7 +143,7 @@ def test_a_slice_of_the_cache_that_needs_too_much_is_given_up_with_its_cost():
     with simulated_hpu(**variables) as bridge, captured_log() as log:
         warm_up = make_warm_up(bridge, workspace=16 * MIB, **many)
         run_warm_up(warm_up)
-        planner = warm_up._launches.planner
+        planner = planner_of(warm_up)
     lost = [line for line in log if "is not used" in line]
     assert re.fullmatch(
         r"The bucket decode \(64, 1, 2000\) is not used: a forward pass takes [\d.]+ MiB, but "
@@ -193,8 +196,8 @@ def test_graphs_beyond_their_memory_are_left_out_and_all_is_still_served(monkeyp
         llm.generate([{"prompt_token_ids": [20] * n} for n in (20, 90)], params, use_tqdm=False)
         after = bridge.counters()
     left_out = [line for line in log if line.startswith("no graph for")]
-    assert len(left_out) == 6 - len(worker.runner.launches.execution._graphs) > 0
-    assert captures >= len(worker.runner.launches.execution._graphs) > 0
+    assert len(left_out) == 6 - len(worker.runner.launches.execution.shapes) > 0
+    assert captures >= len(worker.runner.launches.execution.shapes) > 0
     assert after.graph_replays > before.graph_replays
     assert after.compilations == before.compilations
     assert any(re.match(r"Graph/Prompt captured:[1-4] \(\d\d.0%\)", line) for line in log)
@@ -259,7 +262,7 @@ def test_progress_is_shown_on_a_terminal_only(is_terminal, monkeypatch):
     shown = io.StringIO()
     monkeypatch.setattr(shown, "isatty", lambda: is_terminal, raising=False)
     monkeypatch.setattr(sys, "stderr", shown)
-    with hpu_warmup._progress_bar(Phase.DECODE) as bar:
+    with hpu_warmup.progress_bar(Phase.DECODE) as bar:
         bar.total = 2
         bar.update()
     assert ("Decode warm-up" in shown.getvalue()) == is_terminal

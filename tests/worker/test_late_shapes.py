@@ -9,7 +9,7 @@ import pytest
 
 from tests.bucketing.helpers import make_limits
 from tests.hpu import SMALL_ENGINE, captured_log, simulated_hpu
-from tests.reach import runner_of
+from tests.reach import recorded_launches, runner_of
 from tests.worker.test_hpu_planner import make_step
 from vllm import LLM, SamplingParams
 from vllm.bucketing import Phase
@@ -39,7 +39,7 @@ class Launcher:
             [b for b in BUCKETS if b.phase is Phase.PREFILL],
             [b for b in BUCKETS if b.phase is Phase.DECODE],
         )
-        batch = InputBatch(max_num_seqs=8, max_model_len=2048, max_blocks=128)
+        self.batch = batch = InputBatch(max_num_seqs=8, max_model_len=2048, max_blocks=128)
         for row, blocks in (tables or {}).items():
             batch.block_table[row, : len(blocks)] = blocks
         defaults = {"block_size": SIZE, "max_num_seqs": 8, "enable_chunked_prefill": True}
@@ -106,7 +106,7 @@ def test_only_the_shape_that_was_compiled_is_compiled():
     # The same number of blocks, but with ids that no compiled slice reaches: no compiled shape
     # fits.
     for row, blocks in high.items():
-        launcher.planner._batch.block_table[row, : len(blocks)] = blocks
+        launcher.batch.block_table[row, : len(blocks)] = blocks
     (gather,) = launcher.run((0, 31, 1), (1, 31, 1))
     assert gather == PaddedShape(decode(2, 8)) and len(launcher.compiled) == 2
     # One request with low block ids fits into both shapes, and takes the slice, which costs less.
@@ -169,14 +169,16 @@ def test_without_a_warm_up_a_request_that_fits_compiles_nothing():
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
 
 
-def test_a_bucket_is_not_warm_before_all_of_its_shapes_are_compiled():
+def test_a_bucket_is_not_warm_before_all_of_its_shapes_are_compiled(monkeypatch):
     variables = {"PT_HPU_LAZY_MODE": 1, "VLLM_SKIP_WARMUP": 1}
     with simulated_hpu(has_profiling_run=False, **variables), captured_log():
         llm = LLM(**SMALL_ENGINE)
+        recorded = recorded_launches(runner_of(llm), monkeypatch)
         params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
         llm.generate({"prompt_token_ids": [20] * 30}, params, use_tqdm=False)
         launches = runner_of(llm).launches
         catalog = launches.planner.catalog
         assert {bucket.phase for bucket in catalog.warmed} == {Phase.PREFILL}
-        (used,) = {s.bucket for s in launches._late if s.bucket.phase is Phase.DECODE}
+        buckets = {launch.bucket for launch, _ in recorded}
+        (used,) = {bucket for bucket in buckets if bucket.phase is Phase.DECODE}
         assert len(launches.launch_shapes(used)) > 1

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 import pytest
 from pytest import MonkeyPatch
 
-from gaudi_sim.card.memory import MemoryPool
 from tests.exhaustive import exhaustive, seeds
 from tests.hpu import FEW_BUCKETS, captured_log, simulated_hpu
-from tests.reach import worker_of
+from tests.reach import failed_allocations, planner_of, worker_of
 from tests.worker.hpu_helpers import run_warm_up
 from tests.worker.test_hpu_warmup import (
     LARGE_BUCKETS,
@@ -115,16 +114,8 @@ def failures_counted(*, is_predicted: bool):
     Args:
         is_predicted: use the forecast; False: try every shape.
     """
-    failed: list[int] = []
-    check = MemoryPool._check
-
-    def checked(pool, wanted_bytes, num_bytes):
-        if wanted_bytes > pool.limit_bytes:
-            failed.append(num_bytes)
-        check(pool, wanted_bytes, num_bytes)
-
     with MonkeyPatch.context() as patch:
-        patch.setattr(MemoryPool, "_check", checked)
+        failed = failed_allocations(patch)
         if not is_predicted:
             patch.setattr(MemoryForecast, "exceeds", lambda *_: None)
         yield failed
@@ -173,7 +164,8 @@ def test_slices_beyond_the_profiling_run_begin_with_the_smallest_and_end_before_
         captured_log() as log,
         failures_counted(is_predicted=is_predicted) as failed,
     ):
-        warm_up = make_warm_up(bridge, workspace=12 * MIB, **settings)
+        forecast = MemoryForecast()
+        warm_up = make_warm_up(bridge, workspace=12 * MIB, forecast=forecast, **settings)
         if not is_predicted:
             # The card keeps the workspace of the largest forward pass that could run. This
             # workspace is larger than the memory for forward passes, so the start fails.
@@ -181,10 +173,10 @@ def test_slices_beyond_the_profiling_run_begin_with_the_smallest_and_end_before_
                 run_warm_up(warm_up)
             assert failed
             return
-        warm_up._forecast.max_blocks = 32
-        warm_up._forecast.passing_bytes = 5 * MIB  # short-lived tensors of prompts
+        forecast.max_blocks = 32
+        forecast.passing_bytes = 5 * MIB  # short-lived tensors of prompts
         run_warm_up(warm_up)
-        planner = warm_up._launches.planner
+        planner = planner_of(warm_up)
     assert not failed
     lost = [line for line in log if "is not used" in line]
     assert any("as predicted from smaller ones" in line for line in lost)

@@ -5,21 +5,18 @@ differs from its draft. So a wrong draft costs time and never changes an output.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
+from msgspec.structs import replace
 
 from vllm.core.drafting.draft_control import DraftControl
 from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.plan import Plan
 from vllm.core.running_batch import RunningBatch
 from vllm.core.step import RowTokens, Step
-from vllm.messages import IntArray
+from vllm.messages import BoolArray, IntArray
 from vllm.request import Request
-
-BoolArray = npt.NDArray[np.bool_]
 
 _FEW, _PERIOD = 8, 8
 """If there were no drafts in so many steps, they are looked for in one step of so many. In texts

@@ -2,8 +2,7 @@
 token budget.
 """
 
-from dataclasses import dataclass, field
-
+import msgspec
 import numpy as np
 
 from vllm.core.pacing.step_bound import PromptBudget
@@ -11,8 +10,7 @@ from vllm.messages import IntArray, NewRequest
 from vllm.request import Request
 
 
-@dataclass(slots=True)
-class Plan:
+class Plan(msgspec.Struct):
     """Batch indices and token counts of the requests that run in a step. Admission adds
     requests.
     """
@@ -34,16 +32,16 @@ class Plan:
     """Whether some of `num_tokens` may be 0."""
     prompt_budget: PromptBudget | None = None
     """Prompt tokens that the step may still run within its time; None: as many as `budget`."""
-    new_requests: list[NewRequest] = field(default_factory=list)
-    passed_blocks: list[tuple[int, int, int]] = field(default_factory=list)
+    new_requests: list[NewRequest] = msgspec.field(default_factory=list)
+    passed_blocks: list[tuple[int, int, int]] = msgspec.field(default_factory=list)
     """Blocks that windows have passed, as in `SchedulerOutput`."""
-    first_admitted: list[Request] = field(default_factory=list)
+    first_admitted: list[Request] = msgspec.field(default_factory=list)
     """Admitted requests that were never admitted before."""
-    restored_states: list[tuple[int, int]] = field(default_factory=list)
+    restored_states: list[tuple[int, int]] = msgspec.field(default_factory=list)
     """Requests that begin with a kept recurrent state, as in `SchedulerOutput`."""
     num_decodes: int = 1
     """Number of decodes of each request, as in `SchedulerOutput`."""
-    drafts: dict[int, list[int]] = field(default_factory=dict)
+    drafts: dict[int, list[int]] = msgspec.field(default_factory=dict)
     """row -> guesses of the next tokens of its request, which `num_tokens` includes."""
     num_drafts: IntArray | None = None
     """Number of drafts of each request. None: no request has any."""

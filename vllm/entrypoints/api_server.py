@@ -7,7 +7,6 @@ should use.
 """
 
 import json
-import sys
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -32,6 +31,7 @@ from vllm.errors import RequestError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils import FlexibleArgumentParser
+from vllm.utils.process.program_end import end_program
 
 router = APIRouter(include_in_schema=False)
 
@@ -147,4 +147,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_program(main())

@@ -99,7 +99,7 @@ _SCHEDULED = "the scheduler decides when waiting prompts run"
 _TRACES = "traces always have the shapes of operators; set VLLM_TORCH_PROFILER_DIR for them"
 _STDERR = "log lines are written to stderr, without colours"
 
-_VARIABLES: tuple[CompatVariable, ...] = (
+VARIABLES: tuple[CompatVariable, ...] = (
     # Refused, because the engine would compute something other than what was asked for.
     _refused("models are not downloaded from ModelScope", "VLLM_USE_MODELSCOPE", same_as=False),
     _refused("names of models cannot be redirected to other folders", "VLLM_MODEL_REDIRECT_PATH"),
@@ -362,7 +362,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     ),
 )
 
-COMPAT_VARIABLES: Mapping[str, CompatVariable] = {v.name: v for v in _VARIABLES}
+COMPAT_VARIABLES: Mapping[str, CompatVariable] = {v.name: v for v in VARIABLES}
 """Name -> variable, in the order of the documentation."""
 
 FEATURES: tuple[tuple[str, str], ...] = (

@@ -42,22 +42,22 @@ _MAX_HASHES = 1024
 _hashes: dict[tuple[tuple[Path, ...], tuple[tuple[int, ...], ...]], str] = {}
 """Hashes by files and their versions."""
 _hash_lock = threading.Lock()
-_MERGE = "Merge the adapter into the weights of its model (merge_and_unload of peft)"
+MERGE = "Merge the adapter into the weights of its model (merge_and_unload of peft)"
 _TRAIN = "Train a LoRA adapter without it"
 _REFUSED: Mapping[str, tuple[str, str]] = {
-    "use_dora": ("DoRA is", _MERGE),
-    "lora_bias": ("biases of the adapter are", _MERGE),
-    "layer_replication": ("replicated layers are", _MERGE),
+    "use_dora": ("DoRA is", MERGE),
+    "lora_bias": ("biases of the adapter are", MERGE),
+    "layer_replication": ("replicated layers are", MERGE),
     "alora_invocation_tokens": ("activated LoRA is", _TRAIN),
     "arrow_config": (
         "adapters that choose among adapters are",
         "Name one of these adapters in each request",
     ),
     "use_qalora": ("adapters with pooled inputs are", _TRAIN),
-    "use_bdlora": ("adapters of diagonal blocks are", _MERGE),
-    "kasa_config": ("adapters with singular values are", _MERGE),
-    "velora_config": ("VeLoRA is", _MERGE),
-    "monteclora_config": ("MonteCLoRA is", _MERGE),
+    "use_bdlora": ("adapters of diagonal blocks are", MERGE),
+    "kasa_config": ("adapters with singular values are", MERGE),
+    "velora_config": ("VeLoRA is", MERGE),
+    "monteclora_config": ("MonteCLoRA is", MERGE),
 }
 """Keys of adapter_config.json that ask for what is not supported; its name, and what to do."""
 _WITHOUT_EFFECT = frozenset(
@@ -96,7 +96,7 @@ _CONVERT = (
 )
 _CHANGE_WEIGHTS = {
     **dict.fromkeys(("pissa", "olora", "corda", "lora_ga"), _CONVERT),
-    "loftq": f"{_MERGE} as they were in training",
+    "loftq": f"{MERGE} as they were in training",
 }
 """Values of init_lora_weights with which peft has also changed the weights of the model, and what
 to do."""
@@ -253,7 +253,7 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
         raise RequestError(f"{path} must be a JSON object, got {type(given).__name__}")
     peft_type = str(given.get("peft_type") or "LORA").upper()
     if peft_type != "LORA":
-        todo = _MERGE if peft_type in _MERGED_TYPES else "Train a LoRA adapter in its place"
+        todo = MERGE if peft_type in _MERGED_TYPES else "Train a LoRA adapter in its place"
         if peft_type == "XLORA":
             todo = "It chooses among LoRA adapters: name one of them in each request"
         raise RequestError(
@@ -267,7 +267,7 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
     if (given.get("bias") or "none") != "none" and _may_have_biases(weights_file(path.parent)):
         raise RequestError(
             f"{path}: bias is {shown(given['bias'])}; only 'none' is supported (or any value if "
-            f"the file has no biases). {_MERGE}"
+            f"the file has no biases). {MERGE}"
         )
     start = given.get("init_lora_weights")
     for begin, todo in _CHANGE_WEIGHTS.items():
@@ -345,7 +345,7 @@ def _read_parameters(path: Path, given: Any) -> tuple[str, ...]:
     if not is_known:
         raise RequestError(
             f"{path}: target_parameters is {shown(given)}; it may name only weights of layers, "
-            f"and {ACCEPTED_PARAMETERS} of experts. {_MERGE}"
+            f"and {ACCEPTED_PARAMETERS} of experts. {MERGE}"
         )
     return tuple(given)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vllm.errors import RequestError
 from vllm.logger import init_logger
-from vllm.lora.files import AdapterConfig, shown
+from vllm.lora.files import MERGE, AdapterConfig, shown
 from vllm.lora.layers import AdapterLayers
 from vllm.lora.methods import HeadWithAdapters
 from vllm.lora.weights import ROWS_COMPARED, is_close, is_finite
@@ -39,7 +39,6 @@ _COPY = re.compile(
 peft removes this part of the name when it saves, and other tools do not."""
 _TOKENS = re.compile(r"\.(?:token_adapter\.)?trainable_tokens_delta(?:\.[^.]+)?$")
 """End of the name of the trained rows of some tokens."""
-_MERGE = "Merge the adapter into the weights of its model (merge_and_unload of peft)"
 
 
 @dataclass(frozen=True)
@@ -241,7 +240,7 @@ class TableReader:
                     raise RequestError(
                         f"{path}: {name} replaces a weight of {parsed.module}. Adapters may "
                         "replace only weights of the input embedding and of the output head "
-                        f"({', '.join(self._tables)}). {_MERGE}"
+                        f"({', '.join(self._tables)}). {MERGE}"
                     )
                 ignored.append(name)
                 continue
@@ -363,7 +362,7 @@ class TableReader:
             raise RequestError(
                 f"{path}: {name} {list(source.shape)} differs from the weight of this model "
                 f"({wanted}); an adapter that changes the size of the vocabulary is not supported. "
-                f"{_MERGE}"
+                f"{MERGE}"
             )
 
     def _is_same(self, module: str, source: CheckpointTensor, pause: Pause) -> bool:
@@ -395,13 +394,13 @@ class TableReader:
         if is_input and self._tables[module].tp.size > 1:
             raise RequestError(
                 f"{path}: {name} replaces weights of the input embedding, which is not "
-                f"supported with tensor parallelism. {_MERGE}"
+                f"supported with tensor parallelism. {MERGE}"
             )
         limit, num_tokens = rows.rank, len(rows.ids)
         if self._max_rank is not None and limit > self._max_rank:
             raise RequestError(
                 f"{path}: {name} replaces the weights of {num_tokens} tokens in {module}: on this "
-                f"device, they must be at most max_lora_rank ({self._max_rank}). {_MERGE}, or "
+                f"device, they must be at most max_lora_rank ({self._max_rank}). {MERGE}, or "
                 f"start the engine with max_lora_rank={limit}"
             )
 

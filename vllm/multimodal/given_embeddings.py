@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
-import numpy.typing as npt
 
 from vllm.errors import RequestError
+from vllm.messages import FloatArray
 from vllm.multimodal.given import NamedItem
 from vllm.multimodal.interface.checks import is_whole
 from vllm.multimodal.interface.family import EMBEDDINGS, EncoderInput, MediaFamily
@@ -19,8 +19,6 @@ _GRID = "image_grid_thw"
 _GRID_INTEGERS = 3
 _LARGEST = 2**31 - 1
 """Integer of a grid in a list, and the negative of the smallest one."""
-
-FloatArray = npt.NDArray[np.float32]
 
 
 class GivenEmbeddings:

@@ -453,7 +453,8 @@ class StackedWeight(StoredWeight):
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the format, by the last three bits of an element; the first bit is the sign."""
-_E8M0_BIAS = 127
+E8M0_BIAS = 127
+"""Subtracted from the byte of a scale in E8M0, to get the power of two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -481,7 +482,7 @@ class Mxfp4Weight(StoredWeight):
 
     def powers(self) -> Tensor:
         """Return the factor of each group, a power of two, [..., B] float32."""
-        exponents = self.scales.to(torch.int32) - _E8M0_BIAS
+        exponents = self.scales.to(torch.int32) - E8M0_BIAS
         return torch.ldexp(torch.ones(exponents.shape), exponents)
 
     def codes(self) -> Tensor:
@@ -490,7 +491,7 @@ class Mxfp4Weight(StoredWeight):
 
     def dequantize(self) -> Tensor:
         elements = e2m1_numbers(self.codes()).unflatten(-1, (self.scales.shape[-1], -1))
-        exponents = self.scales.to(torch.int32) - _E8M0_BIAS
+        exponents = self.scales.to(torch.int32) - E8M0_BIAS
         return torch.ldexp(elements, exponents.unsqueeze(-1)).flatten(-2)
 
     def joined(self, other: StoredWeight) -> "Mxfp4Weight | None":

@@ -42,6 +42,7 @@ _IGNORED: dict[str, tuple[Any, str]] = {
     "sequence_bias": (None, "logit_bias in requests"),
     "num_beams": (1, "beam search"),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), (0, "")),
+    **dict.fromkeys(("xtc_probability", "mirostat"), (0, "")),  # from the metadata of GGUF files
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0, "")),
     **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale"), (1, "")),
     **dict.fromkeys(("begin_suppress_tokens", "forced_bos_token_id", "top_h"), (None, "")),

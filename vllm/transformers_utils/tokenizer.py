@@ -79,6 +79,8 @@ def get_tokenizer(
         ConfigError: there is no tokenizer, or its files are damaged.
     """
     folder = Path(tokenizer_name)
+    if reason := _empty_file(folder):  # an empty `tokenizer.model` can be read, without tokens
+        raise ConfigError(_failure(tokenizer_name, reason))
     try:
         if _is_tekken(folder, tokenizer_mode):
             return load_tekken(folder)
@@ -114,6 +116,7 @@ def get_tokenizer(
             or _damage(folder)
             or _without_merges(folder)
             or _of_newer_package(own_words)
+            or (_of_file(folder, own_words) if _is_of_content(error) else None)
             or own_words
         )
         raise ConfigError(_failure(tokenizer_name, reason)) from error
@@ -209,6 +212,51 @@ def _not_downloaded(folder: Path) -> str | None:
     """Name a file that is only a pointer of Git LFS; None if there is none."""
     files = (path for pattern in _FILES for path in sorted(folder.glob(pattern)))
     return next(filter(None, map(pointer_problem, files)), None)
+
+
+def _empty_file(folder: Path) -> str | None:
+    """Name a file without content, if it has the whole vocabulary; None if there is none."""
+    if (folder / "tokenizer.json").is_file():
+        return None
+    files = (path for pattern in _FILES for path in sorted(folder.glob(pattern)))
+    empty = next((path.name for path in files if not path.stat().st_size), None)
+    return None if empty is None else f"{empty} is empty. Copy it again from the same model"
+
+
+def _is_of_content(error: Exception) -> bool:
+    """Return whether an error comes from the content of a file, and its message does not say so:
+    tokenizers, sentencepiece and protobuf raise errors of their own, or built-in ones.
+    """
+    is_plain = type(error) is Exception or "protobuf" in type(error).__module__
+    return is_plain or isinstance(error, (TypeError, AttributeError, LookupError, RuntimeError))
+
+
+def _of_file(folder: Path, own_words: str) -> str | None:
+    """Name the file that a library cannot read; None if this is not known.
+
+    Args:
+        folder: folder of the tokenizer.
+        own_words: message of the library.
+    """
+    path, again = folder / "tokenizer.json", "Copy it again from the same model"
+    if not path.is_file():
+        found = next(iter(sorted(folder.glob("*.model"))), None)
+        if found is None:
+            return None
+        return f"{found.name} is damaged, or has another format than its name says. {again}"
+    from tokenizers import Tokenizer
+
+    try:
+        kind = type(Tokenizer.from_file(str(path)).model).__name__
+    except Exception as error:  # the library raises a plain Exception for a damaged file
+        return f"tokenizer.json cannot be read: {error}. {again}"
+    settings = folder / "tokenizer_config.json"
+    given = read_json_object(settings).get("tokenizer_class") if settings.is_file() else None
+    return (
+        f"tokenizer.json has a vocabulary of the kind {kind}, and the files next to it (class in "
+        f"tokenizer_config.json: {given!r}) do not agree with it: {own_words.splitlines()[0]}. "
+        "Copy all of these files again from the same model"
+    )
 
 
 def _without_merges(folder: Path) -> str | None:

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.config.families import family_of
+from vllm.config.families.table import GENERIC
 from vllm.transformers_utils.transformers_version import is_version_4
 from vllm.utils.files.json_file import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-GENERIC = "PreTrainedTokenizerFast"
-"""The class that reads everything from tokenizer.json; transformers 5 also has this name for it."""
 _NAMES_OF_VERSION_5 = ("TokenizersBackend", "PythonBackend")
+"""Names that transformers 5 also has for `GENERIC`."""
 _NAMES_OF_GENERIC = {
     *(GENERIC, "PreTrainedTokenizer", *_NAMES_OF_VERSION_5),
     *("BloomTokenizer", "BloomTokenizerFast"),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _GRPC_PORT = 4317
 _EXPORT_TIMEOUT_S = 5
-_CONTEXT_HEADERS = ("traceparent", "tracestate")
+CONTEXT_HEADERS = ("traceparent", "tracestate")
 
 AttributeValue = str | int | float | bool
 
@@ -87,7 +87,7 @@ class Tracer:
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        carrier = {key: headers[key] for key in _CONTEXT_HEADERS if key in headers}
+        carrier = {key: headers[key] for key in CONTEXT_HEADERS if key in headers}
         context = TraceContextTextMapPropagator().extract(carrier)
         return Span(
             self._tracer.start_span(

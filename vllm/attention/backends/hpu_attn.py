@@ -200,7 +200,7 @@ def prefill_attention(
         key_cache: [num_blocks * S, G, D]. Written.
         value_cache: [num_blocks * S, G, D], finite. Written. An integer as for `write_kv_cache`.
         blocks: the batch.
-        mask: its `prefill_mask` or `derive_merged_mask`, with the window of this layer.
+        mask: the mask of the batch (`prefill_mask`), with the window of this layer.
         scale: multiplies query @ key.
         kernel: computes the attention.
         scales: scales, as for `write_kv_cache`. New keys and values are used without rounding.

@@ -13,15 +13,13 @@ the same answers capture the same graphs, even if they have different amounts of
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from vllm.bucketing.bucket import Bucket, Phase
 from vllm.bucketing.ledger import MemoryClass, MemoryLedger, format_bytes
+from vllm.config.hpu import GraphOrder
 from vllm.errors import ConfigError
 
-CaptureOrder = Literal["min_tokens", "max_bs"]
-
-_CLASSES = {Phase.PREFILL: MemoryClass.PREFILL_GRAPHS, Phase.DECODE: MemoryClass.DECODE_GRAPHS}
+GRAPH_CLASSES = {Phase.PREFILL: MemoryClass.PREFILL_GRAPHS, Phase.DECODE: MemoryClass.DECODE_GRAPHS}
 
 _NO_WEIGHT = 0.001
 """Work before the first captured graph, so that its estimate is 0 bytes."""
@@ -98,7 +96,7 @@ class PhaseGraphs:
         return len(self.captured) + len(self.omitted)
 
 
-def capture_order(buckets: Sequence[Bucket], order: CaptureOrder) -> list[Bucket]:
+def capture_order(buckets: Sequence[Bucket], order: GraphOrder) -> list[Bucket]:
     """Sort buckets of one phase in the order in which their graphs are captured.
 
     Raises:
@@ -118,8 +116,8 @@ def capture_graphs(
     decode: Sequence[Bucket],
     ledger: MemoryLedger,
     *,
-    prefill_order: CaptureOrder = "min_tokens",
-    decode_order: CaptureOrder = "max_bs",
+    prefill_order: GraphOrder = "min_tokens",
+    decode_order: GraphOrder = "max_bs",
     estimate: Callable[[Bucket], int] | None = None,
 ) -> CapturePlan:
     """Plan the capture of graphs until their memory is used up.
@@ -164,7 +162,7 @@ class _Queue:
         estimate: Callable[[Bucket], int] | None,
     ) -> None:
         self.phase = phase
-        self.memory_class = _CLASSES[phase]
+        self.memory_class = GRAPH_CLASSES[phase]
         self._order = order
         self._ledger = ledger
         self._estimate = estimate

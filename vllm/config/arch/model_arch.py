@@ -18,6 +18,7 @@ from vllm.config.arch.layer_kinds import (
     read_windows,
 )
 from vllm.config.arch.sizes import (
+    HEAD_SIZE,
     HIDDEN_SIZE,
     INTERMEDIATE_SIZE,
     MAX_POSITIONS,
@@ -27,7 +28,9 @@ from vllm.config.arch.sizes import (
     NUM_KV_HEADS,
     NUM_LAYERS,
     NUM_POSITIONS,
+    ROTARY_DIM,
     check_sizes,
+    size_of,
 )
 from vllm.config.families import family_of, family_of_architecture
 from vllm.errors import ConfigError
@@ -122,7 +125,7 @@ class ModelArch:
             )
         hidden_size = _number(config, *HIDDEN_SIZE)
         num_heads = _read_num_heads(config, hidden_size)
-        head_size = _first(config, _HEAD_SIZE) or _divide(hidden_size, num_heads)
+        head_size = _first(config, HEAD_SIZE) or _divide(hidden_size, num_heads)
         num_kv_heads = _read_num_kv_heads(config, num_heads)
         if num_heads % num_kv_heads:
             raise ConfigError(
@@ -250,14 +253,9 @@ class ModelArch:
         """Return a positive integer that config.json must have.
 
         Raises:
-            ConfigError: it is missing, or not a positive integer.
+            ConfigError: it is missing, or not a positive integer within the limits of the key.
         """
-        value = self.hf_config.get(name)
-        if type(value) is not int or value < 1:
-            raise ConfigError(
-                f"{name} in config.json must be a positive integer, got {value!r}. Correct the file"
-            )
-        return value
+        return size_of(self.hf_config, name)
 
     def config_count(self, name: str) -> int:
         """Return an integer of config.json, at least 0; 0 if it is absent, null or false.
@@ -266,6 +264,20 @@ class ModelArch:
             ConfigError: it is not such an integer.
         """
         return _read_count(self.hf_config, name)
+
+    def config_flag(self, name: str, default: bool = False) -> bool:
+        """Return a boolean of config.json; the default if it is absent, and False if it is null.
+
+        Raises:
+            ConfigError: it is another value.
+        """
+        value = self.hf_config.get(name, default)
+        if value not in (True, False, None):
+            raise ConfigError(
+                f"config.json: '{name}' must be true or false, got {value!r}. Correct the file, or "
+                "give another value with hf_overrides"
+            )
+        return bool(value)
 
     def with_values_of_layer(self, index: int, *names: str) -> "ModelArch":
         """Return the model with the values of one layer instead of lists with a value per layer.
@@ -277,12 +289,12 @@ class ModelArch:
         Raises:
             ConfigError: a list has too few values.
         """
-        values = {name: self.hf_config.get(name) for name in names}
-        for name, value in values.items():
-            if not isinstance(value, list):
-                continue
-            _check_length(name, value, self.num_layers)
-            values[name] = value[index]
+        values = {}
+        for name in names:
+            given = self.hf_config.get(name)
+            if isinstance(given, list):
+                _check_length(name, given, self.num_layers)
+                values[name] = given[index]
         return replace(self, hf_config={**self.hf_config, **values})
 
     def config_number(self, name: str, default: float = 1.0) -> float:
@@ -324,8 +336,6 @@ class ModelArch:
         return self.max_position_embeddings
 
 
-_HEAD_SIZE = ("head_dim", "qk_rope_head_dim", "attention_head_dim")
-_ROTARY_DIM = ("rotary_dim", "qk_rope_head_dim")
 _ACTIVATION = ("hidden_act", "hidden_activation", "activation_function")
 """Keys of the activation function in different families."""
 
@@ -346,14 +356,7 @@ def missing_keys(config: Mapping[str, Any]) -> list[str]:
 
 def _read_count(config: Mapping[str, Any], name: str) -> int:
     value = config.get(name)
-    if value is None or value is False:
-        return 0
-    if type(value) is not int or value < 0:
-        raise ConfigError(
-            f"{name} in config.json must be an integer of at least 0, got {value!r}. Correct "
-            f"the file, or give another value with hf_overrides"
-        )
-    return value
+    return 0 if value is None or value is False else size_of(config, name, least=0)
 
 
 def _check_length(name: str, values: Sequence[Any], num_layers: int) -> None:
@@ -377,12 +380,12 @@ def _read_activation(config: Mapping[str, Any]) -> str:
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int:
-    value = _first(config, names)
-    if value is None:
+    name = next((name for name in names if config.get(name) is not None), None)
+    if name is None:
         raise ConfigError(
             f"config.json has no {' or '.join(names)}. Add it, or give it with hf_overrides"
         )
-    return int(value)
+    return size_of(config, name)
 
 
 def _read_num_layers(config: Mapping[str, Any]) -> int:
@@ -543,7 +546,7 @@ def _read_rope(
             parameters["original_max_position_embeddings"] = int(original)
         if rope_type == "dynamic" or not parameters.get("original_max_position_embeddings"):
             parameters["original_max_position_embeddings"] = max_positions
-    rotary_dim = int(_first(config, _ROTARY_DIM) or head_size * partial)
+    rotary_dim = int(_first(config, ROTARY_DIM) or head_size * partial)
     return RopeConfig(
         theta=float(theta),
         rotary_dim=rotary_dim,

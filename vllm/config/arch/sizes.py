@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from vllm.config.families import FAMILIES
 from vllm.errors import ConfigError
 
 MAX_POSITIONS = 2**24
@@ -26,6 +27,12 @@ HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
 """Keys of config.json with the hidden size in different families; so are the others below."""
 NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+_NUM_LAYERS = (
+    *NUM_LAYERS,
+    *{family.num_layers_key for family in FAMILIES.values() if family.num_layers_key},
+)
+HEAD_SIZE = ("head_dim", "qk_rope_head_dim", "attention_head_dim")
+ROTARY_DIM = ("rotary_dim", "qk_rope_head_dim")
 NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 INTERMEDIATE_SIZE = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 NUM_POSITIONS = (
@@ -34,7 +41,7 @@ NUM_POSITIONS = (
 )
 
 _RANGES: dict[tuple[str, ...], tuple[int, int]] = {
-    NUM_LAYERS: (1, _MAX_LAYERS),
+    _NUM_LAYERS: (1, _MAX_LAYERS),
     NUM_HEADS: (1, _MAX_HEADS),
     (
         *(*NUM_KV_HEADS, "mamba_n_heads", "mamba_num_heads"),
@@ -45,7 +52,7 @@ _RANGES: dict[tuple[str, ...], tuple[int, int]] = {
         *("altup_num_inputs", "altup_active_idx"),
     ): (0, _MAX_HEADS),
     (
-        *("head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "state_size"),
+        *(*HEAD_SIZE, "v_head_dim", "qk_nope_head_dim", "state_size"),
         *("mamba_d_head", "mamba_head_dim", "mamba_d_state", "ssm_state_size"),
         *("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"),
     ): (1, _MAX_HEAD_SIZE),
@@ -73,7 +80,7 @@ _RANGES: dict[tuple[str, ...], tuple[int, int]] = {
         *("num_shared_experts", "num_experts_per_token", "top_k_experts"),
     ): (0, _MAX_EXPERTS),
 }
-_SIZES = frozenset(name for names in _RANGES for name in names)
+_RANGE_OF = {name: limits for names, limits in _RANGES.items() for name in names}
 _OF_STATES = "linear_attn_config"
 """Key of an object with sizes of Kimi Delta Attention."""
 _MAY_BE_OFF = ("n_group", "topk_group")
@@ -95,7 +102,7 @@ def check_sizes(config: Mapping[str, Any]) -> None:
     _check_ranges(f"{_OF_STATES}.", config.get(_OF_STATES) or {})
     layers, experts = (
         next((name for name in names if config.get(name)), None)
-        for names in (NUM_LAYERS, _NUM_EXPERTS)
+        for names in (_NUM_LAYERS, _NUM_EXPERTS)
     )
     # Dense models of Doge have these keys too.
     if not layers or not experts or config.get("is_moe") is False:
@@ -114,7 +121,7 @@ def with_whole_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config whose sizes are integers. Other programs write 64.0 for 64, and tensors
     cannot have such sizes.
     """
-    whole = {key: _as_whole(value) if key in _SIZES else value for key, value in config.items()}
+    whole = {key: _as_whole(value) if key in _RANGE_OF else value for key, value in config.items()}
     if isinstance(whole.get(_OF_STATES), Mapping):
         whole[_OF_STATES] = with_whole_sizes(whole[_OF_STATES])
     return whole
@@ -126,19 +133,43 @@ def _as_whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def size_of(config: Mapping[str, Any], name: str, least: int = 1) -> int:
+    """Return an integer of config.json within the limits of its key.
+
+    Args:
+        config: config of the model.
+        name: key of the value.
+        least: smallest accepted value, if the key has no larger limit.
+
+    Raises:
+        ConfigError: it is missing, not an integer, or out of range.
+    """
+    low, most = _RANGE_OF.get(name, (0, _MAX_WIDTH))
+    value = config.get(name)
+    _check_range(name, value, (max(least, low), most))
+    return int(value)  # type: ignore[arg-type]
+
+
 def _check_ranges(path: str, config: Mapping[str, Any]) -> None:
-    for names, (least, most) in _RANGES.items():
-        for name in names:
-            value = config.get(name)
-            if value is None or (value is False and name in _MAY_BE_OFF):
-                continue
-            is_list = name in _MAY_BE_LISTS and isinstance(value, list)
-            values = value if is_list else [value]
-            if not values or not all(_is_whole(each, least, most) for each in values):
-                raise ConfigError(
-                    f"config.json: '{path}{name}' must be an integer from {least} to {most}, got "
-                    f"{value!r}. Correct the file, or give another value with hf_overrides"
-                )
+    for name, limits in _RANGE_OF.items():
+        value = config.get(name)
+        if value is None or (value is False and name in _MAY_BE_OFF):
+            continue
+        is_list = name in _MAY_BE_LISTS and isinstance(value, list)
+        for each in value if is_list and value else [value]:
+            _check_range(f"{path}{name}", each, limits, value)
+
+
+def _check_range(
+    name: str, value: object, limits: tuple[int, int], shown: object | None = None
+) -> None:
+    least, most = limits
+    if not _is_whole(value, least, most):
+        shown = value if shown is None else shown
+        raise ConfigError(
+            f"config.json: '{name}' must be an integer from {least} to {most}, got {shown!r}. "
+            "Correct the file, or give another value with hf_overrides"
+        )
 
 
 def _is_whole(value: object, least: int, most: int) -> bool:
@@ -175,7 +206,7 @@ _POSITIVE_OF_ROPES = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
     *("alpha", "short_mscale", "long_mscale", "beta_fast", "beta_slow", "attention_factor"),
 )
-_LONG_ROPE = {"short_factor", "long_factor"}
+_FACTORS_OF_PAIRS = ("short_factor", "long_factor")
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 """Keys of rotations that have rotations of a kind of layers."""
 
@@ -219,7 +250,7 @@ def _check_rope(path: str, rope: Mapping[str, Any]) -> None:
     for key in ("rope_type", "type"):
         if not isinstance(rope.get(key, ""), str | None):
             raise _wrong(path + key, rope[key], "a string")
-    has_kind = rope.get("rope_type") or rope.get("type") or rope.keys() >= _LONG_ROPE
+    has_kind = rope.get("rope_type") or rope.get("type") or rope.keys() >= set(_FACTORS_OF_PAIRS)
     if not has_kind and rope.get("factor") not in (None, 1):
         raise ConfigError(
             f"config.json: '{path}factor' is {rope['factor']!r}, but '{path}rope_type' is missing. "
@@ -228,6 +259,10 @@ def _check_rope(path: str, rope: Mapping[str, Any]) -> None:
     original = rope.get("original_max_position_embeddings")
     if original is not None and not _is_whole(original, 2, MAX_POSITIONS):
         raise _wrong(f"{path}original_max_position_embeddings", original, "a number of tokens")
+    for key in _FACTORS_OF_PAIRS:
+        factors = rope.get(key, [])
+        if not isinstance(factors, list) or not all(map(_is_number, factors)):
+            raise _wrong(path + key, factors, "a list of numbers of 0 or more")
     for key in ("mscale", "mscale_all_dim", "llama_4_scaling_beta"):
         if not _is_number(rope.get(key) or 0.0):
             raise _wrong(path + key, rope[key], "a number of 0 or more")

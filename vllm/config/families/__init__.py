@@ -1,8 +1,8 @@
-"""Collect the facts about each model family in one table, `FAMILIES`.
+"""Collect the properties of each model family in one table, `FAMILIES`.
 
-The modules of a family are in `vllm.model_executor.models`. All other facts that the package needs
-are here, so that no other code compares a `model_type` with a name. Imports neither torch nor
-transformers.
+The modules of a family are in `vllm.model_executor.models`. All other properties that the package
+needs are here, so that no other code compares a `model_type` with a name. Imports neither torch
+nor transformers.
 """
 
 from vllm.config.families.family import ConfigDefaults, Family, GGUFFormat

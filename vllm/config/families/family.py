@@ -1,4 +1,4 @@
-"""Define the facts about a family of models other than its modules, as a class. Independent of
+"""Define the properties of a family of models other than its modules, as a class. Independent of
 single families.
 
 Defaults apply to most families, and to an unknown `model_type`. Entries are compared by identity,

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.config.families.family import ConfigDefaults, Family, FP8Scales, GGUFFormat, MTPFormat
 
-_GENERIC = "PreTrainedTokenizerFast"
+GENERIC = "PreTrainedTokenizerFast"
 """The tokenizer class that takes everything from tokenizer.json."""
 
 _LLAMA_DEFAULTS: dict[str, Any] = {
@@ -150,7 +150,7 @@ _LLAMAS = (
         architectures=("MistralForCausalLM",),
         pooling_architectures=("MistralModel", "MistralForSequenceClassification"),
         config_defaults=ConfigDefaults(class_prefix="Mistral", values=_MISTRAL_DEFAULTS),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         has_mistral_tokenizer=True,
         in_params_json="dense",
         awq_pairs=_AWQ_LLAMA,
@@ -159,7 +159,7 @@ _LLAMAS = (
         model_type="mixtral",
         module="mixture",
         architectures=("MixtralForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         has_mistral_tokenizer=True,
         gguf=GGUFFormat(
             architecture="llama",
@@ -214,7 +214,7 @@ _LLAMAS = (
         module="llama",
         architectures=("InternLM2ForCausalLM",),
         config_class="llama",
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         gguf=GGUFFormat(
             architecture="internlm2", has_neighbour_rotations=True, flags={"bias": _QUERY}
         ),
@@ -224,7 +224,7 @@ _LLAMAS = (
         module="llama",
         architectures=("InternLM3ForCausalLM",),
         config_class="llama",
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     Family(
         model_type="smollm3",
@@ -240,7 +240,7 @@ _LLAMAS = (
         module="llama",
         architectures=("Ministral3ForCausalLM",),
         config_class="llama",
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         awq_pairs=_AWQ_LLAMA,
     ),
     Family(
@@ -268,7 +268,7 @@ _LLAMAS = (
         model_type="ernie4_5",
         module="llama",
         architectures=("Ernie4_5ForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         awq_pairs=_AWQ_LLAMA,
         gguf=GGUFFormat(architecture="ernie4_5", flags={"use_bias": _QUERY}),
     ),
@@ -342,7 +342,7 @@ _LLAMAS = (
         module="minicpm",
         architectures=("MiniCPM3ForCausalLM",),
         config_class="llama",
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
 )
 _QWENS = (
@@ -522,7 +522,7 @@ _GRANITES = (
         model_type="granite",
         module="granite",
         architectures=("GraniteForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         awq_pairs=_AWQ_LLAMA,
         gguf=GGUFFormat(
             architecture="granite",
@@ -535,7 +535,7 @@ _GRANITES = (
         model_type="granitemoe",
         module="mixture",
         architectures=("GraniteMoeForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         awq_pairs=(_ATTENTION, (_NORM_OF_MLP, *_GRANITE_EXPERTS), _VALUES),
         gguf=GGUFFormat(
             architecture="granitemoe",
@@ -552,7 +552,7 @@ _GRANITES = (
         module="hybrid",
         architectures=("GraniteMoeHybridForCausalLM",),
         rope_switch=("position_embedding_type", "rope"),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
 )
 _OTHERS = (
@@ -679,7 +679,7 @@ _OTHERS = (
         model_type="ernie4_5_moe",
         module="routed",
         architectures=("Ernie4_5_MoeForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     Family(
         model_type="youtu",
@@ -720,13 +720,13 @@ _OTHERS = (
         model_type="flex_olmo",
         module="olmo",
         architectures=("FlexOlmoForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     Family(
         model_type="glm",
         module="glm",
         architectures=("GlmForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         gguf=GGUFFormat(
             architecture="chatglm", flags={"attention_bias": _QUERY}, has_fused_gate=True
         ),
@@ -737,7 +737,7 @@ _OTHERS = (
         values_of_type={"glm4v_text": {"attention_bias": True, "rms_norm_eps": 1e-5}},
         module="glm",
         architectures=("Glm4ForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         gguf=GGUFFormat(
             architecture="glm4",
             flags={"attention_bias": _QUERY},
@@ -752,7 +752,7 @@ _OTHERS = (
         module="routed",
         architectures=("Glm4MoeForCausalLM",),
         mtp=_MTP,
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         gguf=GGUFFormat(
             architecture="glm4moe",
             has_experts=True,
@@ -768,7 +768,7 @@ _OTHERS = (
         architectures=("Glm4MoeLiteForCausalLM",),
         config_class="llama",
         mtp=_MTP,
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     Family(
         model_type="glm_moe_dsa",
@@ -794,7 +794,7 @@ _OTHERS = (
         model_type="gpt_bigcode",
         module="gpt",
         architectures=("GPTBigCodeForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         gguf=GGUFFormat(
             architecture="starcoder",
             activation=("activation_function", "gelu_pytorch_tanh"),
@@ -848,7 +848,7 @@ _OTHERS = (
         architectures=("JambaForCausalLM",),
         attention_period_keys=("attn_layer_period", "attn_layer_offset"),
         has_positions=False,
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     Family(model_type="lfm2", module="lfm", architectures=("Lfm2ForCausalLM",)),
     Family(
@@ -903,7 +903,7 @@ _OTHERS = (
         architectures=("MiMoV2FlashForCausalLM",),
         config_class="llama",
         window_kv_heads=2,
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     Family(
         model_type="minimax_m2",
@@ -911,7 +911,7 @@ _OTHERS = (
         module="routed",
         architectures=("MiniMaxM2ForCausalLM",),
         config_class="llama",
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         gguf=GGUFFormat(
             architecture="minimax-m2",
             has_experts=True,
@@ -937,7 +937,7 @@ _OTHERS = (
         model_type="nemotron",
         module="gpt",
         architectures=("NemotronForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         norms_add_one=True,
         gguf=GGUFFormat(
             architecture="nemotron",
@@ -970,12 +970,12 @@ _OTHERS = (
         model_type="olmo2",
         module="olmo",
         architectures=("Olmo2ForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         awq_pairs=(_VALUES, _MLP),
         gguf=GGUFFormat(architecture="olmo2", has_post_norms=True, head_norms="all_heads"),
     ),
     Family(
-        model_type="olmo3", module="olmo", architectures=("Olmo3ForCausalLM",), tokenizer=_GENERIC
+        model_type="olmo3", module="olmo", architectures=("Olmo3ForCausalLM",), tokenizer=GENERIC
     ),
     Family(
         model_type="olmoe",
@@ -1014,7 +1014,7 @@ _OTHERS = (
         model_type="phi3",
         module="phi",
         architectures=("Phi3ForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         awq_pairs=(("input_layernorm", "self_attn.qkv_proj"), (_NORM_OF_MLP, "mlp.gate_up_proj")),
         gguf=GGUFFormat(
             architecture="phi3",
@@ -1027,7 +1027,7 @@ _OTHERS = (
         module="mixture",
         architectures=("PhimoeForCausalLM",),
         also_published_as=("PhiMoEForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     Family(
         model_type="solar_open",
@@ -1042,7 +1042,7 @@ _OTHERS = (
         module="stablelm",
         architectures=("StableLmForCausalLM",),
         also_published_as=("StableLMEpochForCausalLM",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         gguf=GGUFFormat(
             architecture="stablelm",
             norm_key="layer_norm_eps",
@@ -1083,7 +1083,7 @@ _WITH_MEDIA = (
         also_text_types=("mistral", "qwen2"),
         media="llava",
         media_by_tower={"pixtral": "pixtral"},
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     _with_encoder(
         model_type="llava_next",
@@ -1091,7 +1091,7 @@ _WITH_MEDIA = (
         text_type="llama",
         also_text_types=("mistral", "granite", "qwen2"),
         media="llava_next",
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     _with_encoder(
         model_type="internvl",
@@ -1112,7 +1112,7 @@ _WITH_MEDIA = (
         architectures=("SmolVLMForConditionalGeneration",),
         text_type="llama",
         media="idefics3",
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     _with_encoder(
         model_type="mllama",
@@ -1201,14 +1201,14 @@ _WITH_MEDIA = (
         architectures=("Glm4vForConditionalGeneration",),
         text_type="glm4v_text",
         media="glm4v",
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     _with_encoder(
         model_type="glm4v_moe",
         architectures=("Glm4vMoeForConditionalGeneration",),
         text_type="glm4v_moe_text",
         media="glm4v",
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     _with_encoder(
         model_type="qwen3_5",
@@ -1234,7 +1234,7 @@ _WITH_MEDIA = (
         also_published_as=("Kimi_K25ForConditionalGeneration",),
         text_type="deepseek_v3",
         also_text_types=("kimi_k2",),
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
     ),
     _with_encoder(
         model_type="kimi_vl",
@@ -1254,7 +1254,7 @@ _WITH_MEDIA = (
         text_type="llama",
         also_text_types=("mistral",),
         media="voxtral",
-        tokenizer=_GENERIC,
+        tokenizer=GENERIC,
         has_mistral_tokenizer=True,
     ),
     _with_encoder(

@@ -52,6 +52,7 @@ from vllm.utils.process import startup_progress
 from vllm.utils.process.child_process import leave_signals_to_parent, set_parent_death_signal
 from vllm.utils.process.frames import read_frame
 from vllm.utils.process.process_memory import keep_for_good
+from vllm.utils.process.program_end import end_program
 
 logger = init_logger(__name__)
 
@@ -346,4 +347,4 @@ def _set_parent_death_signal() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    end_program(main(sys.argv[1], int(sys.argv[2])))

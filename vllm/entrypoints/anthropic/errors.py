@@ -15,7 +15,7 @@ from vllm.entrypoints.http.body_route import BodyRoute, Handler
 from vllm.entrypoints.http.errors import ERROR_BODIES, ErrorInfo, describe_error, error_response
 from vllm.entrypoints.http.sse import ClientDisconnected, EventStream, event
 
-_PATH = "/v1/messages"
+PATH = "/v1/messages"
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -43,7 +43,7 @@ def error_body(info: ErrorInfo) -> dict[str, Any]:
     return {"type": "error", "error": detail}
 
 
-ERROR_BODIES[_PATH] = error_body
+ERROR_BODIES[PATH] = error_body
 
 
 def error_event(error: BaseException) -> bytes:
@@ -66,7 +66,7 @@ class AnthropicRoute(BodyRoute):
             except ClientDisconnected:
                 raise  # the client has disconnected and gets no answer
             except Exception as error:  # last resort: only this request fails
-                return error_response(_PATH, error)
+                return error_response(PATH, error)
 
         return answer
 
@@ -83,4 +83,4 @@ class AnthropicStream(EventStream):
         try:
             await super().__call__(scope, receive, send)
         except Exception as error:  # no response has begun yet, so it can be an error
-            await error_response(_PATH, error)(scope, receive, send)
+            await error_response(PATH, error)(scope, receive, send)

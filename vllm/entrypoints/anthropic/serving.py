@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from vllm.entrypoints.anthropic.errors import AnthropicRoute, AnthropicStream
+from vllm.entrypoints.anthropic.errors import PATH, AnthropicRoute, AnthropicStream
 from vllm.entrypoints.anthropic.output import Event, MessageWriter, describe_stop, describe_usage
 from vllm.entrypoints.anthropic.protocol import AnthropicError, CountTokensRequest, MessagesRequest
 from vllm.entrypoints.anthropic.request import as_chat_request, prompt_fields
@@ -25,7 +25,6 @@ from vllm.entrypoints.shared.context import get_context
 
 router = APIRouter(tags=["messages"], route_class=AnthropicRoute)
 
-PATH = "/v1/messages"
 _ERRORS = error_responses(400, 404, 500, 503, body=AnthropicError)
 
 

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm.entrypoints.shared.program import run_command
 from vllm.utils import FlexibleArgumentParser
+from vllm.utils.process.program_end import end_program
 from vllm.version import __version__
 
 _COMMANDS = {
@@ -121,5 +122,10 @@ def _find_mistake(word: str) -> str | None:
     )
 
 
+def program() -> NoReturn:
+    """Run the command line as a program: the process ends with the exit code."""
+    end_program(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

@@ -7,7 +7,6 @@ told about the progress (`startup_app`, `health`) or wait (`gate`). For that rea
 imports nothing that is slow to import.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,7 @@ from vllm.entrypoints.shared.replayed_traffic import with_recorded_traffic
 from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.utils import FlexibleArgumentParser
 from vllm.utils.imports import leave_torch_out, without_collections
+from vllm.utils.process.program_end import end_program
 from vllm.utils.process.startup_progress import process_start
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ def run_server(
         leave_torch_out()
     serve_while_warming(engine_args)
     if args.headless or engine_args.data_parallel_size_local == 0:
-        # This process runs no engine core. `core_host` starts cores when the server asks for them.
+        # This process runs no engine core. `HeadlessReplicas` starts cores when the server asks for
+        # them.
         end_early_core()
         return _check_and_serve(engine_args, args, load_server)
     with early_core():
@@ -148,4 +149,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_program(main())

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import dataclasses
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING
@@ -21,6 +20,7 @@ from vllm.errors import ConfigError, RequestError
 from vllm.logger import init_logger
 from vllm.utils import FlexibleArgumentParser
 from vllm.utils.arguments import add_number, add_switch, add_text
+from vllm.utils.process.program_end import end_program
 from vllm.utils.process.startup_progress import process_start
 
 if TYPE_CHECKING:
@@ -236,4 +236,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_program(main())

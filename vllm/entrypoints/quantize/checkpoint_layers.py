@@ -109,7 +109,7 @@ class CheckpointLayers:
     def weights_of(self, name: str, tensor: Tensor) -> Iterator[CheckpointWeight]:
         """Yield the weights in a checkpoint tensor that will be quantized."""
         stem = name.removesuffix(".weight")
-        if tensor.dim() == 2 and stem != name:
+        if stem != name and tensor.dim() == 2:
             key = self.key(stem)
             if self.is_quantized(key):
                 (_, probe), *_ = self._model.convert(f"{key}.weight", _PROBE)
@@ -117,11 +117,13 @@ class CheckpointLayers:
                 yield CheckpointWeight(
                     stem, key, tensor.T if is_transposed else tensor, is_transposed
                 )
-        elif tensor.dim() == 3:
+        elif tensor.dim() in (2, 3):
             yield from self._experts_in(name, tensor)
 
     def _experts_in(self, name: str, tensor: Tensor) -> Iterator[CheckpointWeight]:
-        """Yield the weights in a tensor that contains one matrix per expert."""
+        """Yield the weights in a tensor with the matrices of all experts: one for each expert, or
+        one after the other.
+        """
         source = CheckpointTensor(tensor.shape, tensor.__getitem__, dtype=tensor.dtype)
         for part, matrix in self._model.convert(self._model.renamed(name), source):
             key = part.removesuffix(".weight")

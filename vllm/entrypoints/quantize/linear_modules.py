@@ -2,10 +2,13 @@
 rounded.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from vllm.transformers_utils.transformers_version import is_version_4
 
 
 def use_linear_modules(model: nn.Module) -> None:
@@ -21,7 +24,9 @@ def use_linear_modules(model: nn.Module) -> None:
                 weight = child.get_parameter("weight").data.T
                 setattr(module, name, _linear(weight, child.get_parameter("bias").data))
             elif _are_gated_experts(child):
-                setattr(module, name, _LinearExperts(child))
+                setattr(module, name, _LinearExperts(child.act_fn, _gated_matrices(child)))
+            elif type(child).__name__ == "DbrxExperts" and not is_version_4():
+                setattr(module, name, _dbrx_experts(child.get_submodule("mlp")))
 
 
 def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
@@ -34,25 +39,61 @@ def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 
 
 def _are_gated_experts(module: nn.Module) -> bool:
-    """Return whether a module has weights [E, 2 * I, hidden] for gate and up projections, and [E,
-    hidden, I] for down.
+    """Return whether a module has weights [N, 2 * I, hidden] for gate and up projections, and [E,
+    hidden, I] for down. In LongCat-Flash, the last N - E experts return their inputs.
     """
     weights = dict(module.named_parameters(recurse=False))
     if weights.keys() != {"gate_up_proj", "down_proj"}:
         return False
     gate_up, down = weights["gate_up_proj"].shape, weights["down_proj"].shape
-    return len(gate_up) == len(down) == 3 and gate_up == (down[0], 2 * down[2], down[1])
+    if not len(gate_up) == len(down) == 3:
+        return False
+    return gate_up[0] >= down[0] and gate_up[1:] == (2 * down[2], down[1])
+
+
+def _gated_matrices(experts: nn.Module) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the gate, up and down matrices of each expert."""
+    weights = (experts.get_parameter(name).data for name in ("gate_up_proj", "down_proj"))
+    for gate_up, down in zip(*weights, strict=False):
+        yield *gate_up.chunk(2), down
+
+
+def _dbrx_experts(mlp: nn.Module) -> nn.Module:
+    """Return the experts of DBRX, whose parameters are the matrices of all experts, one after the
+    other. As in its checkpoints, the experts are in a module `mlp`.
+    """
+    size: Any = mlp.ffn_hidden_size
+    gates, ups, downs = (mlp.get_parameter(name).data.split(size) for name in ("w1", "v1", "w2"))
+    matrices = zip(gates, ups, (down.T for down in downs), strict=True)
+    experts = _LinearExperts(mlp.activation_fn, matrices)
+    return _InnerExperts(experts)
+
+
+class _InnerExperts(nn.Module):
+    def __init__(self, experts: "_LinearExperts") -> None:
+        super().__init__()
+        self.mlp = experts
+
+    def forward(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Any:
+        """Run the experts; see `_LinearExperts`."""
+        flat = hidden_states.flatten(0, -2)
+        return self.mlp(flat, ids, weights).view_as(hidden_states)
 
 
 class _LinearExperts(nn.Module):
-    def __init__(self, experts: nn.Module) -> None:
+    """Experts that are numbered modules.
+
+    Args:
+        act_fn: activation function.
+        matrices: gate, up and down matrix of each expert.
+    """
+
+    def __init__(self, act_fn: Any, matrices: Iterable[tuple[Tensor, ...]]) -> None:
         super().__init__()
-        self.act_fn: Any = experts.act_fn
-        weights = (experts.get_parameter(name).data for name in ("gate_up_proj", "down_proj"))
-        for number, (gate_up, down) in enumerate(zip(*weights, strict=True)):
+        self.act_fn = act_fn
+        for number, weights in enumerate(matrices):
             expert = nn.Module()
-            gate, up = gate_up.chunk(2)
-            for name, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+            for name, weight in zip(("gate_proj", "up_proj", "down_proj"), weights, strict=True):
                 expert.add_module(name, _linear(weight))
             self.add_module(str(number), expert)
 
@@ -61,7 +102,7 @@ class _LinearExperts(nn.Module):
 
         Args:
             hidden_states: [T, hidden]
-            ids: [T, k] experts that each token uses.
+            ids: [T, k] experts that each token uses. An expert without a module returns its input.
             weights: [T, k] weight of each of these experts.
 
         Returns:
@@ -69,10 +110,11 @@ class _LinearExperts(nn.Module):
         """
         out = torch.zeros_like(hidden_states)
         experts: list[Any] = [each for each in self.children() if each is not self.act_fn]
-        for number, expert in enumerate(experts):
+        for number in ids.unique().tolist():
             tokens, choices = torch.where(ids == number)
-            if len(tokens):
-                x = hidden_states[tokens]
+            x = hidden_states[tokens]
+            if number < len(experts):
+                expert = experts[number]
                 x = expert.down_proj(self.act_fn(expert.gate_proj(x)) * expert.up_proj(x))
-                out.index_add_(0, tokens, (x * weights[tokens, choices, None]).to(out.dtype))
+            out.index_add_(0, tokens, (x * weights[tokens, choices, None]).to(out.dtype))
         return out

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
+from vllm.entrypoints.anthropic.errors import PATH as MESSAGES_PATH
 from vllm.entrypoints.http.asgi import route_path
 from vllm.entrypoints.http.errors import ERROR_BODIES, ErrorInfo, error_response
 
@@ -21,7 +22,6 @@ _FILL_IN_MIDDLE = ("infill", "fim/completions")
 _COMPLETIONS = "/v1/completions"
 _VERSIONS = ("v1", "v2")
 _VERSION = "/v1"
-_MESSAGES = "/v1/messages"
 _OLLAMA = "/api/"
 _OTHER_APIS = {
     _OLLAMA: "the API of Ollama",
@@ -166,7 +166,7 @@ def _base_url_advice(path: str, near: str) -> str:
         return ""
     given = path.removesuffix(end)
     shown = quote(given[:_MAX_PATH_CHARS], errors="replace")
-    if not near.startswith(_MESSAGES):
+    if not near.startswith(MESSAGES_PATH):
         wrong = f", not with {shown}" if given else ""
         return f" Let the base URL of the client end with {_VERSION}{wrong}"
     if not path.endswith(near):

@@ -19,12 +19,11 @@ class CohereForCausalLM(DecoderForCausalLM):
     layer_type = ParallelLayer
 
     def options(self, arch: ModelArch) -> DecoderOptions:
-        config = arch.hf_config
         return replace(
             super().options(arch),
             norm=layer_norm_without_bias,
             is_neox=False,
-            has_norm_per_head=bool(config.get("use_qk_norm", False)),
+            has_norm_per_head=arch.config_flag("use_qk_norm"),
             logit_scale=arch.config_number("logit_scale"),
         )
 

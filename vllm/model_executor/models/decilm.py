@@ -6,6 +6,9 @@ from torch import Tensor, nn
 
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, LayerSpec, add_norm
 
+_FLAGS = ("layers_with_attention", "layers_with_mlp")
+_SIZES = "layer_intermediate_sizes"
+
 
 class DeciLMLayer(DecoderLayer):
     """A Llama layer that may lack attention, the MLP, or both, together with the norms
@@ -13,13 +16,12 @@ class DeciLMLayer(DecoderLayer):
     """
 
     def __init__(self, spec: LayerSpec) -> None:
-        config, index = spec.arch.hf_config, spec.index
-        has_all = [True] * spec.arch.num_layers
-        self.attends: bool = config.get("layers_with_attention", has_all)[index]
-        self.has_mlp: bool = config.get("layers_with_mlp", has_all)[index]
-        sizes = config.get("layer_intermediate_sizes")
-        if sizes is not None:
-            spec = replace(spec, arch=replace(spec.arch, intermediate_size=sizes[index]))
+        keys = (*_FLAGS, _SIZES)
+        of_layer = spec.arch.with_values_of_layer(spec.index, *keys)
+        self.attends, self.has_mlp = (of_layer.config_flag(key, True) for key in _FLAGS)
+        if _SIZES in of_layer.hf_config:
+            size = of_layer.config_size(_SIZES)
+            spec = replace(spec, arch=replace(spec.arch, intermediate_size=size))
         super().__init__(spec)
         if not self.attends:
             self.input_layernorm = nn.Identity()

@@ -124,11 +124,11 @@ class DecoderOptions:
 
 def llama_options(arch: ModelArch) -> DecoderOptions:
     """Return decoder options with the biases that config.json sets with Llama's keys."""
-    has_attention_bias = bool(arch.hf_config.get("attention_bias", False))
+    has_attention_bias = arch.config_flag("attention_bias")
     return DecoderOptions(
         qkv_bias=has_attention_bias,
         output_bias=has_attention_bias,
-        mlp_bias=bool(arch.hf_config.get("mlp_bias", False)),
+        mlp_bias=arch.config_flag("mlp_bias"),
     )
 
 

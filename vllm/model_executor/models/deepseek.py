@@ -66,7 +66,7 @@ class LatentSelfAttention(nn.Module):
         size = arch.config_size
         key_size, value_size = size("qk_nope_head_dim"), size("v_head_dim")
         latent_size, rotary_size = size("kv_lora_rank"), size("qk_rope_head_dim")
-        has_bias = bool(config.get("attention_bias", False))
+        has_bias = arch.config_flag("attention_bias")
         self.query_sizes = (key_size, rotary_size)
         self.latent_sizes = (latent_size, rotary_size)
         self.q_a_proj: ColumnParallelLinear | None = None
@@ -201,7 +201,7 @@ def deepseek_routing(arch: ModelArch, default_method: str = "greedy") -> Routing
         raise ConfigError(
             f"scoring_func {score!r} in config.json is not supported; supported: softmax, sigmoid"
         )
-    is_normalized = bool(config.get("norm_topk_prob", has_bias))
+    is_normalized = arch.config_flag("norm_topk_prob", has_bias)
     # DeepSeek V2 applies routed_scaling_factor only to weights that are not normalized.
     is_scaled = has_bias or not is_normalized
     options = RoutingOptions(
@@ -308,7 +308,7 @@ class DeepseekV3Layer(DeepseekLayer):
 
 def deepseek_options(arch: ModelArch) -> DecoderOptions:
     """Return the decoder options, including which elements of a head are rotated together."""
-    return DecoderOptions(is_neox=not arch.hf_config.get("rope_interleave", True))
+    return DecoderOptions(is_neox=not arch.config_flag("rope_interleave", True))
 
 
 class RoutedForCausalLM(DecoderForCausalLM):

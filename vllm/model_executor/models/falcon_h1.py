@@ -96,9 +96,9 @@ def _sizes(arch: ModelArch) -> Mamba2Sizes:
     scales = _multipliers(config, "ssm_multipliers", len(sizes.in_parts))
     return replace(
         sizes,
-        has_out_bias=bool(config.get("projectors_bias", False)),
-        has_norm=bool(config.get("mamba_rms_norm", False)),
-        is_gated_last=bool(config.get("mamba_norm_before_gate", True)),
+        has_out_bias=arch.config_flag("projectors_bias"),
+        has_norm=arch.config_flag("mamba_rms_norm"),
+        is_gated_last=arch.config_flag("mamba_norm_before_gate", True),
         in_scales=dict(zip(sizes.in_parts, scales, strict=True)),
     )
 

@@ -78,7 +78,7 @@ class AlternatingUpdates(nn.Module):
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__()
-        config, size = arch.hf_config, arch.hidden_size
+        _config, size = arch.hf_config, arch.hidden_size
         count = arch.config_size("altup_num_inputs")
         self.count, self.hidden_size = count, size
         self.active = arch.config_count("altup_active_idx")
@@ -87,7 +87,7 @@ class AlternatingUpdates(nn.Module):
                 f"altup_active_idx in config.json must be less than altup_num_inputs ({count}), "
                 f"got {self.active}. Correct the file"
             )
-        self.scales_output = bool(config.get("altup_correct_scale", True))
+        self.scales_output = arch.config_flag("altup_correct_scale", True)
         self.correct_output_scale = nn.Parameter(torch.empty(size), requires_grad=False)
         self.correction_coefs = dense_linear(count, count, tp)
         self.prediction_coefs = dense_linear(count, count * count, tp)

@@ -248,17 +248,17 @@ class Gemma4Layer(Layer):
         self.layer_scalar = nn.Parameter(torch.ones(1), requires_grad=False)
         has_features = bool(spec.arch.hf_config.get("hidden_size_per_layer_input"))
         self.features = FeatureGate(spec.arch, spec.tp) if has_features else None
-        has_experts = bool(spec.arch.hf_config.get("enable_moe_block"))
+        has_experts = spec.arch.config_flag("enable_moe_block")
         self.mixture = ParallelMixture(spec) if has_experts else None
 
     def make_attention(self, spec: LayerSpec) -> nn.Module:
-        has_values = not (spec.arch.hf_config.get("attention_k_eq_v") and spec.window is None)
+        has_values = not (spec.arch.config_flag("attention_k_eq_v") and spec.window is None)
         source = None if spec.source is None else spec.source.self_attn
         return SharingAttention(spec, source, has_values)
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
         arch = spec.arch
-        if spec.source is not None and arch.hf_config.get("use_double_wide_mlp"):
+        if spec.source is not None and arch.config_flag("use_double_wide_mlp"):
             arch = replace(arch, intermediate_size=2 * arch.intermediate_size)
         return super().make_mlp(replace(spec, arch=arch))
 

@@ -16,7 +16,7 @@ class GlmForCausalLM(DecoderForCausalLM):
     fused_layers: ClassVar[FusedLayers] = {"gate_up_proj": gate_up_parts}
 
     def options(self, arch: ModelArch) -> DecoderOptions:
-        has_bias = bool(arch.hf_config.get("attention_bias", False))
+        has_bias = arch.config_flag("attention_bias")
         return DecoderOptions(qkv_bias=has_bias, is_neox=False)
 
 

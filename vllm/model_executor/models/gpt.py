@@ -75,15 +75,16 @@ class GPT2LMHeadModel(DecoderForCausalLM):
     ignored_tensors: ClassVar[tuple[str, ...]] = (".attn.bias", ".attn.masked_bias")
 
     def options(self, arch: ModelArch) -> DecoderOptions:
-        config = arch.hf_config
-        if config.get("scale_attn_by_inverse_layer_idx"):
+        if arch.config_flag("scale_attn_by_inverse_layer_idx"):
             raise ConfigError(
                 f"scale_attn_by_inverse_layer_idx in config.json must be false for "
                 f"{arch.architecture}, got true"
             )
         return gpt_options(
             has_bias=True,
-            attention=AttentionOptions(None if config.get("scale_attn_weights", True) else 1.0),
+            attention=AttentionOptions(
+                None if arch.config_flag("scale_attn_weights", True) else 1.0
+            ),
             num_learned_positions=arch.max_position_embeddings,
         )
 
@@ -136,13 +137,13 @@ class GPTNeoXForCausalLM(DecoderForCausalLM):
     fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_groups}
 
     def options(self, arch: ModelArch) -> DecoderOptions:
-        has_bias = bool(arch.hf_config.get("attention_bias", True))
+        has_bias = arch.config_flag("attention_bias", True)
         return DecoderOptions(
             norm=layer_norm, qkv_bias=has_bias, output_bias=has_bias, mlp_bias=True, is_gated=False
         )
 
     def make_layer(self, spec: LayerSpec) -> nn.Module:
-        is_parallel = spec.arch.hf_config.get("use_parallel_residual", True)
+        is_parallel = spec.arch.config_flag("use_parallel_residual", True)
         return ParallelLayerOfTwoNorms(spec) if is_parallel else DecoderLayer(spec)
 
 
@@ -177,7 +178,7 @@ class Starcoder2ForCausalLM(DecoderForCausalLM):
     }
 
     def options(self, arch: ModelArch) -> DecoderOptions:
-        return gpt_options(has_bias=bool(arch.hf_config.get("use_bias", True)))
+        return gpt_options(has_bias=arch.config_flag("use_bias", True))
 
 
 class NemotronForCausalLM(DecoderForCausalLM):
@@ -217,7 +218,7 @@ class BloomForCausalLM(DecoderForCausalLM):
         super().__init__(replace(arch, hidden_act="gelu_new"), tp)
 
     def options(self, arch: ModelArch) -> DecoderOptions:
-        if arch.hf_config.get("apply_residual_connection_post_layernorm"):
+        if arch.config_flag("apply_residual_connection_post_layernorm"):
             raise ConfigError(
                 "apply_residual_connection_post_layernorm in config.json must be false for "
                 "BloomForCausalLM, got true"
@@ -245,23 +246,22 @@ class MptForCausalLM(DecoderForCausalLM):
         super().__init__(replace(arch, hidden_act="gelu", intermediate_size=size), tp)
 
     def options(self, arch: ModelArch) -> DecoderOptions:
-        attention = dict(arch.hf_config.get("attn_config") or {})
+        of_attention = replace(arch, hf_config=arch.hf_config.get("attn_config") or {})
         if arch.num_heads & (arch.num_heads - 1):
             raise ConfigError(
                 f"MPTForCausalLM with ALiBi must have a power of two heads, got {arch.num_heads}"
             )
-        if not attention.get("alibi", True) or attention.get("qk_ln"):
+        if not of_attention.config_flag("alibi", True) or of_attention.config_flag("qk_ln"):
             raise ConfigError(
                 "MPTForCausalLM needs attn_config in config.json with alibi true, and qk_ln "
                 "false or missing"
             )
-        scale = attention.get("softmax_scale")
         return DecoderOptions(
             norm=layer_norm_without_bias,
             is_gated=False,
             alibi_scale=1.0,
-            attention=AttentionOptions(None if scale is None else float(scale)),
-            qkv_limit=attention.get("clip_qkv"),
+            attention=AttentionOptions(of_attention.config_number("softmax_scale", 0.0) or None),
+            qkv_limit=of_attention.config_number("clip_qkv", 0.0) or None,
         )
 
 
@@ -283,20 +283,24 @@ class FalconForCausalLM(DecoderForCausalLM):
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         config = arch.hf_config
-        if config.get("alibi"):
+        if arch.config_flag("alibi"):
             arch = replace(arch, layer_ropes=(None,) * arch.num_layers)
         super().__init__(replace(arch, hidden_act=config.get("activation") or "gelu"), tp)
 
     def options(self, arch: ModelArch) -> DecoderOptions:
         return gpt_options(
-            has_bias=bool(arch.hf_config.get("bias", False)),
+            has_bias=arch.config_flag("bias"),
             # Falcon adds the ALiBi bias before it scales the scores.
-            alibi_scale=arch.head_size**-0.5 if arch.hf_config.get("alibi") else 0.0,
+            alibi_scale=arch.head_size**-0.5 if arch.config_flag("alibi") else 0.0,
         )
 
     def make_layer(self, spec: LayerSpec) -> nn.Module:
         config = spec.arch.hf_config
-        if config.get("new_decoder_architecture"):
+        if spec.arch.config_flag("new_decoder_architecture"):
             num_norms = config.get("num_ln_in_parallel_attn") or 2
             return ParallelLayerOfTwoNorms(spec) if num_norms == 2 else ParallelLayer(spec)
-        return ParallelLayer(spec) if config.get("parallel_attn", True) else DecoderLayer(spec)
+        return (
+            ParallelLayer(spec)
+            if spec.arch.config_flag("parallel_attn", True)
+            else DecoderLayer(spec)
+        )

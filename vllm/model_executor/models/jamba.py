@@ -56,15 +56,15 @@ class JambaForCausalLM(DecoderForCausalLM):
 
 def _sizes(arch: ModelArch) -> MambaSizes:
     """Return the dimensions of the mixers."""
-    config, rank = arch.hf_config, arch.hf_config.get("mamba_dt_rank", "auto")
+    _config, rank = arch.hf_config, arch.hf_config.get("mamba_dt_rank", "auto")
     return MambaSizes(
         hidden_size=arch.hidden_size,
         inner_size=arch.hidden_size * arch.config_size("mamba_expand"),
         state_size=arch.config_size("mamba_d_state"),
         rank=-(-arch.hidden_size // 16) if rank == "auto" else arch.config_size("mamba_dt_rank"),
         kernel=arch.config_size("mamba_d_conv"),
-        has_bias=bool(config.get("mamba_proj_bias", False)),
-        has_conv_bias=bool(config.get("mamba_conv_bias", True)),
+        has_bias=arch.config_flag("mamba_proj_bias"),
+        has_conv_bias=arch.config_flag("mamba_conv_bias", True),
         activation=arch.hidden_act,
         norm_eps=arch.norm_eps,
     )

@@ -80,7 +80,7 @@ class Lfm2Layer(DecoderLayer):
         arch = spec.arch
         if not arch.state_layers[spec.index]:
             return super().make_attention(spec)
-        has_bias = bool(arch.hf_config.get("conv_bias", False))
+        has_bias = arch.config_flag("conv_bias")
         return ShortConvolution(
             arch.hidden_size, arch.config_size("conv_L_cache"), has_bias, spec.tp
         )
@@ -141,8 +141,8 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
 
 def _mlp_size(arch: ModelArch) -> int:
     """Return the intermediate size of an MLP, adjusted as config.json asks for."""
-    config, size = arch.hf_config, arch.intermediate_size
-    if not config.get("block_auto_adjust_ff_dim", True):
+    _config, size = arch.hf_config, arch.intermediate_size
+    if not arch.config_flag("block_auto_adjust_ff_dim", True):
         return size
     size = int(arch.config_number("block_ffn_dim_multiplier") * int(2 * size / 3))
     multiple = arch.config_size("block_multiple_of")
@@ -150,11 +150,10 @@ def _mlp_size(arch: ModelArch) -> int:
 
 
 def _routing(arch: ModelArch) -> Routing:
-    config = arch.hf_config
     options = RoutingOptions(
         top_k=arch.config_size("num_experts_per_tok"),
-        weights="sigmoid_of_chosen" if config.get("norm_topk_prob", True) else "sigmoid",
+        weights="sigmoid_of_chosen" if arch.config_flag("norm_topk_prob", True) else "sigmoid",
         scale=arch.config_number("routed_scaling_factor"),
     )
-    has_bias = bool(config.get("use_expert_bias", True))
+    has_bias = arch.config_flag("use_expert_bias", True)
     return Routing(arch.config_size("num_experts"), options, has_bias)

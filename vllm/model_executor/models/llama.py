@@ -24,7 +24,7 @@ _BAICHUAN_1_VOCAB_SIZE = 64000
 
 def hunyuan_options(arch: ModelArch) -> DecoderOptions:
     """Return the decoder options of Hunyuan: heads are normed after the rotary embedding."""
-    has_norms = bool(arch.hf_config.get("use_qk_norm", True))
+    has_norms = arch.config_flag("use_qk_norm", True)
     return replace(
         llama_options(arch),
         mlp_bias=False,
@@ -55,7 +55,7 @@ class SeedOssForCausalLM(DecoderForCausalLM):
     """Seed-OSS 36B (ByteDance 2025): a Llama with a config switch for each bias of attention."""
 
     def options(self, arch: ModelArch) -> DecoderOptions:
-        has_output_bias = bool(arch.hf_config.get("attention_out_bias", False))
+        has_output_bias = arch.config_flag("attention_out_bias")
         return replace(super().options(arch), output_bias=has_output_bias)
 
 
@@ -70,7 +70,7 @@ class Ernie4_5ForCausalLM(DecoderForCausalLM):
     """ERNIE 4.5, dense (Baidu 2025): a Llama whose rotary pairs are neighbouring elements."""
 
     def options(self, arch: ModelArch) -> DecoderOptions:
-        has_bias = bool(arch.hf_config.get("use_bias", False))
+        has_bias = arch.config_flag("use_bias")
         return DecoderOptions(
             qkv_bias=has_bias, output_bias=has_bias, mlp_bias=has_bias, is_neox=False
         )
@@ -135,7 +135,7 @@ class InternLM2ForCausalLM(DecoderForCausalLM):
     fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_groups}
 
     def options(self, arch: ModelArch) -> DecoderOptions:
-        has_bias = bool(arch.hf_config.get("bias", False))
+        has_bias = arch.config_flag("bias")
         return DecoderOptions(qkv_bias=has_bias, output_bias=has_bias)
 
 
@@ -145,10 +145,9 @@ class InternLM3ForCausalLM(DecoderForCausalLM):
     """
 
     def options(self, arch: ModelArch) -> DecoderOptions:
-        config = arch.hf_config  # transformers has other names for these settings
-        has_bias = bool(config.get("bias", config.get("mlp_bias", False)))
+        has_bias = arch.config_flag("bias", arch.config_flag("mlp_bias"))
         return DecoderOptions(
-            qkv_bias=bool(config.get("qkv_bias", config.get("attention_bias", False))),
+            qkv_bias=arch.config_flag("qkv_bias", arch.config_flag("attention_bias")),
             output_bias=has_bias,
             mlp_bias=has_bias,
         )

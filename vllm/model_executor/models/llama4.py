@@ -51,14 +51,14 @@ class Llama4Attention(DecoderAttention):
         if rotary_emb is not None and config.get("attention_chunk_size"):
             chunk_size = arch.config_size("attention_chunk_size")
             options = replace(options, attention=AttentionOptions(chunk_size=chunk_size))
-        if rotary_emb is None and config.get("attn_temperature_tuning", True):
+        if rotary_emb is None and arch.config_flag("attn_temperature_tuning", True):
             scale = arch.config_number("attn_scale", 0.1)
             step = arch.config_number("floor_scale", 8192)
             options = replace(options, temperature=QueryTemperature(scale, step, offset=1))
         super().__init__(arch, options, None, rotary_emb, tp)
         self.norm_eps = arch.norm_eps
         norm = None
-        if rotary_emb is not None and config.get("use_qk_norm", True):
+        if rotary_emb is not None and arch.config_flag("use_qk_norm", True):
             norm = torch.ones(arch.head_size, device="cpu")
         self.register_buffer("norm", norm, persistent=False)
 

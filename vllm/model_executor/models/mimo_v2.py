@@ -98,5 +98,5 @@ class MiMoV2FlashForCausalLM(RoutedForCausalLM):
     ignored_prefixes: ClassVar[tuple[str, ...]] = ("model.mtp.",)
 
     def options(self, arch: ModelArch) -> DecoderOptions:
-        has_bias = bool(arch.hf_config.get("attention_bias", False))
+        has_bias = arch.config_flag("attention_bias")
         return DecoderOptions(qkv_bias=has_bias)

@@ -86,12 +86,11 @@ class Mixture(nn.Module):
 
 def mixture_options(arch: ModelArch) -> MixtureOptions:
     """Read the options from config.json, with the keys of Mixtral, Qwen, OLMoE and Granite."""
-    config = arch.hf_config
     return MixtureOptions(
         num_experts=arch.config_count("num_local_experts") or arch.config_count("num_experts"),
         top_k=arch.config_size("num_experts_per_tok"),
         intermediate_size=arch.config_count("moe_intermediate_size") or arch.intermediate_size,
-        routing="softmax_of_chosen" if config.get("norm_topk_prob", True) else "softmax",
+        routing="softmax_of_chosen" if arch.config_flag("norm_topk_prob", True) else "softmax",
         shared_size=arch.config_count("shared_expert_intermediate_size"),
     )
 
@@ -130,7 +129,7 @@ class Qwen2MoeForCausalLM(DecoderForCausalLM):
     layer_type = MixtureLayer
 
     def options(self, arch: ModelArch) -> DecoderOptions:
-        return DecoderOptions(qkv_bias=bool(arch.hf_config.get("qkv_bias", True)))
+        return DecoderOptions(qkv_bias=arch.config_flag("qkv_bias", True))
 
 
 class Qwen3MoeForCausalLM(DecoderForCausalLM):
@@ -170,7 +169,7 @@ class PhimoeForCausalLM(DecoderForCausalLM):
         return replace(
             super().options(arch),
             norm=layer_norm,
-            head_bias=bool(arch.hf_config.get("lm_head_bias", False)),
+            head_bias=arch.config_flag("lm_head_bias"),
         )
 
 

@@ -29,7 +29,7 @@ class OlmoForCausalLM(DecoderForCausalLM):
         return replace(
             super().options(arch),
             norm=lambda arch, size: LayerNorm(size, has_weight=False),
-            qkv_limit=arch.hf_config.get("clip_qkv"),
+            qkv_limit=arch.config_number("clip_qkv", 0.0) or None,
         )
 
 
@@ -99,7 +99,7 @@ class OlmoeForCausalLM(DecoderForCausalLM):
     layer_type = OlmoeLayer
 
     def options(self, arch: ModelArch) -> DecoderOptions:
-        return replace(super().options(arch), qkv_limit=arch.hf_config.get("clip_qkv"))
+        return replace(super().options(arch), qkv_limit=arch.config_number("clip_qkv", 0.0) or None)
 
 
 class FlexOlmoLayer(Olmo2Layer):

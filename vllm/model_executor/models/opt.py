@@ -52,9 +52,9 @@ class OPTDecoderLayer(nn.Module):
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__()
-        config, size = arch.hf_config, arch.hidden_size
-        has_bias = bool(config.get("enable_bias", True))
-        self.is_pre_norm = bool(config.get("do_layer_norm_before", True))
+        _config, size = arch.hf_config, arch.hidden_size
+        has_bias = arch.config_flag("enable_bias", True)
+        self.is_pre_norm = arch.config_flag("do_layer_norm_before", True)
         self.self_attn = OPTAttention(arch, has_bias, tp)
         self.self_attn_layer_norm = _layer_norm(arch)
         self.fc1 = ColumnParallelLinear(size, {"": arch.intermediate_size}, tp, bias=has_bias)
@@ -82,7 +82,7 @@ class OPTDecoder(nn.Module):
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__()
-        config, size = arch.hf_config, arch.hidden_size
+        size = arch.hidden_size
         self.embed_size = arch.embedding_size
         self.embed_tokens = VocabParallelEmbedding(arch.vocab_size, self.embed_size, tp)
         self.embed_positions = LearnedPositionalEmbedding(
@@ -95,9 +95,8 @@ class OPTDecoder(nn.Module):
             self.project_out = dense_linear(size, self.embed_size, tp)
             self.project_out.is_of_head = True
         self.layers = nn.ModuleList(OPTDecoderLayer(arch, tp) for _ in range(arch.num_layers))
-        has_final_norm = config.get("do_layer_norm_before", True) and not config.get(
-            "_remove_final_layer_norm", False
-        )
+        is_pre_norm = arch.config_flag("do_layer_norm_before", True)
+        has_final_norm = is_pre_norm and not arch.config_flag("_remove_final_layer_norm")
         self.final_layer_norm = _layer_norm(arch) if has_final_norm else None
 
     def run_layers(self, x: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
@@ -163,5 +162,5 @@ class OPTForCausalLM(CausalLM):
 
 
 def _layer_norm(arch: ModelArch) -> LayerNorm:
-    has_weight = bool(arch.hf_config.get("layer_norm_elementwise_affine", True))
+    has_weight = arch.config_flag("layer_norm_elementwise_affine", True)
     return LayerNorm(arch.hidden_size, has_weight=has_weight)

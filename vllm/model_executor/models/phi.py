@@ -21,7 +21,7 @@ class PhiForCausalLM(DecoderForCausalLM):
     }
 
     def options(self, arch: ModelArch) -> DecoderOptions:
-        if arch.hf_config.get("qk_layernorm"):
+        if arch.config_flag("qk_layernorm"):
             raise ConfigError(
                 "qk_layernorm in config.json must be false for PhiForCausalLM, got true: this "
                 "engine does not normalise queries and keys of this model"

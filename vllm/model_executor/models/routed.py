@@ -39,10 +39,9 @@ class Glm4MoeForCausalLM(RoutedForCausalLM):
     layer_type = BalancedLayer
 
     def options(self, arch: ModelArch) -> DecoderOptions:
-        config = arch.hf_config
         return DecoderOptions(
-            qkv_bias=bool(config.get("attention_bias", False)),
-            head_norm=rms_norm if config.get("use_qk_norm") else None,
+            qkv_bias=arch.config_flag("attention_bias"),
+            head_norm=rms_norm if arch.config_flag("use_qk_norm") else None,
         )
 
 
@@ -131,7 +130,7 @@ class Ernie4_5_MoeForCausalLM(RoutedForCausalLM):
     """Layers that guess further tokens."""
 
     def options(self, arch: ModelArch) -> DecoderOptions:
-        has_bias = bool(arch.hf_config.get("use_bias", False))
+        has_bias = arch.config_flag("use_bias")
         return DecoderOptions(
             is_neox=False,
             qkv_bias=has_bias,
@@ -195,7 +194,7 @@ class BailingMoeLayer(RoutedLayer):
         return DeepseekMixture(arch, self.routing(arch), size, shared_size, spec.tp)
 
     def routing(self, arch: ModelArch) -> Routing:
-        is_normalized = arch.hf_config.get("norm_topk_prob", True)
+        is_normalized = arch.config_flag("norm_topk_prob", True)
         options = RoutingOptions(
             top_k=arch.config_size("num_experts_per_tok"),
             weights="softmax_of_chosen" if is_normalized else "softmax",
@@ -232,16 +231,15 @@ class BailingMoeForCausalLM(RoutedForCausalLM):
     fused_layers: ClassVar[FusedLayers] = {"qkv_proj": qkv_parts}
 
     def options(self, arch: ModelArch) -> DecoderOptions:
-        config = arch.hf_config
-        if config.get("norm_head"):
+        if arch.config_flag("norm_head"):
             raise ConfigError(
                 f"norm_head in config.json is not supported for {arch.architecture}: convert the "
                 f"checkpoint to one with a normed output head, and set norm_head to false"
             )
         return DecoderOptions(
-            qkv_bias=bool(config.get("use_qkv_bias", False)),
-            output_bias=bool(config.get("use_bias", False)),
-            head_norm=rms_norm if config.get("use_qk_norm") else None,
+            qkv_bias=arch.config_flag("use_qkv_bias"),
+            output_bias=arch.config_flag("use_bias"),
+            head_norm=rms_norm if arch.config_flag("use_qk_norm") else None,
         )
 
 

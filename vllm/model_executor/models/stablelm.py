@@ -34,12 +34,12 @@ class StableLmForCausalLM(DecoderForCausalLM):
     def options(self, arch: ModelArch) -> DecoderOptions:
         return DecoderOptions(
             norm=layer_norm,
-            qkv_bias=bool(arch.hf_config.get("use_qkv_bias", False)),
-            has_norm_per_head=bool(arch.hf_config.get("qk_layernorm", False)),
+            qkv_bias=arch.config_flag("use_qkv_bias"),
+            has_norm_per_head=arch.config_flag("qk_layernorm"),
         )
 
     def make_layer(self, spec: LayerSpec) -> nn.Module:
-        is_parallel = spec.arch.hf_config.get("use_parallel_residual", False)
+        is_parallel = spec.arch.config_flag("use_parallel_residual")
         return ParallelLayer(spec) if is_parallel else DecoderLayer(spec)
 
     def convert(self, name: str, source: CheckpointTensor) -> NamedTensors:

@@ -63,7 +63,7 @@ class SharedAttention(DecoderAttention):
         arch, hidden = spec.arch, spec.arch.hidden_size
         super().__init__(arch, spec.options, None, spec.rotary_emb, spec.tp, 2 * hidden)
         self.adapters: nn.ModuleDict | None = None
-        if arch.hf_config.get("use_shared_attention_adapter"):
+        if arch.config_flag("use_shared_attention_adapter"):
             rank, size = arch.config_size("adapter_rank"), arch.num_heads * arch.head_size
             self.adapters = nn.ModuleDict(
                 {part: LowRankAdapter(2 * hidden, rank, {"": size}, spec.tp) for part in "qkv"}
@@ -210,15 +210,14 @@ class Zamba2ForCausalLM(DecoderForCausalLM):
     }
 
     def options(self, arch: ModelArch) -> DecoderOptions:
-        config = arch.hf_config
-        if config.get("use_long_context"):
+        if arch.config_flag("use_long_context"):
             raise ConfigError(
                 f"use_long_context in config.json must be false for {arch.architecture}, got true: "
                 f"rotations for longer texts are not supported. Set it to false"
             )
         return DecoderOptions(
             attention=AttentionOptions((arch.head_size / 2) ** -0.5),
-            mlp_bias=bool(config.get("add_bias_linear", False)),
+            mlp_bias=arch.config_flag("add_bias_linear"),
             needs_positions=False,
         )
 
@@ -272,7 +271,7 @@ def _sizes(arch: ModelArch) -> Mamba2Sizes:
     }
     config: dict[str, Any] = {ours: arch.config_size(theirs) for ours, theirs in names.items()}
     config["head_dim"] = arch.config_size("mamba_expand") * arch.hidden_size // config["num_heads"]
-    config["use_bias"] = bool(arch.hf_config.get("add_bias_linear", False))
+    config["use_bias"] = arch.config_flag("add_bias_linear")
     config["time_step_limit"] = (arch.config_number("time_step_min", 0.0), float("inf"))
     in_words_of_mamba = replace(arch, hf_config=config, hidden_act="silu", norm_eps=_MIXER_NORM_EPS)
     return mamba2_sizes(in_words_of_mamba)

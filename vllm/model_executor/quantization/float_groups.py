@@ -22,15 +22,14 @@ from vllm.model_executor.quantization.row_tensors import (
     checked,
     scale_tensor,
 )
-from vllm.ops.stored_weight import Fp8Weight, Mxfp4Weight, Nvfp4Weight, StoredWeight
+from vllm.ops.stored_weight import E8M0_BIAS, Fp8Weight, Mxfp4Weight, Nvfp4Weight, StoredWeight
 
 FloatKind = Literal["NVFP4", "MXFP4", "MXFP8"]
 
 GROUPS: dict[FloatKind, int] = {"NVFP4": 16, "MXFP4": 32, "MXFP8": 32}
 """Inputs that share a scale."""
 
-_E8M0_BIAS = 127
-_NAN = 255
+E8M0_NAN = 255
 """NaN as a scale in E8M0."""
 
 
@@ -73,7 +72,7 @@ valid_scales = checked(
     lambda x: ~(x.view(torch.float8_e4m3fn).float() >= 0), "NaN or negative scales"
 )
 """Check of scales in e4m3."""
-valid_powers = checked(lambda x: x == _NAN, f"{_NAN}, which is NaN")
+valid_powers = checked(lambda x: x == E8M0_NAN, f"{E8M0_NAN}, which is NaN")
 """Check of scales in E8M0."""
 _POSITIVE = checked(
     lambda x: ~((x > 0) & x.isfinite()), "a factor that is not a positive, finite number"
@@ -151,4 +150,4 @@ _POWERS = RowTensor(
 
 def e8m0_scales(exponents: Tensor) -> Tensor:
     """Convert e8m0 exponents to powers of two in float32."""
-    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - _E8M0_BIAS)
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - E8M0_BIAS)

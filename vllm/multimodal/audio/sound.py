@@ -10,7 +10,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm.errors import RequestError
 from vllm.multimodal.audio.containers import (
@@ -24,13 +23,13 @@ from vllm.multimodal.audio.containers import (
 from vllm.multimodal.interface.decoding import Decoders, IncompleteError, decoding, import_av
 from vllm.multimodal.interface.family import EncoderInput
 from vllm.multimodal.interface.source import MediaSource, refuse
+from vllm.utils.media import Samples
 
 if TYPE_CHECKING:
     from av.audio.frame import AudioFrame
     from av.audio.stream import AudioStream
     from av.container.input import InputContainer
 
-Samples = NDArray[np.float32]
 
 MAX_CHANNELS = 32
 MIN_RATE, MAX_RATE = 1_000, 768_000

@@ -176,7 +176,7 @@ async def get(target: Target, addresses: Sequence[str], max_bytes: int, budget: 
 async def _connect(
     target: Target, addresses: Sequence[str]
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    context = _tls() if target.scheme == "https" else None
+    context = tls_settings() if target.scheme == "https" else None
     connect = partial(
         asyncio.open_connection,
         port=target.connect_port(),
@@ -229,6 +229,6 @@ async def _read_into(
 
 
 @cache
-def _tls() -> ssl.SSLContext:
+def tls_settings() -> ssl.SSLContext:
     """Return the TLS settings, with the system's trusted authorities."""
     return ssl.create_default_context()

@@ -17,8 +17,6 @@ from vllm.errors import RequestError
 from vllm.messages import END_OF_REQUEST
 from vllm.multimodal.interface.speech import SpeechRules
 
-IntArray = npt.NDArray[np.int32]
-
 EMBEDDINGS = "embeddings"
 """Name of the only tensor of an item that a request brings as embeddings [n, width]."""
 

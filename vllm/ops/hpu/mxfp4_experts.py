@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from vllm.ops.expert_options import ExpertBiases
 from vllm.ops.hpu.experts import NATIVE, CardExperts, CardLayer, in_turn
-from vllm.ops.stored_weight import E2M1, Mxfp4Weight, StoredWeight, all_of
+from vllm.ops.stored_weight import E2M1, E8M0_BIAS, Mxfp4Weight, StoredWeight, all_of
 
 _BLOCK_BYTES = 16
-_E8M0_BIAS = 127
 
 
 class HPUMxfp4Experts(CardLayer):
@@ -106,7 +105,7 @@ class HPUMxfp4Experts(CardLayer):
         """Dequantize [..., out, in / 2] and [..., out, in / 32] -> [..., out, in]."""
         codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten().int()
         values = self.elements.index_select(0, codes).view(*scales.shape, -1)
-        powers = torch.exp2(scales.float() - _E8M0_BIAS)
+        powers = torch.exp2(scales.float() - E8M0_BIAS)
         return (values * powers.unsqueeze(-1)).flatten(-2).to(dtype)
 
 

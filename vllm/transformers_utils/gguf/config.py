@@ -134,14 +134,10 @@ def _rows_of(model: GGUFModel, stored: str, name: str) -> int:
     return table.shape[0]
 
 
-_SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
-"""Name of a sampling default in the metadata -> its name in generation_config.json."""
+_SAMPLING = "general.sampling."
+_OTHER_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+"""Name of a sampling default in the metadata -> its name in generation_config.json, if they
+differ."""
 
 
 def read_generation_config(model: GGUFModel) -> dict[str, Any]:
@@ -156,10 +152,11 @@ def read_generation_config(model: GGUFModel) -> dict[str, Any]:
             ids.append(tokens.index(text))
     found = sorted({i for i in ids if type(i) is int and 0 <= i < len(tokens)})
     sampling = {}
-    for name, key in _SAMPLING.items():
-        value = model.metadata.get(f"general.sampling.{name}")
-        if isinstance(value, int | float):
-            sampling[key] = round(value, 6)  # the file has 0.6 with the rounding of 32 bits
+    for key, value in model.metadata.items():
+        name = key.removeprefix(_SAMPLING)
+        if name != key and isinstance(value, int | float):
+            # The file has 0.6 with the rounding of 32 bits.
+            sampling[_OTHER_NAMES.get(name, name)] = round(value, 6)
     return ({"eos_token_id": found} if found else {}) | sampling
 
 
@@ -277,6 +274,8 @@ def _rope_scaling(model: GGUFModel, num_rotated: int, original: Any) -> dict[str
         if f"{kind}.rope.scaling.attn_factor" in model.metadata:
             scaling["attention_factor"] = model.get(".rope.scaling.attn_factor", float)
         return scaling
+    if scaling_type != "yarn":
+        _check_unscaled(model)
     if scaling_type == "none":
         if f"{kind}{_OLD_LINEAR}" in model.metadata:
             return {"rope_type": "linear", "factor": model.get(_OLD_LINEAR, float)}
@@ -289,13 +288,45 @@ def _rope_scaling(model: GGUFModel, num_rotated: int, original: Any) -> dict[str
     scaling = {"rope_type": scaling_type, "factor": model.get(".rope.scaling.factor", float)}
     if scaling_type == "yarn":
         scaling["original_max_position_embeddings"] = original
-        scaling |= {**model.gguf.yarn, **_yarn(model)}
+        scaling |= {**model.gguf.yarn, **_yarn(model, float(scaling["factor"]))}
     return scaling
 
 
-def _yarn(model: GGUFModel) -> dict[str, float]:
-    """Return the parameters of YaRN, which few files have."""
-    found = {}
+_EXTRAPOLATION = ".rope.scaling.yarn_ext_factor"
+
+
+def _sharpness(model: GGUFModel) -> float:
+    """Return the factor of cosines and sines that the metadata adds to the formula of YaRN."""
+    names = (".rope.scaling.attn_factor", ".rope.scaling.yarn_attn_factor")
+    return math.prod(model.get(name, float, 1.0) for name in names)
+
+
+def _check_unscaled(model: GGUFModel) -> None:
+    """Refuse a factor of cosines and sines for rotary positions that have none."""
+    if (given := _sharpness(model)) != 1.0:
+        raise WeightLoadError(
+            f"{model.paths[0]}: the metadata '{model.architecture}.rope.scaling.attn_factor' is "
+            f"{given:g}; without the type yarn it must be 1. Convert the model again"
+        )
+
+
+def _yarn(model: GGUFModel, factor: float) -> dict[str, float]:
+    """Return the parameters of YaRN, which few files have.
+
+    Args:
+        model: the model.
+        factor: how many times longer contexts became.
+
+    Raises:
+        WeightLoadError: high frequencies are scaled like low ones, or only in part.
+    """
+    found: dict[str, float] = {}
+    extrapolation = model.get(_EXTRAPOLATION, float, 1.0)
+    if extrapolation >= 0 and extrapolation != 1:  # negative: the default
+        raise WeightLoadError(
+            f"{model.paths[0]}: the metadata '{model.architecture}{_EXTRAPOLATION}' is "
+            f"{extrapolation:g}; supported: 1. Convert the model again"
+        )
     for key in ("beta_fast", "beta_slow"):
         if f"{model.architecture}.rope.scaling.yarn_{key}" in model.metadata:
             found[key] = model.get(f".rope.scaling.yarn_{key}", float)
@@ -303,6 +334,9 @@ def _yarn(model: GGUFModel) -> dict[str, float]:
     weight = model.get(".rope.scaling.yarn_log_multiplier", float, 0.0)
     if weight:
         found["mscale"] = found["mscale_all_dim"] = round(weight * 10, 6)
+    if (sharpness := _sharpness(model)) != 1.0:
+        usual = 1.0 if weight or factor <= 1 else 0.1 * math.log(factor) + 1.0
+        found["attention_factor"] = sharpness * usual
     return found
 
 

@@ -3,13 +3,12 @@
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from vllm.attention import RaggedMetadata
 from vllm.config import VllmConfig
-from vllm.messages import IntArray
+from vllm.messages import BoolArray, IntArray
 from vllm.model_executor.models.interface import CausalLM
 from vllm.sample.features import DISTRIBUTION
 from vllm.sample.metadata import FeatureArray
@@ -23,8 +22,6 @@ from vllm.worker.drafts.draft_maker import DraftMaker
 from vllm.worker.drafts.draft_progress import DraftSpans
 from vllm.worker.parts.position_rows import draft_parts
 from vllm.worker.runner import plan_batch, run_launch
-
-BoolArray = npt.NDArray[np.bool_]
 
 
 class DraftRunner(DraftMaker):

@@ -9,13 +9,10 @@ tokens of a request whose prefix is in shared blocks are known.
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from vllm.messages import IntArray, SchedulerOutput
+from vllm.messages import BoolArray, IntArray, SchedulerOutput
 from vllm.utils.ragged import positions_within
 from vllm.worker.batch.input_batch import InputBatch
-
-BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)

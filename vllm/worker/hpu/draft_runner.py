@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.config import VllmConfig
-from vllm.messages import IntArray, SchedulerOutput
+from vllm.messages import BoolArray, IntArray, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.speculators.interface import Speculator
 from vllm.sample.metadata import ALL_GREEDY, SamplingMetadata
@@ -24,7 +24,7 @@ from vllm.worker.batch.launch import Launch
 from vllm.worker.drafts.draft_maker import DraftMaker
 from vllm.worker.drafts.draft_progress import DraftSpans
 from vllm.worker.hpu.launches.device_tokens import DeviceDrafts
-from vllm.worker.hpu.launches.input import BoolArray, HPUInputBuilder
+from vllm.worker.hpu.launches.input import HPUInputBuilder
 from vllm.worker.hpu.launches.launches import PaddedInput, PaddedLaunches, PaddedOutput, Sampling
 from vllm.worker.hpu.launches.model import HPUModel, softmax_normaliser
 from vllm.worker.hpu.launches.planner import PaddedLaunch, PaddedShape

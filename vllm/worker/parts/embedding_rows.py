@@ -17,6 +17,7 @@ from vllm.attention import AddedStates, LaunchParts, ReplacedTokens
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
 from vllm.messages import (
+    BoolArray,
     EngineRequest,
     IntArray,
     NewRequest,
@@ -27,7 +28,7 @@ from vllm.messages import (
 from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.worker.batch.launch import Launch
 from vllm.worker.parts.encoded_media import EncodedMedia, media_runs
-from vllm.worker.parts.row_parts import BoolArray, RowPart
+from vllm.worker.parts.row_parts import RowPart
 
 
 class GivenRun(Protocol):

@@ -12,10 +12,10 @@ import torch
 
 from vllm.attention import LaunchParts
 from vllm.config import ModelArch
-from vllm.messages import IntArray, NewRequest
+from vllm.messages import BoolArray, IntArray, NewRequest
 from vllm.utils.ragged import positions_within
 from vllm.worker.batch.launch import Launch
-from vllm.worker.parts.row_parts import BoolArray, RowPart, RowParts
+from vllm.worker.parts.row_parts import RowPart, RowParts
 
 
 class PositionRows(RowPart):

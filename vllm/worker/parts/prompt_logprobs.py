@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.messages import IntArray, NewRequest
+from vllm.messages import BoolArray, IntArray, NewRequest
 from vllm.sample.sampler import Sampler
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch
 from vllm.worker.batch.launch_result import PendingLogprobs, PendingRows
-from vllm.worker.parts.row_parts import BoolArray, OutputHead, RowPart
+from vllm.worker.parts.row_parts import OutputHead, RowPart
 
 PART_SIZE = 256
 """Positions whose logits are in memory at one time."""

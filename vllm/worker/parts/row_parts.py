@@ -11,12 +11,18 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from vllm.attention import LaunchContext, LaunchParts, share_context
-from vllm.messages import EngineRequest, IntArray, NewRequest, RunnerStats, SchedulerOutput
+from vllm.messages import (
+    BoolArray,
+    EngineRequest,
+    IntArray,
+    NewRequest,
+    RunnerStats,
+    SchedulerOutput,
+)
 from vllm.model_executor.models.interface import CausalLM
 from vllm.sample.state import SamplingState
 from vllm.structured_output.matchers import GrammarMatchers
@@ -24,8 +30,6 @@ from vllm.utils.futures import wait_all
 from vllm.worker.batch.launch import Launch
 from vllm.worker.batch.launch_result import PendingRows
 from vllm.worker.parts.memory_use import MemoryUse
-
-BoolArray = npt.NDArray[np.bool_]
 
 
 class RowPart:

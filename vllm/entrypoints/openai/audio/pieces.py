@@ -6,9 +6,8 @@ Every sample is in exactly one piece. Pure functions of samples.
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Samples = NDArray[np.float32]
+from vllm.utils.media import Samples
 
 _WINDOW_S = 0.1
 """A pause between words is at least as long."""

@@ -12,12 +12,12 @@ from vllm.engine.input.prompt_embeds import needs_tokens
 from vllm.entrypoints.shared.context import ServerContext
 from vllm.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
 from vllm.inputs import EmbedsPrompt, PromptType, TokensPrompt
+from vllm.utils.otel import CONTEXT_HEADERS
 
 if TYPE_CHECKING:
     from vllm.engine.async_llm_engine import AsyncLLM
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:+/=-]{1,128}")
-_TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 def request_id_of(request: Request, default: str) -> str:
@@ -41,7 +41,7 @@ def engine_key(response_id: str) -> str:
 
 def trace_headers_of(request: Request) -> Mapping[str, str] | None:
     """Return the W3C trace context of a request, or None."""
-    found = {name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers}
+    found = {name: request.headers[name] for name in CONTEXT_HEADERS if name in request.headers}
     return found or None
 
 

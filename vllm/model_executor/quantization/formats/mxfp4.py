@@ -19,14 +19,13 @@ from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import CheckpointTensor, Index, ParamTarget
 from vllm.model_executor.layers.stored.stored_experts import StoredExperts
 from vllm.model_executor.layers.stored.stored_linear import StoredLinear, add_parameter, on_host
+from vllm.model_executor.quantization.float_groups import E8M0_NAN, GROUPS
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.ops.stored_weight import Mxfp4Weight
 
 _DENSE_NAME = "down_proj"
 """Name of a dense weight of all experts of a layer."""
-_NAN = 255
-"""NaN as a scale of E8M0."""
-_GROUP = 32
+_GROUP = GROUPS["MXFP4"]
 """Inputs that share a scale."""
 _SMALLEST_PART = 8
 """Inputs of a part of a group, where ranks share it."""
@@ -139,5 +138,7 @@ def check_mxfp4(name: str, blocks: Tensor, scales: Tensor) -> None:
             f"{scales.dtype} {list(scales.shape)}; they must be uint8, with 16 bytes of blocks "
             f"for each scale"
         )
-    if bool((scales == _NAN).any()):
-        raise WeightLoadError(f"{name}_scales contains {_NAN}, which is NaN: the file is damaged")
+    if bool((scales == E8M0_NAN).any()):
+        raise WeightLoadError(
+            f"{name}_scales contains {E8M0_NAN}, which is NaN: the file is damaged"
+        )

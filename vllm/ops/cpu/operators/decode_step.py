@@ -13,11 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm.messages import IntArray
 from vllm.ops.cpu.library import require_cpu_kernels
 from vllm.ops.cpu.operators.program import Program
 from vllm.ops.lora_weights import AdaptedRows
-
-IntArray = npt.NDArray[np.int32]
 
 _WORD_BITS = 32
 _num_threads = torch.get_num_threads

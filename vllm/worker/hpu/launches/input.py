@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from vllm.attention.backends.hpu_metadata import (
@@ -23,14 +22,12 @@ from vllm.attention.backends.merged_prefill import (
 )
 from vllm.attention.backends.packed_fields import Array, PackedFields, packed, packed_fields_of
 from vllm.bucketing import Phase
-from vllm.messages import IntArray
+from vllm.messages import BoolArray, IntArray
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.hpu.launches.embeddings import DeviceEmbeddings
 from vllm.worker.hpu.launches.planner import PaddedLaunch, PaddedShape
 from vllm.worker.parts.image_attention import ImageAttention
 from vllm.worker.parts.position_rows import PositionRows
-
-BoolArray = npt.NDArray[np.bool_]
 
 RESIDENT = -1
 """Stands for a token that has been sampled on the device and is still there."""

@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 
 from vllm.bucketing import Bucket, MemoryLedger, Phase, format_bytes
+from vllm.bucketing.catalog.capture_plan import GRAPH_CLASSES
 from vllm.bucketing.catalog.catalog import Catalog
 from vllm.bucketing.catalog.closure import prove, replacement
 from vllm.bucketing.catalog.first_set import even_shapes, padded_share, savings
 from vllm.bucketing.catalog.from_traffic import bucket_cost, seconds_of
-from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.traffic import TrafficTable
 from vllm.logger import init_logger
 from vllm.platforms.habana.bridge import HabanaBridge
@@ -37,7 +37,6 @@ from vllm.worker.interface import WarmUpStep, WarmUpUpdate
 
 logger = init_logger(__name__)
 
-_GRAPHS = {Phase.PREFILL: MemoryClass.PREFILL_GRAPHS, Phase.DECODE: MemoryClass.DECODE_GRAPHS}
 
 _MIN_S = 1e-9
 _RECOUNTED_AFTER = 16
@@ -217,7 +216,7 @@ class LaterWarmUp:
                     self._left[bucket].insert(0, part)  # try again: memory was released
                 # If no memory was released, the bucket runs without a graph.
             else:
-                self._ledger.book(_GRAPHS[bucket.phase], self._used_bytes)
+                self._ledger.book(GRAPH_CLASSES[bucket.phase], self._used_bytes)
                 self._graph_bytes[part.shape] = self._used_bytes
         elif given_up is not None:
             self._give_up(bucket, given_up)
@@ -252,7 +251,7 @@ class LaterWarmUp:
                 if part.stage == "capture":
                     self._launches.release(part.shape)
                     booked = self._graph_bytes.pop(part.shape, 0)
-                    self._ledger.release(_GRAPHS[other.phase], booked)
+                    self._ledger.release(GRAPH_CLASSES[other.phase], booked)
             del self._left[other]
         logger.warning(
             "%d buckets that are not warm yet are given up: %s. Smaller batches run instead. A "
@@ -279,7 +278,7 @@ class LaterWarmUp:
 
     def _release_graph(self, shape: PaddedShape) -> None:
         """Discard a graph, and release its memory in the ledger."""
-        in_use, cls = used_bytes(self._bridge), _GRAPHS[shape.bucket.phase]
+        in_use, cls = used_bytes(self._bridge), GRAPH_CLASSES[shape.bucket.phase]
         self._launches.release(shape)
         freed = max(0, in_use - used_bytes(self._bridge))
         self._ledger.release(cls, min(freed, self._ledger.booked(cls)))
@@ -348,7 +347,7 @@ class LaterWarmUp:
     def _refuse(self, part: _Part) -> str | None:
         """Return the reason not to try a forward pass; None: there may be enough memory."""
         if part.stage == "capture":
-            cls = _GRAPHS[part.shape.bucket.phase]
+            cls = GRAPH_CLASSES[part.shape.bucket.phase]
             left = self._ledger.left(cls)
             graphs = sum(s.bucket.phase is part.shape.bucket.phase for s in self._graph_shapes)
             needed = self._ledger.booked(cls) // max(1, graphs)
@@ -400,7 +399,7 @@ class LaterWarmUp:
                 self._bridge, partial(self._capture_shape, shape), in_use, self._launches.peers
             )
         self._used_bytes = max(0, used_bytes(self._bridge) - in_use)
-        left = self._ledger.left(_GRAPHS[shape.bucket.phase])
+        left = self._ledger.left(GRAPH_CLASSES[shape.bucket.phase])
         if captured.refused_bytes is None and self._used_bytes <= left:
             return None
         needed = format_bytes(max(self._used_bytes, captured.needed_bytes))

@@ -312,7 +312,7 @@ class WarmUp:
     def _compile(self, phase: Phase) -> _Steps:
         """Compile every bucket of a phase. The set of buckets may change while this runs."""
         done = 0
-        with _progress_bar(phase) as bar:
+        with progress_bar(phase) as bar:
             while pending := [b for b in self._pending(phase) if b not in self._compiled]:
                 bucket, total = pending[-1], done + len(pending)
                 step = _step(f"warm-up: {phase!s} buckets", bucket, done + 1, total)
@@ -675,7 +675,7 @@ def _name(bucket: Bucket) -> str:
     return f"{bucket.phase!s} {(bucket.batch, bucket.query_len, bucket.blocks)}"
 
 
-def _progress_bar(phase: Phase) -> "tqdm[Bucket]":
+def progress_bar(phase: Phase) -> "tqdm[Bucket]":
     """Make a progress bar, which is shown only on a terminal."""
     name = "Prompt" if phase is Phase.PREFILL else "Decode"
     bar: Callable[..., tqdm[Bucket]] = tqdm
