@@ -141,7 +141,10 @@ def test_experts_are_those_of_transformers(num_groups, top_groups, is_normalized
     [
         ({"topk_method": "best"}, "topk_method 'best' in config.json is not supported"),
         ({"scoring_func": "tanh"}, "scoring_func 'tanh' in config.json is not supported"),
-        ({"num_experts_per_tok": None}, "num_experts_per_tok in config.json must be a positive"),
+        (
+            {"num_experts_per_tok": None},
+            "'num_experts_per_tok' must be an integer from 1 to 65536, got None",
+        ),
         ({"n_group": 3}, r"n_routed_experts \(8\) in config.json must be a multiple of n_group"),
     ],
 )
