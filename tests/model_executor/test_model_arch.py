@@ -314,3 +314,14 @@ def test_a_factor_of_the_config_is_a_finite_number():
     for name in ("scale_depth", "swiglu_limit", "routed_scaling_factor", "logit_scale"):
         with pytest.raises(ConfigError, match=f"{name} in config.json must be a number, got "):
             arch.config_number(name)
+
+
+def test_a_switch_may_be_an_integer(tiny_model):
+    arch = ModelArch.from_hf(AutoConfig.from_pretrained(tiny_model("llama")).to_dict())
+    arch.hf_config.update(on=True, off=False, absent=None, four=4, zero=0, text="false", half=0.5)
+    flags = [arch.config_flag(name) for name in ("on", "off", "absent", "four", "zero", "unknown")]
+    assert flags == [True, False, False, True, False, False]
+    assert arch.config_flag("unknown", True)
+    for name in ("text", "half"):
+        with pytest.raises(ConfigError, match=f"'{name}' must be true or false"):
+            arch.config_flag(name)

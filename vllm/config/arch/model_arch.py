@@ -268,11 +268,14 @@ class ModelArch:
     def config_flag(self, name: str, default: bool = False) -> bool:
         """Return a boolean of config.json; the default if it is absent, and False if it is null.
 
+        Integers count as Python counts them: `attn_temperature_tuning` of Llama 4 is 4 in files of
+        transformers 4.51.
+
         Raises:
             ConfigError: it is another value.
         """
         value = self.hf_config.get(name, default)
-        if value not in (True, False, None):
+        if not isinstance(value, int | None):
             raise ConfigError(
                 f"config.json: '{name}' must be true or false, got {value!r}. Correct the file, or "
                 "give another value with hf_overrides"

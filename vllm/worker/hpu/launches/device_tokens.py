@@ -67,7 +67,8 @@ class DeviceTokens:
         on_card = self._tokens(given.rows, shape.bucket.query_len)
         known = torch.where(given.token_ids < 0, on_card, given.token_ids)
         others = {name: getattr(given, name) for name in _FIELDS}
-        return DecodeInput(**(others | {"token_ids": known}))
+        # `others | {...}` cannot be compiled by torch 2.6.
+        return DecodeInput(**{**others, "token_ids": known})
 
     def _tokens(self, rows: Tensor, query_len: int) -> Tensor:
         """Return [B * Q]: the newest token of each request, and its drafts."""
