@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import WhisperFeatureExtractor
 
 from tests.multimodal.sound_models import QWEN2_AUDIO, SETTINGS, VOXTRAL, make_sound
@@ -81,6 +82,8 @@ FAMILIES = {
 def test_embeddings_are_equal_to_transformers_for_any_length_and_padding(name, monkeypatch):
     family_class, make, expected, lengths = FAMILIES[name]
     model = make()
+    if name == "qwen2_audio" and not hasattr(transformers, "VoxtralConfig"):  # before 4.54
+        pytest.skip("this transformers wants one token for each embedding of the sound")
     family = family_class(model.config.to_dict(), SETTINGS)
     encoder = make_encoder(name, model)
     given = [family.process_audio(make_sound(seed, n)) for seed, n in enumerate(lengths)]

@@ -133,6 +133,8 @@ def normalises_last_state() -> bool:
 def features_of(model, items):
     """Return the embeddings of each image."""
     name = type(model).__name__
+    if is_version_4() and not hasattr(model, "model"):
+        pytest.skip("this transformers has other modules around its towers")
     if is_version_4() and name.startswith(("Idefics3", "SmolVLM")):
         pytest.skip("this transformers rounds positions of patches to the ones before")
     is_last = getattr(model.config, "vision_feature_layer", -1) == -1

@@ -336,11 +336,11 @@ def test_images_that_are_too_long_are_refused(name, size):
 
 
 def test_defaults_of_towers_are_those_of_transformers():
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     for kind in KINDS:
-        if is_version_4() and kind == "mllama_vision_model":
-            continue  # in transformers 4, this model has no config of its own
+        if is_version_4() and kind not in CONFIG_MAPPING:
+            continue  # in transformers 4, some towers have no config of their own
         want = AutoConfig.for_model(kind)
         for field, value in asdict(read_tower_config({}, (kind,))).items():
             theirs = getattr(want, field) if hasattr(want, field) else want.norm_eps
@@ -349,7 +349,11 @@ def test_defaults_of_towers_are_those_of_transformers():
 
 def test_defaults_are_those_of_transformers():
     for name, defaults in DEFAULTS.items():
-        found = image_processor_class(name)().to_dict()
+        try:
+            found = image_processor_class(name)().to_dict()
+        except (AttributeError, ModuleNotFoundError):
+            assert is_version_4()  # which does not have all of them
+            continue
         for key, value in defaults.items():
             if value is not None and found.get(key) is not None:
                 want = found[key]

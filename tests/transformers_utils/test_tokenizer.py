@@ -124,6 +124,8 @@ def test_a_damaged_file_is_an_error_that_names_the_folder(tmp_path, text, messag
     ],
 )
 def test_a_damaged_file_beside_the_vocabulary_is_named(tmp_path, name, text, message):
+    if is_version_4() and "T5Tokenizer" in text:
+        pytest.skip("this transformers does not compare them")
     for each in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(BUNDLED_MODEL / each, tmp_path / each)
     (tmp_path / name).write_text(text)
