@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-from transformers.models.glm4v import modeling_glm4v
-from transformers.models.qwen2_vl import modeling_qwen2_vl
-from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from vllm.attention import LaunchContext
 from vllm.config import ModelArch
@@ -17,6 +14,10 @@ from vllm.transformers_utils.transformers_version import is_version_4
 
 if is_version_4():
     pytest.skip("this transformers has other functions", allow_module_level=True)
+
+from transformers.models.glm4v import modeling_glm4v
+from transformers.models.qwen2_vl import modeling_qwen2_vl
+from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 HEAD_SIZE = 32
 MAX_POSITIONS = 200

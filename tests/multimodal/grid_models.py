@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 
@@ -152,6 +153,8 @@ class GridModel:
 @cache
 def grid_model(name: str) -> GridModel:
     """Return the tiny model of a family."""
+    if not hasattr(transformers, "VoxtralConfig"):  # before 4.54
+        pytest.skip("this transformers has other configs for parts", allow_module_level=True)
     kind = KINDS[name]
     torch.manual_seed(1)
     model_class = getattr(transformers, kind.architecture)
