@@ -582,10 +582,10 @@ class Scheduler:
     def _finish_failed(self, step: Step, errors: dict[int, str]) -> dict[str, Finished]:
         """Finish the requests that failed, and remove their blocks from the prefix cache.
 
-        A request with images that failed and was preempted meanwhile is also finished: its own
-        image may have caused the failure, and requests that share this image would preempt each
-        other for ever. It is computed again if earlier tokens of it were not sent, as is any
-        other request, and fails again after these tokens.
+        A request may fail in a step in flight after it was preempted. It is computed again, and
+        then fails again, after all of its tokens were sent. But if its own image may have caused
+        the failure, it is finished now: requests that share this image would preempt each other for
+        ever.
         """
         rows = [row for row in errors if row not in step.removed_rows]
         failed = {request.row: request for request in self.running.at(np.array(rows, np.int32))}

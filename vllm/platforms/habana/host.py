@@ -23,7 +23,7 @@ _KERNEL_WITH_PASSTHROUGH = "6.8."
 """Versions of Linux for which the guides ask for passthrough."""
 _NUM_HUGE_PAGES = 15000
 _SMALL_SHARED_MEMORY = 64 * 2**20
-"""What Docker gives a container without --ipc=host and --shm-size."""
+"""Size of /dev/shm, in bytes, in a Docker container without --ipc=host and --shm-size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class HostSettings:
     shared_memory_bytes: int | None = None
 
     def __str__(self) -> str:
-        facts = (
+        parts = (
             f"Linux {self.kernel}",
             self.iommu and f"IOMMU {self.iommu}",
             self.num_huge_pages is not None and f"{self.num_huge_pages} huge pages",
@@ -49,7 +49,7 @@ class HostSettings:
             self.balances_numa is not None
             and f"NUMA balancing {'on' if self.balances_numa else 'off'}",
         )
-        return ", ".join(fact for fact in facts if fact)
+        return ", ".join(part for part in parts if part)
 
     def problems(self, num_ranks: int) -> list[str]:
         """Return sentences about settings with which cards may fail.

@@ -30,7 +30,7 @@ def end_program(code: int) -> NoReturn:
         try:
             if stream is not None:
                 stream.flush()
-        except (OSError, ValueError):  # nobody reads the output any more
+        except (OSError, ValueError):  # the reader of the output has exited
             code = code or 1
     os._exit(code)
 
